@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,12 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from documents import DocumentSource
+from documents import DocumentSource, python_stdlib
 from run_config import UserError
-from token_dataset import SPLITS, is_complete
+from token_dataset import SPLITS, fetch_dataset, is_complete
 from tokenizer import load_tokenizer
 
+STDLIB_DATASET = "python-stdlib"  # text that every machine has: prepared where it is first used
 TRAIN_SHARE = 0.99
 HEADER_BYTES = 4096  # room for the safetensors header, which is known only at the end
 
@@ -112,17 +113,17 @@ def prepare_dataset(
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise UserError(f"{output_dir}: is not empty; name another output, or remove it yourself")
     tokenizer = load_tokenizer(tokenizer_name)
-    num_documents = source.count()
-    if num_documents < 2:
-        raise UserError(f"{source.paths[0]}: {num_documents} document in all; wanted at least 2,"
-                        " for training and validation (.jsonl holds one a line)")
-    num_train = min(max(round(num_documents * TRAIN_SHARE), 1), num_documents - 1)
-    sizes = (num_train, num_documents - num_train)
+    if source.num_documents < 2:
+        raise UserError(f"{source.name}: {source.num_documents} document in all; wanted at least"
+                        " 2, for training and validation (.jsonl holds one a line)")
+    num_train = min(max(round(source.num_documents * TRAIN_SHARE), 1), source.num_documents - 1)
+    sizes = (num_train, source.num_documents - num_train)
     partial_dir = output_dir.parent / f".{output_dir.name}.partial-{os.getpid()}"
     try:
         partial_dir.mkdir(parents=True)
-        with tqdm(total=num_documents, unit=" documents", desc=source.name, disable=None) as bar:
-            documents = _counted(source, bar)
+        with tqdm(source.documents, total=source.num_documents, unit=" documents",
+                  desc=source.name, disable=None) as bar:
+            documents = iter(bar)
             splits = [
                 _write_split(itertools.islice(documents, size), partial_dir / f"{name}.safetensors",
                              tokenizer=tokenizer, source=source.name)
@@ -136,10 +137,21 @@ def prepare_dataset(
     return splits
 
 
-def _counted(documents: Iterable[str], bar: tqdm) -> Iterator[str]:
-    for document in documents:
-        yield document
-        bar.update()
+def provide_dataset(dataset_dir: Path, name: str) -> None:
+    """Make sure that a dataset is on this machine. One process of each node.
+
+    Raises:
+        UserError: there is none, and it can be neither made nor fetched.
+    """
+    if is_complete(dataset_dir):
+        return
+    if name == STDLIB_DATASET:
+        prepare_dataset(python_stdlib(), dataset_dir, tokenizer_name="bytes")
+    elif "/" in name:
+        fetch_dataset(dataset_dir, name)
+    else:
+        raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
+                        f" {dataset_dir}, or name one on the hub as owner/name in train.json")
 
 
 def _write_split(documents: Iterable[str], path: Path, *, tokenizer: tiktoken.Encoding,

@@ -96,8 +96,7 @@ from checkpointing import (
     save_checkpoint,
     set_aside,
 )
-from dataset_preparation import prepare_dataset
-from documents import python_stdlib
+from dataset_preparation import provide_dataset
 from gpt import GPTModel
 from launching import (
     Agreement,
@@ -115,14 +114,7 @@ from launching import (
     this_process,
 )
 from optimization import build_optimizer, clip_gradients, learning_rate_at, set_learning_rate
-from run_log import (
-    RunEnd,
-    RunLog,
-    batch_arithmetic,
-    summarise_run,
-    summary_lines,
-    write_summary,
-)
+from run_log import RunEnd, RunLog, batch_arithmetic
 from run_metrics import (
     CHART,
     CHECKPOINT,
@@ -133,17 +125,8 @@ from run_metrics import (
     read_metrics,
 )
 from sampling import SamplingOptions, generate_tokens
-from token_dataset import (
-    RunData,
-    check_token_range,
-    fetch_dataset,
-    is_complete,
-    open_run_data,
-    prefetch,
-)
+from token_dataset import RunData, check_token_range, open_run_data, prefetch
 from tokenizer import load_tokenizer
-
-STDLIB_DATASET = "python-stdlib"  # text that every machine has: prepared where it is first used
 
 Step = Callable[[str, Callable[[], Any]], Any]
 
@@ -229,19 +212,6 @@ def prepare(options: Options, process: Process, step: Step) -> Job:
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     resume_from = step("checkpoint", lambda: find_resume_point(run, options))
     return Job(run, data, resume_from, options)
-
-
-def provide_dataset(dataset_dir: Path, name: str) -> None:
-    """Make sure that a dataset is on this machine. One process of each node."""
-    if is_complete(dataset_dir):
-        return
-    if name == STDLIB_DATASET:
-        prepare_dataset(python_stdlib(), dataset_dir, tokenizer_name="bytes")
-    elif "/" in name:
-        fetch_dataset(dataset_dir, name)
-    else:
-        raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
-                        f" {dataset_dir}, or name one on the hub as owner/name in train.json")
 
 
 def find_resume_point(run: Run, options: Options) -> Checkpoint | None:
@@ -453,11 +423,7 @@ class Trainer:
                   "loss": best.meta.loss},
             machine=machine_facts(self.process, self.precision),
         )
-        self.log.close()
-        summary = summarise_run(self.run, self.plan, end)
-        write_summary(self.run.summary_path, summary)
-        for line in summary_lines(summary, self.run):
-            self.log.say(line)
+        self.log.finish(end)
         self.print_sample()
 
     def print_sample(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,32 +14,24 @@ from run_config import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 SUFFIXES = (".parquet", ".jsonl", *TEXT_SUFFIXES)
+PIECE_CHARACTERS = 1500
 ROWS_AT_A_TIME = 256  # FineWeb's documents are a few kilobytes, its largest several megabytes
 
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """Files that hold documents, in the order in which they are read.
-
-    A row of parquet is a document, so is a JSON line, so is a whole text file.
-    """
+    """Documents in the order in which they are read, and how many there are."""
 
     name: str
-    paths: tuple[Path, ...]
-    text_column: str = "text"
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield every document; a null counts as an empty one."""
-        for path in self.paths:
-            yield from _documents_in(path, self.text_column)
-
-    def count(self) -> int:
-        """Count the documents: parquet by its footers, JSON lines by reading them once."""
-        return sum(_count_in(path) for path in self.paths)
+    num_documents: int
+    documents: Iterable[str]
 
 
 def find_documents(source: Path, *, text_column: str = "text") -> DocumentSource:
-    """Find the document files in a directory (at any depth), or take one file.
+    """Find the document files in a directory (at any depth, by name), or take one file.
+
+    A row of parquet is a document, so is a JSON line, so is a whole text file; a null is an empty
+    one. They are counted first: parquet by its footers, JSON lines by reading them.
 
     Raises:
         UserError: there are none, or they are of more than one kind.
@@ -55,27 +48,40 @@ def find_documents(source: Path, *, text_column: str = "text") -> DocumentSource
                         " or file with one kind")
     if kinds:  # a data set's README.md beside its parquet is no document
         paths = [path for path in paths if path.suffix in kinds]
-    return DocumentSource(name=source.name, paths=tuple(paths), text_column=text_column)
+    documents = itertools.chain.from_iterable(_documents_in(path, text_column) for path in paths)
+    return DocumentSource(source.name, sum(_count_in(path) for path in paths), documents)
 
 
 def python_stdlib() -> DocumentSource:
     """Give the source and the reference documentation of Python's own standard library.
 
-    The order is a fixed shuffle (by the hash of the path), so that validation, which takes the
-    last documents, is like training.
+    Files are cut at blank lines into pieces of about a screenful, and those put into a fixed
+    shuffled order (by their hash): training reads a file from front to back, and a small batch
+    should not be all of one module.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    paths = []
+    pieces: set[str] = set()
     for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        build_settings = path.name.startswith("_sysconfigdata")
-        if not skipped & set(relative.parts) and not build_settings:
-            paths.append(path)
-    if not paths:
+        of_this_build = path.name.startswith("_sysconfigdata")  # no two machines have the same
+        if not skipped & set(path.relative_to(root).parts) and not of_this_build:
+            pieces.update(_cut(path.read_text(encoding="utf-8", errors="replace")))
+    if not pieces:
         raise UserError(f"{root}: no Python source there; wanted an installation with its library")
-    paths.sort(key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
-    return DocumentSource(name="Python's standard library", paths=tuple(paths))
+    shuffled = sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
+    return DocumentSource("Python's standard library", len(shuffled), shuffled)
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Cut a text at blank lines into pieces of PIECE_CHARACTERS or a little more."""
+    piece = ""
+    for paragraph in text.split("\n\n"):
+        piece += paragraph + "\n\n"
+        if len(piece) >= PIECE_CHARACTERS:
+            yield piece
+            piece = ""
+    if piece.strip():
+        yield piece
 
 
 def _documents_in(path: Path, text_column: str) -> Iterator[str]:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -25,6 +24,17 @@ from run_metrics import (
 )
 
 PLAIN_LINE_SECONDS = 10  # between lines where there is no terminal to draw a bar on
+@dataclass(frozen=True)
+class RunEnd:
+    """Where a run stands when a start of it ends."""
+
+    global_step: int
+    num_parameters: int
+    seconds: dict[str, float]  # by phase, over all starts
+    best: dict[str, Any]  # checkpoint, global_step, loss
+    machine: dict[str, Any]
+
+
 class RunLog:
     """The one place that prints and records. On other ranks than 0 it does nothing."""
 
@@ -88,8 +98,13 @@ class RunLog:
         return tqdm(batches, total=total, unit="batch", desc="validating", leave=False,
                     disable=None if self.is_active else True, dynamic_ncols=True)
 
-    def close(self) -> None:
+    def finish(self, end: RunEnd) -> None:
+        """Write `summary.json` and print what it says."""
         self._bar.close()
+        summary = _summarise(self.run, self.plan, end)
+        write_aside(self.run.summary_path, to_json(summary, indent=2) + "\n")
+        for line in _summary_lines(summary, self.run):
+            self.say(line)
 
     def _record(self, global_step: int, values: dict[str, float]) -> None:
         record = {
@@ -120,18 +135,7 @@ def batch_arithmetic(plan: BatchPlan) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class RunEnd:
-    """Where a run stands when a start of it ends."""
-
-    global_step: int
-    num_parameters: int
-    seconds: dict[str, float]  # by phase, over all starts
-    best: dict[str, Any]  # checkpoint, global_step, loss
-    machine: dict[str, Any]
-
-
-def summarise_run(run: Run, plan: BatchPlan, end: RunEnd) -> dict[str, Any]:
+def _summarise(run: Run, plan: BatchPlan, end: RunEnd) -> dict[str, Any]:
     """Gather what `summary.json` says."""
     records = read_metrics(run.metrics_path)
     tokens = (end.global_step + 1) * plan.tokens_per_step
@@ -155,11 +159,7 @@ def summarise_run(run: Run, plan: BatchPlan, end: RunEnd) -> dict[str, Any]:
     }
 
 
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    write_aside(path, to_json(summary, indent=2) + "\n")
-
-
-def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
+def _summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     """Word a summary for a person."""
     seconds, best = summary["seconds"], summary["best"]
     waiting = sum(seconds.values()) - seconds[TRAINING] - seconds[VALIDATION]

@@ -1,0 +1,1 @@
+"""What surrounds a train: `uv run lab <verb>`."""

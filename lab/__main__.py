@@ -1,0 +1,41 @@
+"""The `lab` command. Each verb is a module of this package, loaded when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from run_config import UserError
+
+VERBS = ("generate",)
+
+
+class VerbGroup(click.Group):
+    """A group whose commands are the modules named in `VERBS`, each with a `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        return importlib.import_module(f"lab.{cmd_name}").command
+
+
+@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Work with trained runs."""
+
+
+def main() -> None:
+    try:
+        cli(prog_name="lab")
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Tiny runs and datasets for the tests, and ways to start the project's commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+PROJECT_DIR = Path(__file__).resolve().parent.parent
+
+TINY_MODEL = {
+    "vocab_size": 257,
+    "context_length": 16,
+    "emb_dim": 16,
+    "n_heads": 2,
+    "n_layers": 2,
+    "drop_rate": 0.1,
+    "qkv_bias": False,
+}
+TINY_TRAIN = {
+    "dataset": "tiny",
+    "microbatch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "min_train_tokens": 12 * 128,  # 12 steps on 2 processes
+    "validation_interval": 5,
+    "validation_batches": 3,
+    "learning_rate": 0.01,
+    "clipping_max_norm": 1.0,
+    "precision": "fp32",
+}
+
+
+def write_tokens(path: Path, tokens: np.ndarray, metadata: dict[str, str] | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"tokens": tokens}, path, metadata)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A directory with runs and datasets of its own."""
+
+    root: Path
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def datasets_dir(self) -> Path:
+        return self.root / "datasets"
+
+    def add_run(self, name: str = "tiny", *, model: dict[str, Any] | None = None,
+                train: dict[str, Any] | None = None) -> Path:
+        """Write a run's two files: the tiny ones, changed; a value of None takes a key out."""
+        run_dir = self.runs_dir / name
+        run_dir.mkdir(parents=True)
+        for file, base, changes in (("model", TINY_MODEL, model), ("train", TINY_TRAIN, train)):
+            merged = {k: v for k, v in (base | (changes or {})).items() if v is not None}
+            (run_dir / f"{file}.json").write_text(json.dumps(merged))
+        return run_dir
+
+    def add_dataset(self, name: str = "tiny", *, num_tokens: int = 4000,
+                    vocab_size: int = 257) -> Path:
+        """Write a dataset of tokens that can be learnt: noisy steps upwards."""
+        generator = np.random.default_rng(0)
+        for split, length in (("train", num_tokens), ("validation", 500)):
+            steps = generator.integers(1, 4, size=length)
+            write_tokens(self.datasets_dir / name / f"{split}.safetensors",
+                         (np.cumsum(steps) % vocab_size).astype(np.uint16))
+        return self.datasets_dir / name
+
+    def arguments(self, *arguments: str) -> list[str]:
+        return [*arguments, "--runs-dir", str(self.runs_dir),
+                "--datasets-dir", str(self.datasets_dir)]
+
+    def torchrun(self, num_processes: int, *arguments: str,
+                 script: str = "ddp_train.py") -> subprocess.CompletedProcess[str]:
+        """Run a script of the project under torchrun, as a person would type it."""
+        return run_command(*torchrun_command(num_processes, script), *self.arguments(*arguments))
+
+    def ddp_train(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ddp_train.py without torchrun."""
+        return run_command(sys.executable, str(PROJECT_DIR / "ddp_train.py"),
+                           *self.arguments(*arguments))
+
+    def files(self) -> dict[str, int]:
+        """Every file below here with its time of change, to see that nothing was written."""
+        return {str(path): path.lstat().st_mtime_ns for path in self.root.rglob("*")}
+
+
+def torchrun_command(num_processes: int, script: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc_per_node={num_processes}", str(PROJECT_DIR / script)]
+
+
+def run_command(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=PROJECT_DIR,
+                          env=os.environ | environment)
+
+
+def succeeded(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

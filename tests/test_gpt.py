@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import PROJECT_DIR, TINY_MODEL
+
+from gpt import GPTModel
+from run_config import ModelConfig, load_run
+
+
+def tiny_model(**changes: object) -> GPTModel:
+    torch.manual_seed(0)
+    return GPTModel(ModelConfig(**TINY_MODEL | {"drop_rate": 0.0} | changes))
+
+
+@settings(max_examples=20, deadline=None)
+@given(position=st.integers(0, 15), replacement=st.integers(0, 256))
+def test_a_token_changes_nothing_before_it(position: int, replacement: int) -> None:
+    model = tiny_model().double()
+    token_ids = torch.arange(16)[None] * 7  # (1, T)
+    changed = token_ids.clone()
+    changed[0, position] = replacement
+    before, after = model(token_ids), model(changed)
+    torch.testing.assert_close(before[:, :position], after[:, :position], rtol=0, atol=1e-12)
+    if replacement != position * 7:
+        assert not torch.allclose(before[:, position:], after[:, position:])
+
+
+def test_sequences_of_a_batch_do_not_see_each_other() -> None:
+    model = tiny_model().double()
+    a, b = torch.randint(0, 257, (2, 1, 16))
+    together = model(torch.cat([a, b]))
+    torch.testing.assert_close(together, torch.cat([model(a), model(b)]))
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_gpt2_init_starts_at_the_loss_of_a_uniform_guess(tie_weights: bool) -> None:
+    model = tiny_model(vocab_size=50257, emb_dim=128, n_heads=4, context_length=64,
+                       tie_weights=tie_weights)
+    token_ids = torch.randint(0, 50257, (4, 64))
+    targets = torch.randint(0, 50257, (4, 64))
+    assert abs(model(token_ids, targets).item() - math.log(50257)) < 0.3
+
+
+def test_torch_init_with_tying_starts_far_off() -> None:
+    model = tiny_model(vocab_size=50257, emb_dim=768, n_heads=4, tie_weights=True, init="torch")
+    token_ids = torch.randint(0, 50257, (1, 16))
+    assert model(token_ids[:, :-1], token_ids[:, 1:]).item() > 100
+
+
+def test_gpt2_init_scales_the_residual_projections() -> None:
+    model = tiny_model(emb_dim=128, n_layers=8)
+    block = model.blocks[3]
+    assert block.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for projection in (block.attention.output, block.mlp.output):
+        assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+        assert not projection.bias.any()
+
+
+def test_the_original_has_163_million_parameters() -> None:
+    with torch.device("meta"):
+        model = GPTModel(load_run(PROJECT_DIR / "runs", "original").model)
+    assert model.num_parameters() == 163_009_536
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits() -> None:
+    model = tiny_model()
+    token_ids, targets = torch.randint(0, 257, (2, 3, 16))
+    logits = model(token_ids)
+    assert logits.shape == (3, 16, 257)
+    expected = F.cross_entropy(logits.reshape(-1, 257), targets.reshape(-1))
+    torch.testing.assert_close(model(token_ids, targets), expected)
+
+
+def test_every_lever_changes_the_parameters_it_names() -> None:
+    plain = {name for name, _ in tiny_model().named_parameters()}
+    with_bias = {name for name, _ in tiny_model(qkv_bias=True).named_parameters()}
+    assert with_bias - plain == {f"blocks.{i}.attention.qkv.bias" for i in range(2)}
+    tied = {name for name, _ in tiny_model(tie_weights=True).named_parameters()}
+    assert plain - tied == {"head.weight"}
+
+
+def test_checkpoints_hold_parameters_only_and_no_mask() -> None:
+    model = tiny_model()
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
+def test_dropout_is_drawn_in_training_and_not_in_eval() -> None:
+    model = tiny_model(drop_rate=0.5)
+    token_ids = torch.randint(0, 257, (2, 16))
+    assert not torch.equal(model(token_ids), model(token_ids))
+    model.eval()
+    assert torch.equal(model(token_ids), model(token_ids))

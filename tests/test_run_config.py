@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import PROJECT_DIR, Workplace
+
+from run_config import BatchPlan, Run, UserError, load_run, plan_batches
+
+sizes = st.integers(min_value=1, max_value=6)
+
+
+def load(workplace: Workplace, **changes: dict) -> Run:
+    workplace.add_run(**changes)
+    return load_run(workplace.runs_dir, "tiny")
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT_DIR / "runs").glob("*/train.json")))
+def test_runs_that_ship_are_valid(path: Path) -> None:
+    run = load_run(PROJECT_DIR / "runs", path.parent.name)
+    assert run.model.vocab_size in (257, 50257)
+    assert not run.warnings
+
+
+def test_the_originals_runs_have_its_settings() -> None:
+    table = {"original": (6, 5922, 3200), "8xa100m40": (13, 617, 300), "8xa100m80": (28, 617, 300),
+             "8xh100m80": (27, 617, 300), "8xb200m160": (64, 617, 300)}
+    for name, settings in table.items():
+        run = load_run(PROJECT_DIR / "runs", name)
+        train = run.train
+        assert (train.microbatch_size, train.validation_interval, train.validation_batches) \
+            == settings
+        assert train.min_train_tokens == 3_260_190_720 and train.learning_rate == 4e-4
+        assert train.weight_decay == 0.1 and train.decay_norms_and_biases
+        assert run.model.init == "torch" and run.model.drop_rate == 0.1
+        assert (run.model.emb_dim, run.model.n_layers, run.model.n_heads) == (768, 12, 12)
+
+
+@given(world_size=sizes, microbatch_size=sizes, accumulation=sizes, num_steps=sizes)
+def test_any_split_reads_every_microbatch_once_in_order(
+    world_size: int, microbatch_size: int, accumulation: int, num_steps: int
+) -> None:
+    plan = BatchPlan(microbatch_size, accumulation, world_size, 8, num_steps)
+    steps = range(num_steps)
+    read = Counter(i for rank in range(world_size)
+                   for i in plan.microbatch_indices(rank, steps=steps))
+    assert read == Counter(range(accumulation * world_size * num_steps))
+    for step in steps:  # a global step's microbatches are neighbours: what a step sees is no
+        first = step * accumulation * world_size  # matter of the split
+        seen = {plan.microbatch_index(step, a, rank=r)
+                for a in range(accumulation) for r in range(world_size)}
+        assert seen == set(range(first, first + accumulation * world_size))
+
+
+@pytest.mark.parametrize(("file_tokens", "min_tokens", "start", "num_steps"), [
+    (1025, 1024, 0, 8),   # exactly full: no extra batch
+    (1153, 1025, 0, 9),   # rounded up to whole global batches
+    (1025, -1, 0, 8),     # all whole batches there are
+    (1024, -1, 0, 7),     # the last target of the eighth is missing
+    (1153, -1, 128, 8),
+])
+def test_min_train_tokens_becomes_whole_global_batches(
+    workplace: Workplace, file_tokens: int, min_tokens: int, start: int, num_steps: int
+) -> None:
+    run = load(workplace, train={"min_train_tokens": min_tokens, "start_train_token": start})
+    plan = plan_batches(run, world_size=2, file_tokens=file_tokens)
+    assert plan.tokens_per_step == 2 * 2 * 2 * 16
+    assert plan.num_steps == num_steps
+
+
+@pytest.mark.parametrize(("file_tokens", "changes", "message"), [
+    (1024, {"min_train_tokens": 1024}, "wanted 1025 training tokens from token 0 on"),
+    (50, {"min_train_tokens": -1}, "wanted 129 training tokens"),
+    (1025, {"start_train_token": 1025}, "start_train_token 1025 is past the end"),
+])
+def test_too_few_tokens_are_refused(
+    workplace: Workplace, file_tokens: int, changes: dict, message: str
+) -> None:
+    run = load(workplace, train=changes)
+    with pytest.raises(UserError, match=message):
+        plan_batches(run, world_size=2, file_tokens=file_tokens)
+
+
+@pytest.mark.parametrize(("file", "changes", "message"), [
+    ("train", {"microbatch_sise": 3}, 'unknown key "microbatch_sise"; the nearest known one is'
+     ' "microbatch_size"'),
+    ("train", {"microbatch_size": 0}, "microbatch_size should be greater than or equal to 1, "
+     "found 0"),
+    ("train", {"microbatch_size": "4"}, 'microbatch_size should be a valid integer, found "4"'),
+    ("train", {"microbatch_size": True}, "microbatch_size should be a valid integer, found true"),
+    ("train", {"microbatch_size": None}, '"microbatch_size" is missing'),
+    ("train", {"learning_rate": -1.0}, "learning_rate should be greater than 0"),
+    ("train", {"start_train_token": -5}, "start_train_token should be greater than or equal to 0"),
+    ("train", {"min_train_tokens": 0}, "min_train_tokens is 0"),
+    ("train", {"validation_batches": None}, "validation_interval and validation_batches go"),
+    ("train", {"validation_interval": None, "validation_batches": None}, "checkpoint_interval"),
+    ("train", {"precision": "int8"}, "precision should be 'fp32', 'tf32', 'bf16' or 'fp16'"),
+    ("train", {"precision": "bf16", "use_amp": False}, "use_amp is false but precision"),
+    ("train", {"dataset": "../secrets"}, "dataset should match pattern"),
+    ("model", {"emb_dim": 15}, "emb_dim 15 is not divisible by n_heads 2"),
+    ("model", {"drop_rate": 1.5}, "drop_rate should be less than 1"),
+    ("model", {"vocab_size": 70000}, "vocab_size should be less than or equal to 65536"),
+    ("model", {"moe": {}}, 'unknown key "moe"'),
+])
+def test_wrong_values_are_refused_in_one_line(
+    workplace: Workplace, file: str, changes: dict, message: str
+) -> None:
+    run_dir = workplace.add_run(**{file: changes})
+    with pytest.raises(UserError) as caught:
+        load_run(workplace.runs_dir, "tiny")
+    assert str(caught.value).startswith(f"{run_dir / file}.json: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "not valid JSON"),
+    ("[1]", "holds a list; wanted a JSON object"),
+    ('{"microbatch_size": NaN}', "NaN is not a JSON number"),
+    ('{"dataset": "a", "dataset": "b"}', 'key "dataset" stands there twice'),
+    ("[" * 100_000, "not valid JSON"),
+    (b"\xff\xfe", "cannot be read"),
+    (None, "no such file"),
+])
+def test_files_that_are_no_json_object_are_refused(
+    workplace: Workplace, text: str | bytes | None, message: str
+) -> None:
+    path = workplace.add_run() / "train.json"
+    if text is None:
+        path.unlink()
+    else:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UserError, match=message):
+        load_run(workplace.runs_dir, "tiny")
+
+
+@pytest.mark.parametrize("name", ["../tiny", "/etc", ".", "", "a/b", "tiny\n", "x" * 200])
+def test_run_names_stay_inside_the_runs_directory(workplace: Workplace, name: str) -> None:
+    workplace.add_run()
+    with pytest.raises(UserError, match="is not a plain name"):
+        load_run(workplace.runs_dir, name)
+
+
+def test_a_missing_run_names_those_there_are(workplace: Workplace) -> None:
+    workplace.add_run()
+    with pytest.raises(UserError, match="no such run; .* has: tiny"):
+        load_run(workplace.runs_dir, "tinny")
+
+
+def test_a_key_that_was_renamed_still_works_with_one_warning(workplace: Workplace) -> None:
+    run = load(workplace, train={"microbatch_size": None, "minibatch_size": 4})
+    assert run.train.microbatch_size == 4
+    assert [("minibatch_size is now called microbatch_size" in w) for w in run.warnings] == [True]
+
+
+def test_tying_with_torch_init_draws_a_warning(workplace: Workplace) -> None:
+    run = load(workplace, model={"tie_weights": True, "init": "torch"})
+    assert len(run.warnings) == 1 and "480" in run.warnings[0]
+
+
+def test_configs_cannot_be_changed(workplace: Workplace) -> None:
+    run = load(workplace)
+    with pytest.raises(ValueError, match="frozen"):
+        run.train.microbatch_size = 3
+    assert json.loads(run.train.model_dump_json())["microbatch_size"] == 2
