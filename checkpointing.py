@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import safetensors.torch
 import torch
@@ -25,6 +26,9 @@ from run_config import ModelConfig, UserError
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-\d+(-\d+)?")
 PARTIAL_PREFIX = ".partial-"
 LATEST, BEST = "latest", "best"
+# What the readers of damaged files were seen to raise: the unpickler trips over anything.
+DAMAGE = (OSError, EOFError, SafetensorError, UnpicklingError, RuntimeError, ValueError, TypeError,
+          LookupError, AttributeError)
 
 
 class CheckpointMeta(BaseModel):
@@ -101,19 +105,17 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
         state.model.load_state_dict(weights)
         state.optimizer.load_state_dict(trainer["optimizer"])
         state.scaler.load_state_dict(trainer["scaler"])
-    except (OSError, EOFError, SafetensorError, RuntimeError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0][:120]
-        raise UserError(f"{checkpoint.path}: cannot be loaded: {reason}; name another checkpoint,"
-                        " or start over with --fresh") from None
+    except DAMAGE as error:
+        raise UserError(f"{checkpoint.path}: cannot be loaded: {_reason(error)}; name another"
+                        " checkpoint, or start over with --fresh") from None
 
 
 def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
     """Bring only a model's weights back, in place. Raises: UserError if the file is damaged."""
     try:
         model.load_state_dict(safetensors.torch.load_file(checkpoint.path / "model.safetensors"))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:120]
-        raise UserError(f"{checkpoint.path}: cannot be loaded: {reason}") from None
+    except DAMAGE as error:
+        raise UserError(f"{checkpoint.path}: cannot be loaded: {_reason(error)}") from None
 
 
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
@@ -214,6 +216,10 @@ def set_aside(run_dir: Path, choose: Callable[[Checkpoint], bool]) -> Path | Non
         link.unlink(missing_ok=True)
     renew_links(checkpoints_dir)
     return aside_dir
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
 def _new_name(checkpoints_dir: Path, global_step: int) -> str:

@@ -14,7 +14,7 @@ from run_config import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 SUFFIXES = (".parquet", ".jsonl", *TEXT_SUFFIXES)
-PIECE_CHARACTERS = 1500
+PIECE_CHARACTERS = 3000
 ROWS_AT_A_TIME = 256  # FineWeb's documents are a few kilobytes, its largest several megabytes
 
 
@@ -55,12 +55,13 @@ def find_documents(source: Path, *, text_column: str = "text") -> DocumentSource
 def python_stdlib() -> DocumentSource:
     """Give the source and the reference documentation of Python's own standard library.
 
-    Files are cut at blank lines into pieces of about a screenful, and those put into a fixed
-    shuffled order (by their hash): training reads a file from front to back, and a small batch
-    should not be all of one module.
+    Files are cut into pieces of a screenful or two, and those put into a fixed shuffled order (by
+    their hash): training reads a token file from front to back, and a small batch should not be
+    all of one module.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
+               "encodings"}  # that one is tables of code points
     pieces: set[str] = set()
     for path in root.rglob("*.py"):
         of_this_build = path.name.startswith("_sysconfigdata")  # no two machines have the same
@@ -73,11 +74,13 @@ def python_stdlib() -> DocumentSource:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Cut a text at blank lines into pieces of PIECE_CHARACTERS or a little more."""
+    """Cut a text into pieces: at the first blank line after half of PIECE_CHARACTERS, or at any
+    line's end when it is full."""
     piece = ""
-    for paragraph in text.split("\n\n"):
-        piece += paragraph + "\n\n"
-        if len(piece) >= PIECE_CHARACTERS:
+    for line in text.splitlines(keepends=True):
+        piece += line
+        is_break = not line.strip() and len(piece) >= PIECE_CHARACTERS // 2
+        if is_break or len(piece) >= PIECE_CHARACTERS:
             yield piece
             piece = ""
     if piece.strip():
