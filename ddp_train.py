@@ -99,6 +99,7 @@ from checkpointing import (
 from dataset_preparation import provide_dataset
 from gpt import GPTModel
 from launching import (
+    AgreedError,
     Agreement,
     Process,
     autocast,
@@ -150,20 +151,17 @@ class Job:
 
 
 def main() -> None:
-    if started_by_torchrun():
-        agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        try:
+    try:
+        if started_by_torchrun():
+            agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             work(agreement)
-        except UserError as error:
-            message = f"Error: {error}"
-            agreement.tell_once(lambda: print(message, file=sys.stderr, flush=True))
-            sys.exit(2)
-    else:
-        try:
-            status = launch(read_command_line())
-        except UserError as error:
-            stop_with(error)
-        sys.exit(status)
+        else:
+            sys.exit(launch(read_command_line()))
+    except AgreedError as error:
+        agreement.tell_once(f"Error: {error}")
+        sys.exit(2)
+    except UserError as error:
+        stop_with(error)
 
 
 def launch(options: Options) -> int:
@@ -183,14 +181,13 @@ def work(agreement: Agreement) -> None:
     options = agreement.on("command line", read_command_line)
     process = agreement.on("process", this_process)
     job = prepare(options, process, agreement.on)
-    agreement.on("token ids", lambda: check_token_range(job.run, job.data)
-                 if process.is_main_of_node else None)
     if job.is_finished:
         if process.is_main:
             print(finished_line(job))
         return
+    state = agreement.on("state", lambda: build_state(job, process))
     with process_group(process):
-        train(job, process)
+        train(Trainer(job, process, state))
 
 
 def prepare(options: Options, process: Process, step: Step) -> Job:
@@ -204,12 +201,10 @@ def prepare(options: Options, process: Process, step: Step) -> Job:
     """
     run = step("configs", lambda: load_run(options.runs_dir, options.run))
     dataset_dir = options.datasets_dir / run.train.dataset
-    if process.is_main:
-        for warning in run.warnings:
-            print(f"Warning: {warning}", file=sys.stderr)
     step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
          if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
+    step("token ids", lambda: check_token_range(run, data) if process.is_main_of_node else None)
     resume_from = step("checkpoint", lambda: find_resume_point(run, options))
     return Job(run, data, resume_from, options)
 
@@ -230,50 +225,52 @@ def finished_line(job: Job) -> str:
             f" {job.data.plan.num_tokens:,} tokens; --fresh starts it over")
 
 
-def train(job: Job, process: Process) -> None:
+def build_state(job: Job, process: Process) -> TrainingState:
+    """Build the model and its optimizer, from the checkpoint that the run goes on from."""
+    config = job.run.train
+    torch.manual_seed(config.random_seed)  # the same weights on every rank
+    model = GPTModel(job.run.model).to(process.device)
+    uses_fp16 = choose_precision(config, process.device) == "fp16"
+    scaler = GradScaler(process.device.type, enabled=uses_fp16)
+    state = TrainingState(model, build_optimizer(model, config), scaler)
+    if job.resume_from is not None:
+        load_checkpoint(job.resume_from, state)
+    return state
+
+
+def train(trainer: Trainer) -> None:
     """Train a run to its end, or for `--max-steps` steps. Every rank."""
-    trainer = Trainer(job, process)
     trainer.start()
     batches = trainer.batches()
-    for global_step in range(job.first_step, trainer.stop_before):
+    for global_step in trainer.steps:
         trainer.train_step(global_step, batches)
         trainer.report_if_due(global_step)
         if trainer.saves_after(global_step):
             dist.barrier()
-            if process.is_main:
+            if trainer.process.is_main:
                 trainer.validate_save_and_chart(global_step)
             dist.barrier()
     batches.close()
-    if process.is_main:
+    if trainer.process.is_main:
         trainer.finish()
 
 
 class Trainer:
     """What one process holds while it trains a run, and the steps it takes."""
 
-    def __init__(self, job: Job, process: Process) -> None:
+    def __init__(self, job: Job, process: Process, state: TrainingState) -> None:
         self.run, self.data, self.plan = job.run, job.data, job.data.plan
         self.job, self.process, self.config = job, process, job.run.train
         share_cpu_cores(process)
         self.precision = choose_precision(self.config, process.device)
         set_matmul_precision(self.precision)
-        self.state = self._build_state()
-        self.model = self.state.model
-        self.parallel_model = self._parallel(self.model)
-        self.stop_before = min(self.plan.num_steps,
-                               job.first_step + (job.options.max_steps or self.plan.num_steps))
+        self.state, self.model = state, state.model
+        self.parallel_model = self._parallel(state.model)
+        max_steps = job.options.max_steps or self.plan.num_steps
+        self.steps = range(job.first_step, min(self.plan.num_steps, job.first_step + max_steps))
         self.clock = PhaseClock(job.resume_from.meta.seconds if job.resume_from else {})
         self.log = RunLog(self.run, self.plan, clock=self.clock, is_active=process.is_main)
         self.window = StepWindow(process.device)
-
-    def _build_state(self) -> TrainingState:
-        torch.manual_seed(self.config.random_seed)  # the same weights on every rank
-        model = GPTModel(self.run.model).to(self.process.device)
-        scaler = GradScaler(self.process.device.type, enabled=self.precision == "fp16")
-        state = TrainingState(model, build_optimizer(model, self.config), scaler)
-        if self.job.resume_from is not None:
-            load_checkpoint(self.job.resume_from, state)
-        return state
 
     def _parallel(self, model: GPTModel) -> nn.Module:
         if self.process.world_size == 1:
@@ -298,6 +295,7 @@ class Trainer:
                 self.log.say(f"going on from {self.job.resume_from.path}")
         parameters = self.model.num_parameters()
         self.log.start(self.job.first_step, [
+            *(f"warning: {warning}" for warning in self.run.warnings),
             *batch_arithmetic(self.plan),
             f"{parameters:,} parameters, {self.plan.num_tokens / parameters:.1f} tokens for each;"
             f" {self.precision} on {self.process.device.type}",
@@ -305,9 +303,7 @@ class Trainer:
 
     def batches(self) -> Generator[tuple[Tensor, Tensor]]:
         """This process's microbatches from here on, one read ahead."""
-        indices = self.plan.microbatch_indices(
-            self.process.rank, steps=range(self.job.first_step, self.stop_before)
-        )
+        indices = self.plan.microbatch_indices(self.process.rank, steps=self.steps)
         return prefetch(self.data.train, indices, device=self.process.device)
 
     def train_step(self, global_step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
@@ -368,7 +364,7 @@ class Trainer:
         return (
             self.validates_after(global_step)
             or self._is_due(global_step, self.config.checkpoint_interval)
-            or global_step == self.stop_before - 1
+            or global_step == self.steps[-1]
         )
 
     def _is_due(self, global_step: int, interval: int | None) -> bool:
@@ -416,7 +412,7 @@ class Trainer:
         """Write and print how it ended. Rank 0."""
         best = find_checkpoint(self.run.checkpoints_dir, BEST)
         end = RunEnd(
-            global_step=self.stop_before - 1,
+            global_step=self.steps[-1],
             num_parameters=self.model.num_parameters(),
             seconds=self.clock.read(),
             best={"checkpoint": best.name, "global_step": best.meta.global_step,

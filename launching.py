@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ def this_process() -> Process:
     )
 
 
+class AgreedError(UserError):
+    """A mistake that every rank has heard of, so that one can speak for all."""
+
+
 class Agreement:
     """All processes finish a step of preparation together, or all stop with the same error.
 
@@ -100,7 +105,7 @@ class Agreement:
         """Do this process's part of a step. Every rank.
 
         Raises:
-            UserError: this rank's or, on every rank, that of the lowest rank that has one.
+            AgreedError: on every rank, the mistake of the lowest rank that has one.
         """
         result, failure = None, ""
         try:
@@ -113,13 +118,16 @@ class Agreement:
         for key in keys:
             reason = self._store.get(key).decode()
             if reason:
-                raise UserError(reason)
+                raise AgreedError(reason)
         return result
 
-    def tell_once(self, say: Callable[[], None]) -> None:
-        """Let rank 0 speak for all, and nobody leave before: torchrun ends them with the first."""
+    def tell_once(self, message: str) -> None:
+        """Let rank 0 speak for all. Nobody leaves before: torchrun ends the others with the first.
+
+        Every rank.
+        """
         if self._rank == 0:
-            say()
+            print(message, file=sys.stderr, flush=True)
             self._store.set("told", "")
         self._store.wait(["told"], timedelta(seconds=20))
 

@@ -1,0 +1,351 @@
+"""The trainer end to end, on CPU, with real torchrun and gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import (
+    Workplace,
+    read_lines,
+    run_command,
+    succeeded,
+    torchrun_command,
+    write_tokens,
+)
+
+NUM_STEPS = 12
+
+
+def weights_of(run_dir: Path, checkpoint: str = "latest") -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "checkpoints" / checkpoint / "model.safetensors")
+
+
+def checkpoint_bytes(run_dir: Path) -> dict[str, bytes]:
+    latest = run_dir / "checkpoints" / "latest"
+    return {name: (latest / name).read_bytes() for name in ("model.safetensors", "optimizer.pt")}
+
+
+def without_times(records: list[dict]) -> list[dict]:
+    timed = {"seconds", "tokens_per_second", "validation_seconds"}
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, str]:
+    """A tiny run trained to its end on two processes in one go, and what it printed."""
+    workplace = Workplace(tmp_path_factory.mktemp("finished"))
+    workplace.add_run()
+    workplace.add_dataset()
+    return workplace, succeeded(workplace.torchrun(2, "tiny")).stdout
+
+
+def test_a_finished_run_leaves_its_files(finished: tuple[Workplace, str]) -> None:
+    run_dir = finished[0].runs_dir / "tiny"
+    found = {path.name for path in run_dir.iterdir()}
+    assert found == {"model.json", "train.json", "metrics.jsonl", "summary.json", "checkpoints",
+                     "loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
+    checkpoints = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert [name.split("-", 1)[1] for name in checkpoints if "-" in name] == [
+        "iteration-4", "iteration-9", "iteration-11"]
+    assert all(re.fullmatch(r"\d{8}Z\d{6}-iteration-\d+|latest|best", n) for n in checkpoints)
+    names = set(weights_of(run_dir))
+    assert "token_embedding.weight" in names and not any("module" in name for name in names)
+
+
+def test_metrics_have_a_line_a_report_and_a_line_a_validation(
+    finished: tuple[Workplace, str]
+) -> None:
+    records = read_lines(finished[0].runs_dir / "tiny" / "metrics.jsonl")
+    steps = [r for r in records if "train_loss" in r]
+    validations = [r for r in records if "validation_loss" in r]
+    assert [r["global_step"] for r in steps] == [4, 9, 11]
+    assert [r["global_step"] for r in validations] == [4, 9, 11]  # every 5 steps and at the end
+    for record in steps:
+        assert record["tokens"] == (record["global_step"] + 1) * 128
+        assert record["train_loss_min"] <= record["train_loss"] <= record["train_loss_max"]
+        assert record["grad_norm"] > 0 and record["learning_rate"] == 0.01
+        assert record["tokens_per_second"] > 0
+    assert validations[-1]["validation_loss"] < validations[0]["validation_loss"] < 5.6
+    seconds = [r["seconds"] for r in records]
+    assert seconds == sorted(seconds)
+
+
+def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
+    workplace, output = finished
+    summary = json.loads((workplace.runs_dir / "tiny" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["tokens"] == 1536
+    assert summary["train"]["learning_rate"] == 0.01 and summary["model"]["emb_dim"] == 16
+    assert summary["machine"]["processes"] == 2 and summary["machine"]["precision"] == "fp32"
+    records = read_lines(workplace.runs_dir / "tiny" / "metrics.jsonl")
+    losses = {r["global_step"]: r["validation_loss"] for r in records if "validation_loss" in r}
+    assert summary["validation_loss"] == losses[11]
+    assert summary["best"]["loss"] == min(losses.values())
+    assert losses[summary["best"]["global_step"]] == min(losses.values())
+    assert "microbatch 2 x accumulation 2 x 2 processes = global batch 8 sequences" in output
+    assert "12 steps = 1,536 tokens" in output
+    assert f"validation loss {losses[11]:.4f}" in output
+    assert summary["best"]["checkpoint"] in output
+    assert output.count("sample:") == 1
+    assert re.search(r"step \d+/12 \| loss \d\.\d+ .* tok/s", output)
+
+
+def test_the_validation_loss_is_that_of_the_saved_weights(finished: tuple[Workplace, str]) -> None:
+    from gpt import GPTModel
+    from run_config import load_run
+    from token_dataset import TokenFile
+
+    workplace = finished[0]
+    run = load_run(workplace.runs_dir, "tiny")
+    model = GPTModel(run.model).eval()
+    model.load_state_dict(weights_of(run.run_dir))
+    tokens = TokenFile(workplace.datasets_dir / "tiny" / "validation.safetensors").read(0, 97)
+    tokens = torch.from_numpy(tokens).long()
+    loss = model(tokens[:-1].view(6, 16), tokens[1:].view(6, 16)).item()
+    records = read_lines(run.metrics_path)
+    assert records[-1]["validation_loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Workplace, str]) -> None:
+    workplace = finished[0]
+    before = workplace.files()
+    assert "tiny is complete: 12 steps" in succeeded(workplace.torchrun(2, "tiny")).stdout
+    assert "tiny is complete: 12 steps" in succeeded(
+        workplace.ddp_train("tiny", "--nproc-per-node", "2")).stdout
+    assert workplace.files() == before
+
+
+def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
+    finished: tuple[Workplace, str], workplace: Workplace
+) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "3"))
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "4"))
+    assert json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["global_step"] == 6
+    output = succeeded(workplace.torchrun(2, "tiny")).stdout
+    assert "going on from" in output
+    reference = finished[0].runs_dir / "tiny"
+    assert checkpoint_bytes(run_dir) == checkpoint_bytes(reference)
+    losses = [[r for r in without_times(read_lines(d / "metrics.jsonl")) if "validation_loss" in r]
+              for d in (run_dir, reference)]
+    assert losses[0] == losses[1]
+
+
+def test_killed_in_the_middle_and_started_again_ends_with_the_same_weights(
+    finished: tuple[Workplace, str], workplace: Workplace
+) -> None:
+    run_dir = workplace.add_run(train={"checkpoint_interval": 1})
+    workplace.add_dataset()
+    command = [*torchrun_command(2, "ddp_train.py"), *workplace.arguments("tiny")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    while len(list(run_dir.glob("checkpoints/*-iteration-*"))) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.005)
+    kill_with_children(process.pid)
+    process.wait()
+    assert len(list(run_dir.glob("checkpoints/*-iteration-*"))) < NUM_STEPS, "not in the middle"
+    succeeded(workplace.torchrun(2, "tiny"))
+    assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
+    steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
+    assert steps == list(range(NUM_STEPS)), "each step stands once in metrics.jsonl"
+
+
+def kill_with_children(pid: int) -> None:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for child in [*map(int, children), pid]:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_split_of_a_global_batch_does_not_change_the_loss_curve(workplace: Workplace) -> None:
+    workplace.add_dataset()
+    curves, weights = [], []
+    for processes, accumulation in ((1, 4), (2, 2), (4, 1)):
+        name = f"{processes}x{accumulation}"
+        run_dir = workplace.add_run(name, train={
+            "gradient_accumulation_steps": accumulation, "min_train_tokens": 20 * 128,
+            "checkpoint_interval": 1, "validation_interval": 10,
+        })  # with dropout: its masks follow from the position, like the data
+        succeeded(workplace.torchrun(processes, name))
+        records = read_lines(run_dir / "metrics.jsonl")
+        curves.append([r.get("train_loss", r.get("validation_loss")) for r in records])
+        weights.append(weights_of(run_dir))
+    assert len(curves[0]) == 22
+    for curve, other in zip(curves[1:], weights[1:], strict=True):
+        np.testing.assert_allclose(curve, curves[0], rtol=0, atol=1e-5)
+        for name, value in other.items():
+            torch.testing.assert_close(value, weights[0][name], rtol=1e-3, atol=1e-4)
+
+
+def test_fresh_sets_earlier_checkpoints_aside(
+    finished: tuple[Workplace, str], workplace: Workplace
+) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "6"))
+    old = checkpoint_bytes(run_dir)
+    output = succeeded(workplace.torchrun(2, "tiny", "--fresh")).stdout
+    assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
+    aside = next((run_dir / "set-aside").iterdir())
+    assert str(aside) in output
+    kept = sorted((aside / "checkpoints").iterdir())
+    assert [p.name.split("-")[-1] for p in kept] == ["4", "5"]
+    assert {n: (kept[-1] / n).read_bytes() for n in old} == old
+    assert (aside / "metrics.jsonl").exists() and (aside / "loss-chart.png").exists()
+
+
+def test_an_earlier_checkpoint_can_be_gone_on_from(
+    finished: tuple[Workplace, str], workplace: Workplace
+) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(2, "tiny"))
+    name = next(p.name for p in run_dir.glob("checkpoints/*-iteration-4"))
+    succeeded(workplace.torchrun(2, "tiny", name))
+    assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
+    steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
+    assert steps == [4, 9, 11]
+    assert len(list(run_dir.glob("set-aside/*/checkpoints/*"))) == 2
+
+
+def test_a_run_without_validation_takes_best_from_the_training_loss(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train={
+        "validation_interval": None, "validation_batches": None, "checkpoint_interval": 4,
+        "gradient_accumulation_steps": 1, "min_train_tokens": 10 * 32, "learning_rate": 1e-9,
+    })
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny"))
+    metas = {p.parent.name: json.loads(p.read_text())
+             for p in run_dir.glob("checkpoints/*-iteration-*/meta.json")}
+    assert sorted(meta["global_step"] for meta in metas.values()) == [3, 7, 9]
+    records = read_lines(run_dir / "metrics.jsonl")
+    means = {r["global_step"]: r["train_loss"] for r in records}
+    for meta in metas.values():
+        assert meta["loss"] == pytest.approx(means[meta["global_step"]], abs=1e-6)
+    best = min(metas.values(), key=lambda meta: meta["loss"])
+    best_meta = json.loads((run_dir / "checkpoints/best/meta.json").read_text())
+    assert best_meta["global_step"] == best["global_step"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_trains_and_resumes_exactly(
+    workplace: Workplace, precision: str
+) -> None:
+    workplace.add_dataset()
+    changes = {"precision": precision, "gradient_accumulation_steps": 1, "min_train_tokens": 640}
+    for name in ("whole", "parts"):
+        workplace.add_run(name, train=changes)
+    succeeded(workplace.torchrun(1, "whole"))
+    succeeded(workplace.torchrun(1, "parts", "--max-steps", "7"))
+    succeeded(workplace.torchrun(1, "parts"))
+    whole, parts = (checkpoint_bytes(workplace.runs_dir / name) for name in ("whole", "parts"))
+    assert whole == parts
+    losses = [r["train_loss"] for r in read_lines(workplace.runs_dir / "whole/metrics.jsonl")
+              if "train_loss" in r]
+    assert losses[-1] < losses[0]
+
+
+def test_without_torchrun_it_starts_torchrun_itself(
+    finished: tuple[Workplace, str], workplace: Workplace
+) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2"))
+    assert "x 2 processes" in result.stdout
+    assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
+
+
+BAD_INPUTS = {
+    "no such run": (lambda w: ["nix"], "nix: no such run; "),
+    "missing file": (lambda w: (w.runs_dir / "tiny/model.json").unlink(),
+                     "model.json: no such file"),
+    "mistyped JSON": (lambda w: (w.runs_dir / "tiny/train.json").write_text("{,}"),
+                      "train.json: not valid JSON"),
+    "unknown key": (lambda w: change(w, "train", lerning_rate=1), 'nearest known one is'
+                    ' "learning_rate"'),
+    "wrong type": (lambda w: change(w, "train", microbatch_size="2"), "valid integer"),
+    "out of range": (lambda w: change(w, "model", drop_rate=2), "drop_rate should be less than"),
+    "heads": (lambda w: change(w, "model", n_heads=3), "emb_dim 16 is not divisible by n_heads 3"),
+    "no token file": (lambda w: (w.datasets_dir / "tiny/train.safetensors").unlink(),
+                      "no dataset there"),
+    "truncated": (lambda w: os.truncate(w.datasets_dir / "tiny/train.safetensors", 3000),
+                  "not a whole safetensors file"),
+    "too few tokens": (lambda w: change(w, "train", min_train_tokens=10**6), "lower"),
+    "start past the end": (lambda w: change(w, "train", start_train_token=10**6), "past the end"),
+    "outside the vocabulary": (lambda w: bad_token(w), "token 99 has id 300, outside"),
+    "no such checkpoint": (lambda w: ["tiny", "nix"], "no checkpoint 'nix'"),
+    "no checkpoint yet": (lambda w: ["tiny", "best"], "no checkpoint yet"),
+    "usage": (lambda w: ["tiny", "--max-steps", "0"], "--max-steps"),
+}
+
+
+def change(workplace: Workplace, file: str, **values: object) -> None:
+    path = workplace.runs_dir / "tiny" / f"{file}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def bad_token(workplace: Workplace) -> None:
+    tokens = np.zeros(4000, dtype=np.uint16)
+    tokens[99] = 300
+    write_tokens(workplace.datasets_dir / "tiny" / "train.safetensors", tokens)
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_is_one_line_and_status_2(workplace: Workplace, case: str) -> None:
+    make, message = BAD_INPUTS[case]
+    workplace.add_run()
+    workplace.add_dataset()
+    arguments = make(workplace)
+    before = workplace.files()
+    result = workplace.ddp_train(*(arguments if isinstance(arguments, list) else ["tiny"]))
+    assert result.returncode == 2, result.stderr
+    line = result.stderr.splitlines()[0]
+    assert line.startswith("Error: ") and message in line
+    assert result.stderr.count("\n") == 1
+    assert workplace.files() == before
+
+
+@pytest.mark.parametrize("case", ["unknown key", "truncated", "no such checkpoint", "usage"])
+def test_bad_input_under_torchrun_is_told_once_before_any_collective(
+    workplace: Workplace, case: str
+) -> None:
+    make, message = BAD_INPUTS[case]
+    workplace.add_run()
+    workplace.add_dataset()
+    arguments = make(workplace)
+    before = workplace.files()
+    arguments = arguments if isinstance(arguments, list) else ["tiny"]
+    result = workplace.torchrun(2, *arguments)
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1 and message in lines[0]
+    assert "ddp_train.py\", line" not in result.stderr, "a traceback of ours"
+    assert "exitcode  : 2" in result.stderr
+    assert workplace.files() == before
+
+
+def test_a_checkpoint_of_another_shape_is_refused(workplace: Workplace) -> None:
+    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320})
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
+    change(workplace, "model", emb_dim=32)
+    before = workplace.files()
+    result = workplace.ddp_train("tiny")
+    assert result.returncode == 2 and "but model.json makes it" in result.stderr
+    assert workplace.files() == before
+
+
+def test_help_needs_no_run() -> None:
+    result = succeeded(run_command("python", "ddp_train.py", "--help"))
+    assert "Usage: ddp_train.py [OPTIONS] RUN [CHECKPOINT]" in result.stdout

@@ -1,0 +1,67 @@
+"""The rules of CONTRIBUTING.md that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from support import PROJECT_DIR
+
+# Each room imports only from rows below its own; the lab from all of the trainer, never back.
+ROWS = [
+    {"ddp_train", "prepare_dataset"},
+    {"checkpointing", "charting", "launching", "run_log", "dataset_preparation",
+     "sampling"},
+    {"gpt", "token_dataset", "optimization", "tokenizer", "documents", "run_metrics"},
+    {"run_config"},
+]
+ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
+TRAINER_FILES = sorted(PROJECT_DIR.glob("*.py"))
+FILES = [*TRAINER_FILES, *sorted((PROJECT_DIR / "lab").glob("*.py"))]
+
+
+def imported_by(tree: ast.AST) -> set[str]:
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module.split(".")[0])
+    return modules
+
+
+def test_every_room_has_its_row() -> None:
+    assert {path.stem for path in TRAINER_FILES} == set(ROW_OF)
+
+
+@pytest.mark.parametrize("path", TRAINER_FILES, ids=lambda path: path.stem)
+def test_a_room_imports_only_from_rows_below(path: Path) -> None:
+    for module in imported_by(ast.parse(path.read_text())):
+        assert module != "lab"
+        if module in ROW_OF:
+            assert ROW_OF[module] > ROW_OF[path.stem], f"{path.stem} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    limit = 450 if path.name == "ddp_train.py" else 300
+    assert len(text.splitlines()) < limit
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 50, node.name
+            is_command = any("command" in ast.unparse(d) for d in node.decorator_list)
+            positional = [a for a in node.args.args if a.arg not in ("self", "cls")]
+            parameters = len(positional) + len(node.args.kwonlyargs)
+            assert is_command or parameters <= 5, f"{node.name} has {parameters} parameters"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_room_and_public_function_of_more_than_a_line_says_what_it_does(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree)
+    for node in tree.body:
+        public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
+        if public and len(node.body) > 3:
+            assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
