@@ -32,7 +32,7 @@ def draw_charts(run_dir: Path, records: Records) -> None:
     _draw(run_dir / "loss-chart.png", "loss (nats a token)",
           lambda axes: _plot_losses(axes, steps, validations))
     _draw(run_dir / "grad-norm-chart.png", "gradient norm",
-          lambda axes: _plot_band(axes, steps, mean="grad_norm", high="grad_norm_max"))
+          lambda axes: _plot_grad_norms(axes, steps))
     _draw(run_dir / "learning-rate-chart.png", "learning rate",
           lambda axes: axes.plot(*_columns(steps, "learning_rate"), color="tab:green"))
 
@@ -55,31 +55,32 @@ def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
 
 
 def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
-    _plot_band(axes, steps, mean="train_loss", low="train_loss_min", high="train_loss_max",
-               label="training")
+    x, mean = _columns(steps, "train_loss")
+    _, low = _columns(steps, "train_loss_min", pool=np.min)
+    _, high = _columns(steps, "train_loss_max", pool=np.max)
+    axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
+                      label="smallest to largest")
+    axes.plot(x, mean, color="tab:blue", label="training")
     if validations:
-        x, y = _columns(validations, "validation_loss")
-        axes.plot(x, y, color="tab:red", marker="o", markersize=4, label="validation")
+        x, mean = _columns(validations, "validation_loss")
+        axes.plot(x, mean, color="tab:red", marker="o", markersize=4, label="validation")
         best = min(validations, key=lambda record: record["validation_loss"])
-        axes.plot(best["global_step"], best["validation_loss"], color="black", marker="*",
+        axes.plot(best["global_step"] + 1, best["validation_loss"], color="black", marker="*",
                   markersize=14, linestyle="none",
-                  label=f"best: {best['validation_loss']:.4f} at step {best['global_step']:,}")
+                  label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1:,}")
 
 
-def _plot_band(axes: Axes, steps: Records, *, mean: str, high: str, low: str | None = None,
-               label: str | None = None) -> None:
-    x, y = _columns(steps, mean)
-    _, above = _columns(steps, high, pool=np.max)
-    below = _columns(steps, low, pool=np.min)[1] if low else y
-    axes.fill_between(x, below, above, color="tab:blue", alpha=0.25, linewidth=0,
-                      label="smallest to largest" if low else "largest")
-    axes.plot(x, y, color="tab:blue", label=label or "mean")
+def _plot_grad_norms(axes: Axes, steps: Records) -> None:
+    x, mean = _columns(steps, "grad_norm")
+    _, high = _columns(steps, "grad_norm_max", pool=np.max)
+    axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0, label="largest")
+    axes.plot(x, mean, color="tab:blue", label="mean")
 
 
 def _columns(records: Records, key: str, pool: Callable[..., Any] = np.mean) -> tuple[Any, Any]:
     """Give x and y of one key, pooled down to MAX_POINTS groups of neighbours."""
     groups = np.array_split(np.arange(len(records)), min(len(records), MAX_POINTS))
-    x = [records[group[-1]]["global_step"] for group in groups]
+    x = [records[group[-1]]["global_step"] + 1 for group in groups]  # people count from 1
     y = [pool([records[i][key] for i in group if records[i][key] is not None] or [np.nan])
          for group in groups]
     return np.array(x), np.array(y, dtype=float)

@@ -210,6 +210,7 @@ def prepare(options: Options, process: Process, step: Step) -> Job:
 
 
 def find_resume_point(run: Run, options: Options) -> Checkpoint | None:
+    """Find the checkpoint that the run goes on from, and check that it fits."""
     if options.fresh:
         return None
     checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint or LATEST)

@@ -32,6 +32,7 @@ def main(source: str, output: Path, tokenizer: str, text_column: str) -> None:
 
 
 def prepare(source: str, output: Path, *, tokenizer: str, text_column: str) -> None:
+    """Prepare one dataset and print what was written. Raises: UserError."""
     # Imported here so that --help does not wait for them.
     from dataset_preparation import prepare_dataset
     from documents import find_documents, python_stdlib
