@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.font_manager import get_font_names
-from matplotlib.ticker import EngFormatter
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
 MAX_POINTS = 400  # a long run's records are averaged down to what a picture can show
@@ -38,6 +36,11 @@ def draw_charts(run_dir: Path, records: Records) -> None:
 
 
 def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
+    # Imported here, by rank 0 alone, when there is something to draw: it takes a second.
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
     with plt.xkcd(), plt.rc_context({"font.family": _fonts()}):
         figure = Figure(figsize=(10, 5.6), layout="constrained")  # pyplot's want a display
         axes = figure.subplots()
@@ -87,6 +90,8 @@ def _columns(records: Records, key: str, pool: Callable[..., Any] = np.mean) -> 
 
 
 def _fonts() -> list[str]:
+    from matplotlib.font_manager import get_font_names
+
     installed = set(get_font_names())
     hand_drawn = [name for name in HAND_DRAWN_FONTS if name in installed]
     return [*hand_drawn, "DejaVu Sans"]  # the last one comes with matplotlib: never a warning

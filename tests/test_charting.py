@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import font_manager
 from matplotlib.image import imread
 
 import charting
@@ -64,7 +65,7 @@ def test_missing_fonts_are_not_complained_about(
     tmp_path: Path, installed: list[str], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder,
 ) -> None:
-    monkeypatch.setattr(charting, "get_font_names", lambda: installed)
+    monkeypatch.setattr(font_manager, "get_font_names", lambda: installed)
     assert charting._fonts() == [*installed, "DejaVu Sans"]
     if not installed:
         with caplog.at_level(logging.WARNING):

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-from support import TINY_MODEL, Workplace, run_command, succeeded
+from support import TINY_MODEL, Workplace, forked, succeeded
 
 from gpt import GPTModel
 from run_config import ModelConfig
@@ -21,8 +19,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 def generate(workplace: Workplace, *arguments: str):
-    return run_command(sys.executable, "-m", "lab", "generate", *arguments,
-                       "--runs-dir", str(workplace.runs_dir))
+    return forked("lab/__main__.py", ["generate", *arguments, "--runs-dir",
+                                      str(workplace.runs_dir)])
 
 
 def tiny_model() -> GPTModel:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import TINY_TRAIN, Workplace, run_command, succeeded, torchrun_command
+from support import TINY_TRAIN, Workplace, forked, succeeded
 
 from launching import autocast, choose_precision, seed_for, this_process
 from run_config import TrainConfig, UserError
@@ -14,8 +14,7 @@ CPU = torch.device("cpu")
 
 
 def run_worker(name: str, root: Path, num_processes: int = 2):
-    return run_command(*torchrun_command(num_processes, "tests/torchrun_workers.py"), name,
-                       str(root), PYTHONPATH=str(Path(__file__).parent.parent))
+    return forked("tests/torchrun_workers.py", [name, str(root)], num_processes=num_processes)
 
 
 def test_every_microbatch_has_a_seed_of_its_own() -> None:
