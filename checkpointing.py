@@ -15,13 +15,13 @@ from pickle import UnpicklingError
 
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gpt import GPTModel
-from run_config import ModelConfig, UserError
+from run_config import BatchPlan, ModelConfig, UserError
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-\d+(-\d+)?")
 PARTIAL_PREFIX = ".partial-"
@@ -103,7 +103,10 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
         trainer = torch.load(checkpoint.path / "optimizer.pt", map_location="cpu",
                              weights_only=True)
         state.model.load_state_dict(weights)
+        weight_decays = [group["weight_decay"] for group in state.optimizer.param_groups]
         state.optimizer.load_state_dict(trainer["optimizer"])
+        for group, weight_decay in zip(state.optimizer.param_groups, weight_decays, strict=True):
+            group["weight_decay"] = weight_decay  # the config's word, like the learning rate's
         state.scaler.load_state_dict(trainer["scaler"])
     except DAMAGE as error:
         raise UserError(f"{checkpoint.path}: cannot be loaded: {_reason(error)}; name another"
@@ -121,13 +124,12 @@ def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
     """Find the whole checkpoints, by global step: clocks can go backwards."""
     found = []
-    for path in checkpoints_dir.glob("*-iteration-*"):
-        if CHECKPOINT_NAME.fullmatch(path.name):
-            try:
-                text = (path / "meta.json").read_text()
-                found.append(Checkpoint(path, CheckpointMeta.model_validate_json(text)))
-            except (OSError, ValidationError):
-                continue  # not whole
+    for path in _named_as_checkpoints(checkpoints_dir):
+        try:
+            text = (path / "meta.json").read_text()
+            found.append(Checkpoint(path, CheckpointMeta.model_validate_json(text)))
+        except (OSError, ValueError):
+            continue  # damaged
     return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
 
 
@@ -135,9 +137,14 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
     """Find `latest` or `best` (none if there is no checkpoint yet), or one by its name.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is none of that name, or a directory among them is damaged: to pass it by
+            could mean to start a run over.
     """
     checkpoints = list_checkpoints(checkpoints_dir)
+    for path in _named_as_checkpoints(checkpoints_dir):
+        if path not in {checkpoint.path for checkpoint in checkpoints}:
+            raise UserError(f"{path}: its meta.json is missing or cannot be read; restore it, or"
+                            " move that directory away")
     if name == LATEST:
         return checkpoints[-1] if checkpoints else None
     if name == BEST:
@@ -182,6 +189,21 @@ def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
             )
 
 
+def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
+    """Refuse to go on with another global batch: data would be read twice, or left out.
+
+    Raises:
+        UserError: the checkpoint's tokens are not those of its steps under this plan.
+    """
+    num_steps = checkpoint.meta.global_step + 1
+    if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
+        raise UserError(
+            f"{checkpoint.path}: was trained with {checkpoint.meta.tokens // num_steps} tokens a"
+            f" step, this start has {plan.tokens_per_step}; change gradient_accumulation_steps or"
+            " the number of processes to keep the global batch, or start over with --fresh"
+        )
+
+
 def renew_links(checkpoints_dir: Path) -> None:
     """Point `latest` and `best` at what they mean now. Rank 0."""
     checkpoints = list_checkpoints(checkpoints_dir)
@@ -194,7 +216,7 @@ def renew_links(checkpoints_dir: Path) -> None:
 def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
     """Remove what a process that was killed while saving has left. Rank 0."""
     for path in checkpoints_dir.glob(f"{PARTIAL_PREFIX}*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def set_aside(run_dir: Path, choose: Callable[[Checkpoint], bool]) -> Path | None:
@@ -220,6 +242,11 @@ def set_aside(run_dir: Path, choose: Callable[[Checkpoint], bool]) -> Path | Non
 
 def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+
+
+def _named_as_checkpoints(checkpoints_dir: Path) -> list[Path]:
+    paths = checkpoints_dir.glob("*-iteration-*")
+    return [path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)]
 
 
 def _new_name(checkpoints_dir: Path, global_step: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from run_config import Run, UserError, load_run
+from run_config import BatchPlan, Run, UserError, load_run
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,12 @@ from checkpointing import (
     Checkpoint,
     CheckpointMeta,
     TrainingState,
+    check_position,
     check_weights_fit,
     find_checkpoint,
     load_checkpoint,
     remove_partial_checkpoints,
+    renew_links,
     save_checkpoint,
     set_aside,
 )
@@ -127,7 +129,7 @@ from run_metrics import (
 )
 from sampling import SamplingOptions, generate_tokens
 from token_dataset import RunData, check_token_range, open_run_data, prefetch
-from tokenizer import load_tokenizer
+from tokenizer import decode, load_tokenizer
 
 Step = Callable[[str, Callable[[], Any]], Any]
 
@@ -181,6 +183,7 @@ def work(agreement: Agreement) -> None:
     options = agreement.on("command line", read_command_line)
     process = agreement.on("process", this_process)
     job = prepare(options, process, agreement.on)
+    agreement.same("job", (job.run.model, job.run.train, job.data.plan, job.first_step))
     if job.is_finished:
         if process.is_main:
             print(finished_line(job))
@@ -205,12 +208,14 @@ def prepare(options: Options, process: Process, step: Step) -> Job:
          if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     step("token ids", lambda: check_token_range(run, data) if process.is_main_of_node else None)
-    resume_from = step("checkpoint", lambda: find_resume_point(run, options))
+    resume_from = step("checkpoint", lambda: find_resume_point(run, options, data.plan))
     return Job(run, data, resume_from, options)
 
 
-def find_resume_point(run: Run, options: Options) -> Checkpoint | None:
+def find_resume_point(run: Run, options: Options, plan: BatchPlan) -> Checkpoint | None:
     """Find the checkpoint that the run goes on from, and check that it fits."""
+    if options.fresh and options.checkpoint:
+        raise UserError(f"--fresh starts over, {options.checkpoint} goes on: name one of the two")
     if options.fresh:
         return None
     checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint or LATEST)
@@ -218,6 +223,7 @@ def find_resume_point(run: Run, options: Options) -> Checkpoint | None:
         raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; start without naming one")
     if checkpoint is not None:
         check_weights_fit(checkpoint, run.model)
+        check_position(checkpoint, plan)
     return checkpoint
 
 
@@ -285,6 +291,7 @@ class Trainer:
         """Put old records aside where the run does not go on from its end; say what begins."""
         if self.process.is_main:
             remove_partial_checkpoints(self.run.checkpoints_dir)
+            renew_links(self.run.checkpoints_dir)
             aside_dir = set_aside(
                 self.run.run_dir,
                 lambda checkpoint: checkpoint.meta.global_step >= self.job.first_step,
@@ -375,7 +382,9 @@ class Trainer:
     def validate_save_and_chart(self, global_step: int) -> None:
         """Do rank 0's work between two barriers."""
         train_loss = self.window.take_loss_since_checkpoint()
-        loss = None if self.config.validates else train_loss
+        by_train_loss = not self.config.validates and self._is_due(
+            global_step, self.config.checkpoint_interval)
+        loss = train_loss if by_train_loss else None
         if self.validates_after(global_step):
             with self.clock.phase(VALIDATION) as phase:
                 loss = self.validate()
@@ -429,7 +438,7 @@ class Trainer:
             tokenizer = load_tokenizer(self.data.tokenizer_name)
             with autocast(self.precision, self.process.device):
                 ids = generate_tokens(self.model, [tokenizer.eot_token], SamplingOptions())
-            self.log.say(f"sample:\n{tokenizer.decode(ids)}")
+            self.log.say(f"sample:\n{decode(tokenizer, ids)}")
 
 
 if __name__ == "__main__":

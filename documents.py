@@ -93,7 +93,10 @@ def _documents_in(path: Path, text_column: str) -> Iterator[str]:
     elif path.suffix == ".jsonl":
         yield from _json_line_documents(path, text_column)
     else:
-        yield path.read_text(encoding="utf-8", errors="replace")
+        try:
+            yield path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _parquet_documents(path: Path, text_column: str) -> Iterator[str]:
@@ -113,7 +116,7 @@ def _parquet_documents(path: Path, text_column: str) -> Iterator[str]:
 
 
 def _json_line_documents(path: Path, text_column: str) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -129,7 +132,7 @@ def _checked_text(text: object, path: Path) -> str:
         return ""
     if not isinstance(text, str):
         raise UserError(f"{path}: a document is a {type(text).__name__}; wanted text")
-    return text
+    return text.encode("utf-8", "replace").decode()  # JSON can hold half of a surrogate pair
 
 
 def _count_in(path: Path) -> int:

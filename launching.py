@@ -50,7 +50,20 @@ def started_by_torchrun() -> bool:
 
 def default_num_processes() -> int:
     """One process for each GPU, or one on a machine without."""
-    return max(1, torch.cuda.device_count())
+    return max(1, num_gpus())
+
+
+def num_gpus() -> int:
+    """Count this machine's GPUs.
+
+    Raises:
+        UserError: there are some, but PyTorch cannot use them.
+    """
+    counted = torch.cuda.device_count()
+    if counted and not torch.cuda.is_available():
+        raise UserError(f"this machine has {counted} GPUs, but PyTorch {torch.__version__} cannot"
+                        " use them; install a driver for its CUDA version")
+    return counted
 
 
 def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> int:
@@ -74,15 +87,15 @@ def this_process() -> Process:
         UserError: there are more processes than GPUs on a machine that has any.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    num_gpus = torch.cuda.device_count()
-    if num_gpus and local_rank >= num_gpus:
+    found = num_gpus()
+    if found and local_rank >= found:
         raise UserError(f"--nproc_per_node: local rank {local_rank} has no GPU of its own;"
-                        f" this machine has {num_gpus}, start as many processes")
+                        f" this machine has {found}, start as many processes")
     return Process(
         rank=int(os.environ["RANK"]),
         local_rank=local_rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        device=torch.device("cuda", local_rank) if num_gpus else torch.device("cpu"),
+        device=torch.device("cuda", local_rank) if found else torch.device("cpu"),
     )
 
 
@@ -112,14 +125,36 @@ class Agreement:
             result = work()
         except UserError as error:
             failure = str(error)
+        except BaseException as error:  # told to the others on its way out, whatever it is
+            self._publish(step, f"rank {self._rank} failed: {type(error).__name__}: {error}")
+            raise
+        self._raise_if_any(step, failure)
+        return result
+
+    def same(self, step: str, found: object) -> None:
+        """Make sure that all processes have found the same. Every rank.
+
+        Raises:
+            AgreedError: one differs from rank 0, so that they would not train the same run.
+        """
+        if self._rank == 0:
+            self._store.set(f"{step}/found", repr(found))
+        self._store.wait([f"{step}/found"], START_TIMEOUT)
+        differs = self._store.get(f"{step}/found").decode() != repr(found)
+        self._raise_if_any(step, f"rank {self._rank} reads another run than rank 0; make its"
+                           " configs, dataset and checkpoints the same" if differs else "")
+
+    def _publish(self, step: str, failure: str) -> None:
         self._store.set(f"{step}/{self._rank}", failure)
+
+    def _raise_if_any(self, step: str, failure: str) -> None:
+        self._publish(step, failure)
         keys = [f"{step}/{rank}" for rank in range(self._world_size)]
         self._store.wait(keys, START_TIMEOUT)
         for key in keys:
             reason = self._store.get(key).decode()
             if reason:
                 raise AgreedError(reason)
-        return result
 
     def tell_once(self, message: str) -> None:
         """Let rank 0 speak for all. Nobody leaves before: torchrun ends the others with the first.
@@ -143,11 +178,10 @@ def process_group(process: Process) -> Iterator[None]:
         timeout=COLLECTIVE_TIMEOUT,
         device_id=process.device if on_gpu else None,
     )
-    try:
-        yield
-    finally:
-        gc.collect()  # DDP's threads must be gone before the group they use
-        dist.destroy_process_group()
+    yield
+    # Not after an error: taking the group down waits for the others, who wait for this process.
+    gc.collect()  # DDP's threads must be gone before the group they use
+    dist.destroy_process_group()
 
 
 def share_cpu_cores(process: Process) -> None:

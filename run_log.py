@@ -82,7 +82,8 @@ class RunLog:
         share = seconds[VALIDATION] / sum(seconds.values())
         speed = f"{tokens_per_second:,.0f} tok/s | validating {share:.0%}"
         self._bar.set_postfix_str(f"loss {window.train_loss:.4f} | {speed}")
-        if self._bar.disable and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
+        plain = self._bar.disable or not sys.stdout.isatty()  # a file gets no bar
+        if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
             self.say(self._plain_line(global_step, learning_rate, window) + speed
                      + f" | {_duration(self._seconds_left(global_step, seconds))} left")

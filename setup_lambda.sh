@@ -7,6 +7,7 @@ say() { printf '\n==> %s\n' "$*"; }
 warn() { printf 'warning: %s\n' "$*" >&2; }
 as_root() { if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -n "$@"; fi; }
 
+caller_path=$PATH
 export PATH="$HOME/.local/bin:$PATH" # where both installers put uv
 
 say "uv, which installs everything else"
@@ -20,9 +21,10 @@ else
 fi
 
 say "a hand-drawn font for the charts"
-if fc-list 2>/dev/null | grep -qiE 'xkcd|humor ?sans'; then
+if fc-list 2>/dev/null | grep -iE 'xkcd|humor ?sans' >/dev/null; then
     echo "already here"
-elif as_root apt-get update -qq && as_root apt-get install -y -qq fontconfig fonts-humor-sans; then
+elif as_root apt-get update -qq && as_root env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq fontconfig fonts-humor-sans; then
     rm -rf "${XDG_CACHE_HOME:-$HOME/.cache}/matplotlib" # its list of fonts, now out of date
     echo "installed fonts-humor-sans"
 else
@@ -46,4 +48,8 @@ PYTHON
 
 num_processes=$(uv run python -c 'import torch; print(max(1, torch.cuda.device_count()))')
 say "ready; try it, then train"
+if ! (export PATH="$caller_path" && command -v uv >/dev/null); then
+    # shellcheck disable=SC2016 # for the reader to type
+    echo 'export PATH="$HOME/.local/bin:$PATH"'
+fi
 echo "uv run torchrun --standalone --nproc_per_node=$num_processes ddp_train.py demo"

@@ -209,14 +209,16 @@ def fetch_dataset(dataset_dir: Path, repository: str) -> None:
     Raises:
         UserError: the hub cannot be reached, or has no such dataset for this user.
     """
-    from huggingface_hub import snapshot_download  # seconds to import: only who downloads waits
+    # Slow to import: only who downloads waits for it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError  # the base of its HTTP library's errors
 
     try:
         snapshot_download(
             repository, repo_type="dataset", local_dir=dataset_dir,
             allow_patterns=[f"{split}.safetensors" for split in SPLITS],
         )
-    except (OSError, ValueError) as error:  # what the hub's client and its HTTP library derive from
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"{dataset_dir}: cannot fetch dataset {repository} from the Hugging Face hub:"

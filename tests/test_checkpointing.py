@@ -82,14 +82,28 @@ def test_two_in_the_same_second_do_not_collide(tmp_path: Path) -> None:
     assert len(names) == 3 == len(list_checkpoints(tmp_path))
 
 
-def test_what_is_not_whole_is_not_a_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 3)
+def test_what_a_kill_leaves_behind_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 3)
     (tmp_path / ".partial-20260101Z000000-iteration-9").mkdir()
-    (tmp_path / "20260101Z000000-iteration-9").mkdir()
-    assert [c.meta.global_step for c in list_checkpoints(tmp_path)] == [3]
+    (tmp_path / ".partial-latest").symlink_to(checkpoint.name)
+    assert find_checkpoint(tmp_path, "latest") == checkpoint
     remove_partial_checkpoints(tmp_path)
-    assert not list(tmp_path.glob(".partial-*"))
-    assert find_checkpoint(tmp_path, "latest").meta.global_step == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == [checkpoint.name, "best", "latest"]
+    assert (checkpoint.path / "model.safetensors").exists()
+
+
+def test_a_damaged_checkpoint_is_not_passed_by(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 3)
+    (checkpoint.path / "meta.json").write_text('{"global_step": 3}')
+    with pytest.raises(UserError, match="its meta.json is missing or cannot be read"):
+        find_checkpoint(tmp_path, "latest")
+
+
+def test_the_configs_weight_decay_counts_after_loading(tmp_path: Path) -> None:
+    loaded = state(0)
+    loaded.optimizer.param_groups[0]["weight_decay"] = 0.7
+    load_checkpoint(save(tmp_path, 3), loaded)
+    assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7
 
 
 def test_a_failed_write_leaves_no_checkpoint_and_the_last_one_whole(

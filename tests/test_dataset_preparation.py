@@ -111,6 +111,16 @@ def test_nothing_appears_when_a_document_cannot_be_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_odd_characters_in_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "half \\ud800 pair"}\n{"text": "b"}\n')
+    prepare_dataset(find_documents(path), tmp_path / "out", tokenizer_name="bytes")
+    assert decoded(tmp_path / "out" / "train.safetensors") == ["half ? pair"]
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(UserError, match="a.jsonl: line 2 is no JSON object"):
+        prepare_dataset(find_documents(path), tmp_path / "out2", tokenizer_name="bytes")
+
+
 def test_a_file_cut_short_is_not_a_token_file(tmp_path: Path) -> None:
     path = tmp_path / "train.safetensors"
     with pytest.raises(KeyboardInterrupt):

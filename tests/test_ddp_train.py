@@ -288,6 +288,7 @@ BAD_INPUTS = {
     "outside the vocabulary": (lambda w: bad_token(w), "token 99 has id 300, outside"),
     "no such checkpoint": (lambda w: ["tiny", "nix"], "no checkpoint 'nix'"),
     "no checkpoint yet": (lambda w: ["tiny", "best"], "no checkpoint yet"),
+    "both fresh and a checkpoint": (lambda w: ["tiny", "best", "--fresh"], "name one of the two"),
     "usage": (lambda w: ["tiny", "--max-steps", "0"], "--max-steps"),
 }
 
@@ -318,7 +319,7 @@ def test_bad_input_is_one_line_and_status_2(workplace: Workplace, case: str) -> 
     assert workplace.files() == before
 
 
-@pytest.mark.parametrize("case", ["unknown key", "truncated", "no such checkpoint", "usage"])
+@pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_input_under_torchrun_is_told_once_before_any_collective(
     workplace: Workplace, case: str
 ) -> None:
@@ -348,6 +349,23 @@ def test_a_checkpoint_of_another_shape_is_refused(workplace: Workplace) -> None:
     assert workplace.files() == before
 
 
+def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
+    finished: tuple[Workplace, str], workplace: Workplace
+) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "6"))
+    before = workplace.files()
+    for result in (workplace.torchrun(1, "tiny"), workplace.ddp_train("tiny")):
+        assert "was trained with 128 tokens a step, this start has 64" in result.stderr
+    assert workplace.files() == before
+    change(workplace, "train", gradient_accumulation_steps=4)
+    succeeded(workplace.torchrun(1, "tiny"))
+    reference = weights_of(finished[0].runs_dir / "tiny")
+    for name, value in weights_of(run_dir).items():
+        torch.testing.assert_close(value, reference[name], rtol=1e-3, atol=1e-4)
+
+
 def test_help_needs_no_run() -> None:
     result = succeeded(run_command(sys.executable, "ddp_train.py", "--help"))
     assert "Usage: ddp_train.py [OPTIONS] RUN [CHECKPOINT]" in result.stdout
@@ -371,6 +389,7 @@ def test_a_dataset_on_the_hub_is_fetched_once_a_machine_before_the_start(
     package = workplace.root / "fake" / "huggingface_hub"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(FAKE_HUB)
+    (package / "errors.py").write_text("class HTTPError(Exception): pass")
     calls = workplace.root / "calls"
     succeeded(run_command(
         *torchrun_command(2, "ddp_train.py"), *workplace.arguments("tiny"),

@@ -56,17 +56,30 @@ def test_autocast_computes_in_the_precision(precision: str, dtype: torch.dtype) 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for key, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match="local rank 2 has no GPU of its own; this machine has 2"):
         this_process()
 
 
-def test_a_mistake_on_one_rank_stops_all_and_is_told_once(tmp_path: Path) -> None:
-    result = run_worker("agree", tmp_path)
+@pytest.mark.parametrize(("kind", "message"), [
+    ("mistake", "Error: rank 1 lacks its file"),
+    ("difference", "Error: rank 1 reads another run than rank 0"),
+])
+def test_what_one_rank_alone_finds_stops_all_and_is_told_once(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    result = run_worker(kind, tmp_path)
     assert result.returncode != 0
-    assert result.stderr.count("Error: rank 1 lacks its file") == 1
+    assert result.stderr.count(message) == 1
     assert 'torchrun_workers.py", line' not in result.stderr, "a traceback of ours"
+
+
+def test_a_crash_of_one_rank_leaves_none_waiting(tmp_path: Path) -> None:
+    result = run_worker("crash", tmp_path)
+    assert result.returncode not in (0, None)
+    assert "MemoryError: no room" in result.stderr
 
 
 def test_reports_are_averaged_over_processes(tmp_path: Path) -> None:

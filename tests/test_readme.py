@@ -116,6 +116,7 @@ def test_every_key_stands_in_a_table_with_its_default(config: type) -> None:
 
 def test_the_readme_is_short_and_its_pictures_exist() -> None:
     assert len(README.splitlines()) <= 200
+    assert not re.search(r"@[A-Z]+@|TODO|TBD", README)
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", README):
         assert (PROJECT_DIR / picture).is_file()
 

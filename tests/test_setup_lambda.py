@@ -27,7 +27,7 @@ def box(tmp_path: Path) -> dict[str, str]:
     commands = tmp_path / "commands"
     commands.mkdir()
     calls = tmp_path / "calls"
-    for name in ("bash", "dirname", "id", "grep", "rm", "mkdir", "cat", "chmod", "sh"):
+    for name in ("bash", "dirname", "id", "grep", "rm", "mkdir", "cat", "chmod", "sh", "env"):
         (commands / name).symlink_to(shutil.which(name))
     stand_in(commands, "fc-list", "exit 0")
     stand_in(commands, "sudo", f'echo "sudo $*" >> {calls}; shift; "$@"')

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from run_config import UserError
-from tokenizer import END_OF_TEXT, load_tokenizer
+from tokenizer import END_OF_TEXT, decode, load_tokenizer
 
 TEXT = "def naïve(x):\n\treturn '日本 🎉' + x  # \x00 and <|endoftext|>\r\n"
 
@@ -28,6 +28,10 @@ def test_bytes_are_their_own_ids() -> None:
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.encode_ordinary(TEXT) == list(TEXT.encode())
     assert tokenizer.n_vocab == 257 and tokenizer.eot_token == 256
+
+
+def test_ids_that_only_pad_a_vocabulary_are_left_out() -> None:
+    assert decode(load_tokenizer("bytes"), [104, 300, 105]) == "hi"
 
 
 def test_an_unknown_tokenizer_is_refused() -> None:

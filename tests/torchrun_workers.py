@@ -20,8 +20,8 @@ def main() -> None:
     name, root = sys.argv[1], Path(sys.argv[2])
     process = this_process()
     print_result = print if process.is_main else (lambda *_: None)
-    if name == "agree":
-        agree(process.rank, process.world_size)
+    if name in AGREEMENTS:
+        check_agreement(Agreement(process.rank, process.world_size), AGREEMENTS[name])
         return
     with process_group(process):
         if name == "count-all-reduces":
@@ -60,17 +60,36 @@ def average_losses(process) -> dict[str, float]:
     return vars(window.summarise()) | {"since_checkpoint": window.take_loss_since_checkpoint()}
 
 
-def agree(rank: int, world_size: int) -> None:
-    """Rank 1 alone finds a mistake: both must stop, and it must be told once."""
-    agreement = Agreement(rank, world_size)
-    assert agreement.on("first", lambda: rank) == rank
-
+def mistake(agreement: Agreement, rank: int) -> None:
     def find_mistake() -> None:
         if rank == 1:
             raise UserError("rank 1 lacks its file")
 
+    agreement.on("second", find_mistake)
+
+
+def crash(agreement: Agreement, rank: int) -> None:
+    def fail() -> None:
+        if rank == 1:
+            raise MemoryError("no room")
+
+    agreement.on("second", fail)
+
+
+def difference(agreement: Agreement, rank: int) -> None:
+    agreement.same("equal", "a")
+    agreement.same("unequal", f"rank {rank}")
+
+
+AGREEMENTS = {"mistake": mistake, "crash": crash, "difference": difference}
+
+
+def check_agreement(agreement: Agreement, disagree) -> None:
+    """Both ranks must stop, and one must tell."""
+    rank = agreement._rank
+    assert agreement.on("first", lambda: rank) == rank
     try:
-        agreement.on("second", find_mistake)
+        disagree(agreement, rank)
     except UserError as error:
         agreement.tell_once(f"Error: {error}")
         sys.exit(2)
