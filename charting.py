@@ -70,7 +70,7 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
         best = min(validations, key=lambda record: record["validation_loss"])
         axes.plot(best["global_step"] + 1, best["validation_loss"], color="black", marker="*",
                   markersize=14, linestyle="none",
-                  label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1:,}")
+                  label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}")
 
 
 def _plot_grad_norms(axes: Axes, steps: Records) -> None:

@@ -437,7 +437,8 @@ class Trainer:
         if self.data.tokenizer_name is not None:
             tokenizer = load_tokenizer(self.data.tokenizer_name)
             with autocast(self.precision, self.process.device):
-                ids = generate_tokens(self.model, [tokenizer.eot_token], SamplingOptions())
+                ids = generate_tokens(self.model, [tokenizer.eot_token],
+                                      SamplingOptions(max_new_tokens=400))
             self.log.say(f"sample:\n{decode(tokenizer, ids)}")
 
 
