@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -130,7 +131,7 @@ def forked(script: str, arguments: list[str], *,
         process.start()
         process.join(timeout=100)
         if process.is_alive():
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too
             process.join()
         stdout, stderr = (path.read_text(errors="replace") for path in outputs)
     return CompletedProcess([script, *arguments], process.exitcode, stdout, stderr)
@@ -138,6 +139,7 @@ def forked(script: str, arguments: list[str], *,
 
 def _run_forked(script: str, arguments: list[str], num_processes: int | None,
                 outputs: list[Path]) -> None:
+    os.setsid()
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(PROJECT_DIR)

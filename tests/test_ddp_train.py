@@ -149,12 +149,14 @@ def test_killed_in_the_middle_and_started_again_ends_with_the_same_weights(
     workplace.add_dataset()
     command = [*torchrun_command(2, "ddp_train.py"), *workplace.arguments("tiny")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 100
-    while len(list(run_dir.glob("checkpoints/*-iteration-*"))) < 3:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.005)
-    kill_with_children(process.pid)
-    process.wait()
+    try:
+        deadline = time.monotonic() + 100
+        while len(list(run_dir.glob("checkpoints/*-iteration-*"))) < 3:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.005)
+    finally:
+        kill_with_children(process.pid)
+        process.wait()
     assert len(list(run_dir.glob("checkpoints/*-iteration-*"))) < NUM_STEPS, "not in the middle"
     succeeded(workplace.torchrun(2, "tiny"))
     assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
