@@ -45,7 +45,6 @@ class RunLog:
         self._last_plain_line = -math.inf
         self._last_training_seconds = clock.read()[TRAINING]
         self._last_tokens = 0
-        self._note = ""
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
@@ -95,9 +94,9 @@ class RunLog:
                  f" | {seconds:.1f} s")
 
     def validation_bar(self, batches: Iterable[Any], total: int) -> Iterable[Any]:
-        """Show a second bar while validating."""
+        """Show a second bar while validating. Rank 0."""
         return tqdm(batches, total=total, unit="batch", desc="validating", leave=False,
-                    disable=None if self.is_active else True, dynamic_ncols=True)
+                    disable=None, dynamic_ncols=True)
 
     def finish(self, end: RunEnd) -> None:
         """Write `summary.json` and print what it says."""
