@@ -64,6 +64,7 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="smallest to largest")
     axes.plot(x, mean, color="tab:blue", label="training")
+    _add_usd_axis(axes, steps)
     if validations:
         x, mean = _columns(validations, "validation_loss")
         axes.plot(x, mean, color="tab:red", marker="o", markersize=4, label="validation")
@@ -71,6 +72,26 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
         axes.plot(best["global_step"] + 1, best["validation_loss"], color="black", marker="*",
                   markersize=14, linestyle="none",
                   label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}")
+
+
+def _add_usd_axis(axes: Axes, steps: Records) -> None:
+    """Show above the chart what the run had cost by each step, where its price was known."""
+    priced = [record for record in steps if record.get("usd")]
+    if len(priced) < 2:
+        return
+    x = np.array([record["global_step"] + 1 for record in priced], dtype=float)
+    usd = np.array([record["usd"] for record in priced])
+    above = axes.secondary_xaxis("top", functions=(
+        lambda step: _interpolate(step, x, usd), lambda spent: _interpolate(spent, usd, x)))
+    above.set_xlabel("US$")
+
+
+def _interpolate(values: Any, x: Any, y: Any) -> Any:
+    """Read y off the points, and off the line through the first and last beyond them."""
+    slope = (y[-1] - y[0]) / (x[-1] - x[0])
+    beyond = np.where(values < x[0], y[0] + (values - x[0]) * slope,
+                      y[-1] + (values - x[-1]) * slope)
+    return np.where((values < x[0]) | (values > x[-1]), beyond, np.interp(values, x, y))
 
 
 def _plot_grad_norms(axes: Axes, steps: Records) -> None:

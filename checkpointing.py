@@ -17,11 +17,11 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
-from torch.amp import GradScaler
-from torch.optim import Optimizer
 
+from batch_plan import BatchPlan
 from gpt import GPTModel
-from run_config import BatchPlan, ModelConfig, UserError
+from run_config import ModelConfig, UserError
+from training_step import TrainingState
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-\d+(-\d+)?")
 PARTIAL_PREFIX = ".partial-"
@@ -41,6 +41,8 @@ class CheckpointMeta(BaseModel):
     loss: float | None  # what `best` goes by; none where it was not measured, or not finite
     train_loss: float | None
     seconds: dict[str, float]  # by phase
+    usd: dict[str, float] = {}  # by phase; empty where the machine's price was not known
+    num_steps: int | None = None  # of the schedule, where `fit_budget` has laid it out
     tokenizer: str | None
 
 
@@ -54,19 +56,6 @@ class Checkpoint:
     @property
     def name(self) -> str:
         return self.path.name
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint holds of the training: the unwrapped model, the optimizer, the scaler.
-
-    The schedule and the random streams are functions of the position in the run: nothing of them
-    has to be kept.
-    """
-
-    model: GPTModel
-    optimizer: Optimizer
-    scaler: GradScaler
 
 
 def save_checkpoint(
@@ -200,7 +189,8 @@ def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
         raise UserError(
             f"{checkpoint.path}: was trained with {checkpoint.meta.tokens // num_steps} tokens a"
             f" step, this start has {plan.tokens_per_step}; change gradient_accumulation_steps or"
-            " the number of processes to keep the global batch, or start over with --fresh"
+            " the number of processes, or set global_batch_size to"
+            f" {checkpoint.meta.tokens // num_steps // plan.context_length}; or use --fresh"
         )
 
 

@@ -4,62 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import NoReturn
 
-import click
+from command_line import Options, read_command_line
+from run_config import UserError, load_run
 
-from run_config import BatchPlan, Run, UserError, load_run
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    run: str
-    checkpoint: str | None
-    datasets_dir: Path
-    runs_dir: Path
-    nproc_per_node: int | None
-    max_steps: int | None
-    fresh: bool
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run")
-@click.argument("checkpoint", required=False)
-@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
-              show_default=True, help="Where token datasets lie; made if missing.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True, help="Where the run directories lie.")
-@click.option("--nproc-per-node", type=click.IntRange(min=1), metavar="N",
-              help="Processes to start, when not started by torchrun.  [default: one a GPU]")
-@click.option("--max-steps", type=click.IntRange(min=1), metavar="N",
-              help="Stop after N global steps of this start, leaving a checkpoint.")
-@click.option("--fresh", is_flag=True,
-              help="Start over; earlier checkpoints are set aside, never deleted.")
-def command_line(**options: Any) -> Options:
-    """Train RUN, a directory in --runs-dir with a model.json and a train.json.
-
-    A run that has a checkpoint goes on from its latest one; CHECKPOINT names another one to go
-    on from: latest, best or a checkpoint directory's name. Started without torchrun, the script
-    starts torchrun itself.
-    """
-    return Options(**options)
-
-
-def read_command_line() -> Options:
-    """Parse the command line. Raises: UserError; after --help it exits."""
-    try:
-        options = command_line.main(standalone_mode=False)
-    except click.ClickException as error:
-        raise UserError(f"{error.format_message()} See --help.") from None
-    if not isinstance(options, Options):  # --help was asked for, and has been printed
-        sys.exit(0)
-    return options
+STARTED = time.perf_counter()
 
 
 def stop_with(error: UserError) -> NoReturn:
@@ -78,19 +31,11 @@ if __name__ == "__main__" and "RANK" not in os.environ:
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 from charting import draw_charts
 from checkpointing import (
     BEST,
-    LATEST,
-    Checkpoint,
     CheckpointMeta,
-    TrainingState,
-    check_position,
-    check_weights_fit,
     find_checkpoint,
     load_checkpoint,
     remove_partial_checkpoints,
@@ -98,67 +43,52 @@ from checkpointing import (
     save_checkpoint,
     set_aside,
 )
-from dataset_preparation import provide_dataset
-from gpt import GPTModel
+from expected_speed import SPEED_CHECK_STEPS, Speed, flops_per_token
+from job import Job, prepare
 from launching import (
     AgreedError,
     Agreement,
     Process,
     autocast,
-    choose_precision,
     default_num_processes,
     machine_facts,
     process_group,
-    seed_for,
-    set_matmul_precision,
-    share_cpu_cores,
     start_torchrun,
     started_by_torchrun,
     this_process,
+    throttling,
 )
-from optimization import build_optimizer, clip_gradients, learning_rate_at, set_learning_rate
-from run_log import RunEnd, RunLog, batch_arithmetic
-from run_metrics import (
+from microbatch_search import search
+from optimization import learning_rate_at
+from run_clock import (
     CHART,
     CHECKPOINT,
+    COMPILE,
+    REPORT_INTERVAL,
+    TRAINING,
     VALIDATION,
+    WAITING,
+    Budget,
+    Pace,
     PhaseClock,
-    StepWindow,
-    finite_or_none,
-    read_metrics,
 )
+from run_log import RunEnd, RunLog, batch_arithmetic
+from run_metrics import StepWindow, finite_or_none, read_metrics
 from sampling import SamplingOptions, generate_tokens
-from token_dataset import RunData, check_token_range, open_run_data, prefetch
+from token_dataset import Microbatch, prefetch
 from tokenizer import decode, load_tokenizer
-
-Step = Callable[[str, Callable[[], Any]], Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run, checked and ready to start."""
-
-    run: Run
-    data: RunData
-    resume_from: Checkpoint | None
-    options: Options
-
-    @property
-    def first_step(self) -> int:
-        return self.resume_from.meta.global_step + 1 if self.resume_from else 0
-
-    @property
-    def is_finished(self) -> bool:
-        return self.first_step >= self.data.plan.num_steps
+from training_step import TrainingState, TrainingStep, build_training_state
 
 
 def main() -> None:
+    clock = PhaseClock(since=STARTED)
     try:
         if started_by_torchrun():
+            clock.take_over()
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-            work(agreement)
+            work(agreement, clock)
         else:
-            sys.exit(launch(read_command_line()))
+            sys.exit(launch(read_command_line(), clock))
     except AgreedError as error:
         agreement.tell_once(f"Error: {error}")
         sys.exit(2)
@@ -166,97 +96,60 @@ def main() -> None:
         stop_with(error)
 
 
-def launch(options: Options) -> int:
+def launch(options: Options, clock: PhaseClock) -> int:
     """Check the run in this one process, then train it under torchrun; give its exit status."""
     num_processes = options.nproc_per_node or default_num_processes()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    alone = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
-    job = prepare(options, alone, lambda step, part: part())
-    if job.is_finished:
-        print(finished_line(job))
-        return 0
+    if not options.find_max_microbatch:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        alone = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
+        job = prepare(options, alone, clock, lambda step, part: part())
+        if job.is_finished:
+            print(job.finished_line())
+            return 0
+    clock.hand_over()
     return start_torchrun(__file__, sys.argv[1:], num_processes=num_processes)
 
 
-def work(agreement: Agreement) -> None:
+def work(agreement: Agreement, clock: PhaseClock) -> None:
     """Be one of the processes that torchrun has started. Every rank."""
     options = agreement.on("command line", read_command_line)
     process = agreement.on("process", this_process)
-    job = prepare(options, process, agreement.on)
-    agreement.same("job", (job.run.model, job.run.train, job.data.plan, job.first_step))
+    if options.find_max_microbatch:
+        run = agreement.on("configs", lambda: load_run(options.runs_dir, options.run))
+        search(run, process, agreement, memory_limit_gib=options.memory_limit_gib,
+               save=options.save)
+        return
+    job = prepare(options, process, clock, agreement.on)
+    agreement.same("job", (job.run.model, job.run.train, job.plan, job.first_step))
     if job.is_finished:
         if process.is_main:
-            print(finished_line(job))
+            print(job.finished_line())
         return
     state = agreement.on("state", lambda: build_state(job, process))
     with process_group(process):
-        train(Trainer(job, process, state))
-
-
-def prepare(options: Options, process: Process, step: Step) -> Job:
-    """Check everything that can be checked before the first collective. Every rank.
-
-    Args:
-        step: runs one part of it on every rank, see `Agreement.on`.
-
-    Raises:
-        UserError: on every rank, whichever found it.
-    """
-    run = step("configs", lambda: load_run(options.runs_dir, options.run))
-    dataset_dir = options.datasets_dir / run.train.dataset
-    step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
-         if process.is_main_of_node else None)
-    data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
-    step("token ids", lambda: check_token_range(run, data) if process.is_main_of_node else None)
-    resume_from = step("checkpoint", lambda: find_resume_point(run, options, data.plan))
-    return Job(run, data, resume_from, options)
-
-
-def find_resume_point(run: Run, options: Options, plan: BatchPlan) -> Checkpoint | None:
-    """Find the checkpoint that the run goes on from, and check that it fits."""
-    if options.fresh and options.checkpoint:
-        raise UserError(f"--fresh starts over, {options.checkpoint} goes on: name one of the two")
-    if options.fresh:
-        return None
-    checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint or LATEST)
-    if checkpoint is None and options.checkpoint:
-        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; start without naming one")
-    if checkpoint is not None:
-        check_weights_fit(checkpoint, run.model)
-        check_position(checkpoint, plan)
-    return checkpoint
-
-
-def finished_line(job: Job) -> str:
-    return (f"{job.run.name} is complete: {job.data.plan.num_steps:,} steps,"
-            f" {job.data.plan.num_tokens:,} tokens; --fresh starts it over")
+        train(Trainer(job, process, state, clock))
 
 
 def build_state(job: Job, process: Process) -> TrainingState:
     """Build the model and its optimizer, from the checkpoint that the run goes on from."""
-    config = job.run.train
-    torch.manual_seed(config.random_seed)  # the same weights on every rank
-    model = GPTModel(job.run.model).to(process.device)
-    uses_fp16 = choose_precision(config, process.device) == "fp16"
-    scaler = GradScaler(process.device.type, enabled=uses_fp16)
-    state = TrainingState(model, build_optimizer(model, config), scaler)
+    state = build_training_state(job.run.model, job.run.train, process.device)
     if job.resume_from is not None:
         load_checkpoint(job.resume_from, state)
     return state
 
 
 def train(trainer: Trainer) -> None:
-    """Train a run to its end, or for `--max-steps` steps. Every rank."""
+    """Train a run to its end, or as far as this start may go. Every rank."""
     trainer.start()
     batches = trainer.batches()
-    for global_step in trainer.steps:
+    for global_step in trainer.steps():
         trainer.train_step(global_step, batches)
         trainer.report_if_due(global_step)
         if trainer.saves_after(global_step):
-            dist.barrier()
+            trainer.wait_for_all()
             if trainer.process.is_main:
                 trainer.validate_save_and_chart(global_step)
-            dist.barrier()
+            trainer.wait_for_all()
     batches.close()
     if trainer.process.is_main:
         trainer.finish()
@@ -265,27 +158,23 @@ def train(trainer: Trainer) -> None:
 class Trainer:
     """What one process holds while it trains a run, and the steps it takes."""
 
-    def __init__(self, job: Job, process: Process, state: TrainingState) -> None:
-        self.run, self.data, self.plan = job.run, job.data, job.data.plan
-        self.job, self.process, self.config = job, process, job.run.train
-        share_cpu_cores(process)
-        self.precision = choose_precision(self.config, process.device)
-        set_matmul_precision(self.precision)
-        self.state, self.model = state, state.model
-        self.parallel_model = self._parallel(state.model)
-        max_steps = job.options.max_steps or self.plan.num_steps
-        self.steps = range(job.first_step, min(self.plan.num_steps, job.first_step + max_steps))
-        self.clock = PhaseClock(job.resume_from.meta.seconds if job.resume_from else {})
-        self.log = RunLog(self.run, self.plan, clock=self.clock, is_active=process.is_main)
+    def __init__(self, job: Job, process: Process, state: TrainingState,
+                 clock: PhaseClock) -> None:
+        self.job, self.run, self.config = job, job.run, job.run.train
+        self.data, self.plan, self.process = job.data, job.plan, process
+        self.model, self.clock = state.model, clock
+        self.step = TrainingStep(state, self.config, process)
+        self.last_step = self._last_step_of_this_start()
+        self.stop_reason = "--max-steps" if job.options.max_steps else None
+        self.budget = Budget(self.config, clock)
+        self.lays_out_next = self.config.fit_budget
+        self.judges_speed = True
+        self.log = RunLog(self.run, self.plan, clock=clock, is_active=process.is_main)
         self.window = StepWindow(process.device)
 
-    def _parallel(self, model: GPTModel) -> nn.Module:
-        if self.process.world_size == 1:
-            return model  # nobody to share gradients with: DDP would only cost time
-        device_ids = [self.process.device] if self.process.device.type == "cuda" else None
-        return DistributedDataParallel(
-            model, device_ids=device_ids, gradient_as_bucket_view=True
-        )
+    def _last_step_of_this_start(self) -> int:
+        max_steps = self.job.options.max_steps or self.plan.num_steps
+        return min(self.plan.num_steps, self.job.first_step + max_steps) - 1
 
     def start(self) -> None:
         """Put old records aside where the run does not go on from its end; say what begins."""
@@ -306,64 +195,118 @@ class Trainer:
             *(f"warning: {warning}" for warning in self.run.warnings),
             *batch_arithmetic(self.plan),
             f"{parameters:,} parameters, {self.plan.num_tokens / parameters:.1f} tokens for each;"
-            f" {self.precision} on {self.process.device.type}",
+            f" {self.step.precision} on {self.process.device.type}",
         ])
+        self.clock.enter(COMPILE)  # the first step pays for all that is done once
 
-    def batches(self) -> Generator[tuple[Tensor, Tensor]]:
+    def steps(self) -> Iterator[int]:
+        """The global steps of this start; its end may move while they are taken."""
+        global_step = self.job.first_step
+        while global_step <= self.last_step:
+            yield global_step
+            global_step += 1
+
+    def batches(self) -> Generator[Microbatch]:
         """This process's microbatches from here on, one read ahead."""
-        indices = self.plan.microbatch_indices(self.process.rank, steps=self.steps)
-        return prefetch(self.data.train, indices, device=self.process.device)
+        steps = range(self.job.first_step, self.data.plan.num_steps)
+        indices = self.plan.microbatch_indices(self.process.rank, steps=steps)
+        return self.clock.waiting_for(
+            prefetch(self.data.train, indices, device=self.process.device))
 
-    def train_step(self, global_step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Take one global step. Every rank; nothing here waits for the device."""
-        optimizer, scaler = self.state.optimizer, self.state.scaler
-        set_learning_rate(optimizer, self.learning_rate(global_step))
-        loss = self.accumulate_gradients(global_step, batches)
-        scaler.unscale_(optimizer)
-        grad_norm = clip_gradients(self.model, self.config.clipping_max_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    def train_step(self, global_step: int, batches: Iterator[Microbatch]) -> None:
+        """Take one global step. Every rank; after the first, nothing here waits for the device."""
+        loss, grad_norm = self.step.take(
+            batches, num_microbatches=self.plan.gradient_accumulation_steps,
+            learning_rate=self.learning_rate(global_step),
+        )
         self.window.add(loss, grad_norm)
         self.log.step()
-
-    def accumulate_gradients(
-        self, global_step: int, batches: Iterator[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Sum the gradients of one global step; give this process's mean loss, () float32."""
-        num_microbatches = self.plan.gradient_accumulation_steps
-        step_loss = torch.zeros((), device=self.process.device)
-        for accumulation_step in range(num_microbatches):
-            token_ids, targets = next(batches)  # each (B, T)
-            index = self.plan.microbatch_index(
-                global_step, accumulation_step, rank=self.process.rank
-            )
-            torch.manual_seed(seed_for(self.config.random_seed, index))
-            # DDP reads require_backward_grad_sync in the forward pass, so forward and backward
-            # both stand inside no_sync().
-            with self._gradient_sync(accumulation_step == num_microbatches - 1):
-                with autocast(self.precision, self.process.device):
-                    loss = self.parallel_model(token_ids, targets) / num_microbatches
-                self.state.scaler.scale(loss).backward()
-            step_loss += loss.detach()
-        return step_loss
-
-    def _gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
-        if is_last or self.parallel_model is self.model:
-            return nullcontext()
-        return self.parallel_model.no_sync()
+        if global_step == self.job.first_step:
+            loss.item()  # until the device is done
+            self.clock.enter(TRAINING)
+            self.log.measure_from(global_step)
 
     def learning_rate(self, global_step: int) -> float:
         return learning_rate_at(self.config, global_step, num_steps=self.plan.num_steps)
+
+    def wait_for_all(self) -> None:
+        """Wait for the slowest process. A collective: every rank."""
+        with self.clock.phase(WAITING):
+            dist.barrier()
 
     def report_if_due(self, global_step: int) -> None:
         """Report after every few steps, and before a checkpoint, so that it splits no average.
 
         A collective: every rank.
         """
-        if self.window.is_full or self.saves_after(global_step):
-            summary = self.window.summarise()
-            self.log.report_steps(global_step, self.learning_rate(global_step), summary)
+        if not (self.window.is_full or self.saves_after(global_step)):
+            return
+        summary = self.window.summarise()
+        self.log.report_steps(global_step, self.learning_rate(global_step), summary)
+        num_steps = global_step - self.job.first_step  # measured, after the first
+        if self.process.is_main and self.judges_speed and num_steps + 1 >= SPEED_CHECK_STEPS:
+            self.judges_speed = False
+            self.log.say(self.speed(num_steps).line())
+        if self.budget.is_limited and global_step < self.last_step:
+            self.keep_to_budget(global_step)
+
+    def speed(self, num_steps: int) -> Speed:
+        """Tell how fast the last `num_steps` of this start were."""
+        spent = self.clock.read_this_start()
+        seconds = spent[TRAINING] + spent[WAITING]
+        return Speed(
+            tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
+            num_processes=self.process.world_size,
+            flops_per_token=flops_per_token(self.run.model),
+            device_name=machine_facts(self.process, self.step.precision)["device"],
+            precision=self.step.precision,
+            attention_kernel=self.step.attention_kernel(),
+            is_compiled=False,
+            waiting_share=spent[WAITING] / seconds,
+            microbatch_tokens=self.plan.tokens_per_microbatch,
+            throttling=throttling(self.process.device),
+        )
+
+    def keep_to_budget(self, global_step: int) -> None:
+        """Let rank 0's clock say where the run has to end. A collective: every rank."""
+        pace = Pace.measured(
+            self.clock, num_steps=global_step - self.job.first_step, plan=self.plan,
+            train=self.config, num_parameters=self.model.num_parameters(),
+        )
+        if self.config.fit_budget:
+            self.lay_out(self._from_main(self._fitting_steps(global_step, pace)))
+        if self._from_main(int(self._is_spent_after(global_step, pace))):
+            self.last_step = global_step
+            self.stop_reason = self.budget.nearest_limit()
+
+    def _from_main(self, number: int) -> int:
+        decided = torch.tensor(number, device=self.process.device)
+        dist.broadcast(decided, src=0)
+        return int(decided.item())
+
+    def _fitting_steps(self, global_step: int, pace: Pace) -> int:
+        """Count the steps that the budget has room for, once they can be judged. Rank 0."""
+        is_judged = global_step - self.job.first_step >= 2 * REPORT_INTERVAL
+        if not (self.lays_out_next and is_judged):
+            return self.plan.num_steps
+        self.lays_out_next = False
+        affordable = self.budget.affordable_steps(pace)
+        return min(self.data.plan.num_steps, global_step + 1 + affordable)
+
+    def lay_out(self, num_steps: int) -> None:
+        """Let the schedule end after another number of steps. Every rank."""
+        if num_steps != self.plan.num_steps:
+            self.plan = replace(self.plan, num_steps=num_steps)
+            self.last_step = self._last_step_of_this_start()
+            self.log.lay_out(self.plan)
+
+    def _is_spent_after(self, global_step: int, pace: Pace) -> bool:
+        ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
+        saves_later = self.last_step not in ahead
+        return not self.budget.affords(pace.seconds(
+            len(ahead), num_validations=sum(map(self.validates_after, ahead)),
+            num_savings=sum(map(self.saves_after, ahead)) + saves_later,
+        ))
 
     def validates_after(self, global_step: int) -> bool:
         return self.config.validates and self._is_due(global_step, self.config.validation_interval)
@@ -372,7 +315,7 @@ class Trainer:
         return (
             self.validates_after(global_step)
             or self._is_due(global_step, self.config.checkpoint_interval)
-            or global_step == self.steps[-1]
+            or global_step == self.last_step
         )
 
     def _is_due(self, global_step: int, interval: int | None) -> bool:
@@ -393,19 +336,20 @@ class Trainer:
             self.save(global_step, loss, train_loss)
         with self.clock.phase(CHART):
             draw_charts(self.run.run_dir, read_metrics(self.run.metrics_path))
+        self.lays_out_next = self.config.fit_budget  # now that it is known what this costs
 
     @torch.inference_mode()
     def validate(self) -> float:
-        """Give the mean loss over the run's validation microbatches, in nats a token."""
-        num_batches = self.config.validation_batches
-        batches = prefetch(self.data.validation, range(num_batches), device=self.process.device)
+        """Give the mean loss over the run's validation sequences, in nats a token."""
+        data = self.data.validation
+        batches = prefetch(data, range(len(data)), device=self.process.device)
         total = torch.zeros((), dtype=torch.float64, device=self.process.device)
         self.model.eval()
-        for token_ids, targets in self.log.validation_bar(batches, num_batches):
-            with autocast(self.precision, self.process.device):
-                total += self.model(token_ids, targets)
+        for _, token_ids, targets in self.log.validation_bar(batches, len(data)):
+            with autocast(self.step.precision, self.process.device):
+                total += self.model(token_ids, targets) * len(token_ids)
         self.model.train()
-        return total.item() / num_batches
+        return total.item() / self.config.num_validation_sequences
 
     def save(self, global_step: int, loss: float | None, train_loss: float) -> None:
         meta = CheckpointMeta(
@@ -414,20 +358,22 @@ class Trainer:
             loss=finite_or_none(loss),
             train_loss=finite_or_none(train_loss),
             seconds=self.clock.read(),
+            usd=self.clock.usd(),
+            num_steps=self.plan.num_steps if self.config.fit_budget else None,
             tokenizer=self.data.tokenizer_name,
         )
-        save_checkpoint(self.run.checkpoints_dir, self.state, meta)
+        save_checkpoint(self.run.checkpoints_dir, self.step.state, meta)
 
     def finish(self) -> None:
         """Write and print how it ended. Rank 0."""
         best = find_checkpoint(self.run.checkpoints_dir, BEST)
         end = RunEnd(
-            global_step=self.steps[-1],
+            global_step=self.last_step,
+            stop_reason=self.stop_reason,
             num_parameters=self.model.num_parameters(),
-            seconds=self.clock.read(),
             best={"checkpoint": best.name, "global_step": best.meta.global_step,
                   "loss": best.meta.loss},
-            machine=machine_facts(self.process, self.precision),
+            machine=machine_facts(self.process, self.step.precision),
         )
         self.log.finish(end)
         self.print_sample()
@@ -436,7 +382,7 @@ class Trainer:
         """Print what the model makes up, where its tokenizer is known."""
         if self.data.tokenizer_name is not None:
             tokenizer = load_tokenizer(self.data.tokenizer_name)
-            with autocast(self.precision, self.process.device):
+            with autocast(self.step.precision, self.process.device):
                 ids = generate_tokens(self.model, [tokenizer.eot_token],
                                       SamplingOptions(max_new_tokens=400))
             self.log.say(f"sample:\n{decode(tokenizer, ids)}")

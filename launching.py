@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from run_config import Precision, TrainConfig, UserError
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 # A dataset of 20 GiB may come in over a slow line before the first collective.
 START_TIMEOUT = timedelta(days=2)
+THROTTLE_REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
 
 T = TypeVar("T")
 
@@ -144,17 +146,28 @@ class Agreement:
         self._raise_if_any(step, f"rank {self._rank} reads another run than rank 0; make its"
                            " configs, dataset and checkpoints the same" if differs else "")
 
-    def _publish(self, step: str, failure: str) -> None:
-        self._store.set(f"{step}/{self._rank}", failure)
-
-    def _raise_if_any(self, step: str, failure: str) -> None:
-        self._publish(step, failure)
+    def gather(self, step: str, text: str) -> list[str]:
+        """Give every process's text, by rank, once all have come to this step. Every rank."""
+        self._publish(step, text)
         keys = [f"{step}/{rank}" for rank in range(self._world_size)]
         self._store.wait(keys, START_TIMEOUT)
-        for key in keys:
-            reason = self._store.get(key).decode()
-            if reason:
-                raise AgreedError(reason)
+        return [self._store.get(key).decode() for key in keys]
+
+    def raise_flag(self, name: str) -> None:
+        """Let the other processes know of something, whenever they look. Any rank."""
+        self._store.set(f"{name}/flag", "")
+
+    def is_flagged(self, name: str) -> bool:
+        """Tell if any process has raised a flag; never waits for one. Any rank."""
+        return self._store.check([f"{name}/flag"])
+
+    def _publish(self, step: str, text: str) -> None:
+        self._store.set(f"{step}/{self._rank}", text)
+
+    def _raise_if_any(self, step: str, failure: str) -> None:
+        reason = next((text for text in self.gather(step, failure) if text), "")
+        if reason:
+            raise AgreedError(reason)
 
     def tell_once(self, message: str) -> None:
         """Let rank 0 speak for all. Nobody leaves before: torchrun ends the others with the first.
@@ -169,19 +182,28 @@ class Agreement:
 
 @contextmanager
 def process_group(process: Process) -> Iterator[None]:
-    """Join the process group (nccl with GPUs, else gloo) and leave it in the end. Every rank."""
-    on_gpu = process.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(process.device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=process.device if on_gpu else None,
-    )
+    """Join the process group and leave it in the end. Every rank."""
+    join_process_group(process, "training", timeout=COLLECTIVE_TIMEOUT)
     yield
     # Not after an error: taking the group down waits for the others, who wait for this process.
     gc.collect()  # DDP's threads must be gone before the group they use
     dist.destroy_process_group()
+
+
+def join_process_group(process: Process, name: str, *, timeout: timedelta) -> None:
+    """Join a process group (nccl with GPUs, else gloo) through torchrun's store. Every rank.
+
+    Args:
+        name: of this group among all that meet in the same store, one after another.
+    """
+    on_gpu = process.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(process.device)
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=dist.PrefixStore(name, store), timeout=timeout,
+        rank=rank, world_size=world_size, device_id=process.device if on_gpu else None,
+    )
 
 
 def share_cpu_cores(process: Process) -> None:
@@ -240,6 +262,22 @@ def machine_facts(process: Process, precision: Precision) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
+
+
+def throttling(device: torch.device) -> str | None:
+    """Say why a GPU runs below its clock, as nvidia-smi tells it; None where it does not."""
+    if device.type != "cuda":
+        return None
+    uuid = torch.cuda.get_device_properties(device).uuid
+    query = ",".join(f"clocks_throttle_reasons.{reason}" for reason in THROTTLE_REASONS)
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None  # nothing is known
+    active = [field.strip() == "Active" for field in said.stdout.split(",")]
+    return next((reason.replace("_", " ") for reason, is_active
+                 in zip(THROTTLE_REASONS, active, strict=False) if is_active), None)
 
 
 def num_cpu_cores() -> int:

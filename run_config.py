@@ -1,12 +1,11 @@
-"""A run's two JSON files as typed, checked, immutable configs, and the arithmetic of a run."""
+"""A run's two JSON files as typed, checked, immutable configs."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -57,11 +56,13 @@ class TrainConfig(_FrozenConfig):
     dataset: str = Field(pattern=DATASET_NAME)
     microbatch_size: Count
     gradient_accumulation_steps: Count = 1
+    global_batch_size: Count | None = None
     min_train_tokens: int = -1
     start_train_token: int = Field(default=0, ge=0)
     start_val_token: int = Field(default=0, ge=0)
     validation_interval: Count | None = None
     validation_batches: Count | None = None
+    validation_sequences: Count | None = None
     checkpoint_interval: Count | None = None
     learning_rate: float = Field(default=4e-4, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -72,6 +73,10 @@ class TrainConfig(_FrozenConfig):
     use_amp: bool = True
     precision: Precision | None = None
     random_seed: int = Field(default=42, ge=0, lt=2**63)
+    usd_per_hour: float | None = Field(default=None, gt=0)
+    max_cost_usd: float | None = Field(default=None, gt=0)
+    max_hours: float | None = Field(default=None, gt=0)
+    fit_budget: bool = False
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainConfig:
@@ -80,11 +85,19 @@ class TrainConfig(_FrozenConfig):
                 f"min_train_tokens is {self.min_train_tokens}; wanted a count of at least 1,"
                 " or -1 for all tokens there are"
             )
-        if (self.validation_interval is None) != (self.validation_batches is None):
-            raise ValueError("validation_interval and validation_batches go together: set both")
-        if self.validation_interval is None and self.checkpoint_interval is None:
+        if self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set:
+            raise ValueError("gradient_accumulation_steps follows from global_batch_size: drop it")
+        if self.validation_batches and self.validation_sequences:
+            raise ValueError("validation_batches and validation_sequences are two ways to say how"
+                             " much: drop one")
+        if self.validates != bool(self.validation_batches or self.validation_sequences):
+            raise ValueError("validation_interval goes together with validation_batches or"
+                             " validation_sequences: set both")
+        if not self.validates and self.checkpoint_interval is None:
             raise ValueError("set validation_interval with validation_batches, "
                              "or checkpoint_interval, so that the run is saved")
+        if self.fit_budget and not (self.max_cost_usd or self.max_hours):
+            raise ValueError("fit_budget needs max_cost_usd or max_hours: set one")
         if not self.use_amp and self.precision in ("bf16", "fp16"):
             raise ValueError(f'use_amp is false but precision is "{self.precision}": drop one')
         return self
@@ -93,6 +106,13 @@ class TrainConfig(_FrozenConfig):
     def validates(self) -> bool:
         """True if the run has validation, and `best` means the lowest validation loss."""
         return self.validation_interval is not None
+
+    @property
+    def num_validation_sequences(self) -> int:
+        """Sequences in one validation, however they fall into microbatches; 0 without."""
+        if self.validation_sequences:
+            return self.validation_sequences
+        return (self.validation_batches or 0) * self.microbatch_size
 
 
 @dataclass(frozen=True)
@@ -116,6 +136,22 @@ class Run:
     @property
     def summary_path(self) -> Path:
         return self.run_dir / "summary.json"
+
+    @property
+    def train_path(self) -> Path:
+        return self.run_dir / "train.json"
+
+    def priced(self, usd_per_hour: float | None) -> Run:
+        """Give this run with the machine's price, where one was given on the command line.
+
+        Raises:
+            UserError: the run has a limit in dollars, but there is no price.
+        """
+        price = usd_per_hour or self.train.usd_per_hour
+        if self.train.max_cost_usd and not price:
+            raise UserError(f"{self.train_path}: max_cost_usd needs the machine's price; set"
+                            " usd_per_hour, or give --usd-per-hour")
+        return replace(self, train=self.train.model_copy(update={"usd_per_hour": price}))
 
 
 def load_run(runs_dir: Path, name: str) -> Run:
@@ -200,76 +236,3 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """How a run's tokens fall into global steps, accumulation steps and processes."""
-
-    microbatch_size: int
-    gradient_accumulation_steps: int
-    world_size: int
-    context_length: int
-    num_steps: int
-
-    @property
-    def tokens_per_microbatch(self) -> int:
-        return self.microbatch_size * self.context_length
-
-    @property
-    def global_batch_size(self) -> int:
-        """Sequences in one global step."""
-        return self.microbatch_size * self.gradient_accumulation_steps * self.world_size
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.context_length
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_steps * self.tokens_per_step
-
-    def microbatch_index(self, global_step: int, accumulation_step: int, *, rank: int) -> int:
-        """Position in the token file, in microbatches counted from `start_train_token`."""
-        accumulated = global_step * self.gradient_accumulation_steps + accumulation_step
-        return accumulated * self.world_size + rank
-
-    def microbatch_indices(self, rank: int, *, steps: range) -> Iterator[int]:
-        """Give the microbatches that one process reads in some global steps, in that order."""
-        for global_step in steps:
-            for accumulation_step in range(self.gradient_accumulation_steps):
-                yield self.microbatch_index(global_step, accumulation_step, rank=rank)
-
-
-def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
-    """Lay a run's tokens out into whole global batches.
-
-    `min_train_tokens` is rounded up to whole global batches; -1 takes every whole one that lies
-    behind `start_train_token`. One token more than is trained on is needed, as the last target.
-
-    Raises:
-        UserError: the token file (of `file_tokens` tokens) is too short for that.
-    """
-    train, path = run.train, run.run_dir / "train.json"
-    step_tokens = (train.microbatch_size * train.gradient_accumulation_steps * world_size
-                   * run.model.context_length)
-    if train.start_train_token >= file_tokens:
-        raise UserError(f"{path}: start_train_token {train.start_train_token} is past the end of"
-                        f" {train.dataset}, which has {file_tokens} training tokens; lower it")
-    usable_steps = (file_tokens - train.start_train_token - 1) // step_tokens
-    wanted_steps = -(-train.min_train_tokens // step_tokens)
-    num_steps = usable_steps if train.min_train_tokens == -1 else wanted_steps
-    if not 1 <= num_steps <= usable_steps:
-        needed = max(num_steps, 1) * step_tokens + 1
-        raise UserError(
-            f"{path}: wanted {needed} training tokens from token {train.start_train_token} on"
-            f" (global batches of {step_tokens}), but {train.dataset} has"
-            f" {file_tokens - train.start_train_token} there; lower min_train_tokens or the batch"
-        )
-    return BatchPlan(
-        microbatch_size=train.microbatch_size,
-        gradient_accumulation_steps=train.gradient_accumulation_steps,
-        world_size=world_size,
-        context_length=run.model.context_length,
-        num_steps=num_steps,
-    )

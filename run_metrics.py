@@ -1,12 +1,9 @@
-"""What is measured while a run trains: seconds, losses, and the file that keeps them."""
+"""Losses as they are measured while a run trains, and the file that keeps them."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,44 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-REPORT_INTERVAL = 10  # global steps from one reading of the losses on the device to the next
-TRAINING, VALIDATION, CHECKPOINT, CHART = "training", "validation", "checkpoint", "chart"
-
-
-@dataclass
-class PhaseTime:
-    """How long one stay in a phase has taken."""
-
-    seconds: float = 0.0
-
-
-class PhaseClock:
-    """Seconds of a run by phase, going on from what earlier starts of the run have spent."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._spent = {TRAINING: 0.0, VALIDATION: 0.0, CHECKPOINT: 0.0, CHART: 0.0} | seconds
-        self._phase = TRAINING
-        self._since = time.perf_counter()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[PhaseTime]:
-        """Book the time inside to another phase; on leaving, its length is known."""
-        outer, booked, time_inside = self._switch_to(name), self._spent[name], PhaseTime()
-        try:
-            yield time_inside
-        finally:
-            self._switch_to(outer)
-            time_inside.seconds = self._spent[name] - booked
-
-    def read(self) -> dict[str, float]:
-        self._switch_to(self._phase)
-        return dict(self._spent)
-
-    def _switch_to(self, phase: str) -> str:
-        before, now = self._phase, time.perf_counter()
-        self._spent[before] += now - self._since
-        self._phase, self._since = phase, now
-        return before
+from run_clock import REPORT_INTERVAL
 
 
 @dataclass(frozen=True)

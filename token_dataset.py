@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from run_config import BatchPlan, Run, UserError, plan_batches
+from batch_plan import BatchPlan, plan_batches
+from run_config import Run, UserError
 
 SPLITS = ("train", "validation")
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that do not name theirs
@@ -56,29 +58,44 @@ class TokenFile:
         return self._tokens[start:stop]
 
 
+class Microbatch(NamedTuple):
+    """One microbatch on the device: its place in the run's data, and (B, T) int64 each."""
+
+    index: int
+    token_ids: Tensor
+    targets: Tensor
+
+
 class Microbatches(Sequence[Tensor]):
     """A token file as a sequence of microbatches, counted from a start token.
 
     Microbatch i is microbatch_size x context_length tokens and the one that follows them (the
-    last target), as a flat uint16 vector: (B * T + 1,). Neighbours share that one token.
+    last target), as a flat uint16 vector: (B * T + 1,). Neighbours share that one token. With
+    `num_sequences` there are just so many, and the last microbatch may be smaller; without, there
+    are as many whole microbatches as the file has.
     """
 
     def __init__(self, token_file: TokenFile, plan: BatchPlan, *, start_token: int,
-                 vocab_size: int) -> None:
+                 vocab_size: int, num_sequences: int | None = None) -> None:
         self.token_file = token_file
         self.start_token = start_token
         self.vocab_size = vocab_size
         self._context_length = plan.context_length
         self._stride = plan.tokens_per_microbatch
+        whole = max(0, token_file.num_tokens - start_token - 1) // self._stride
+        self.num_tokens = whole * self._stride  # to be predicted; one more is read
+        if num_sequences is not None:
+            self.num_tokens = num_sequences * plan.context_length
 
     def __len__(self) -> int:
-        return max(0, (self.token_file.num_tokens - self.start_token - 1) // self._stride)
+        return -(-self.num_tokens // self._stride)
 
     def __getitem__(self, index: int) -> Tensor:
         if not 0 <= index < len(self):
             raise IndexError(f"microbatch {index} of {len(self)}")
         start = self.start_token + index * self._stride
-        tokens = self.token_file.read(start, start + self._stride + 1)
+        stop = min(start + self._stride, self.start_token + self.num_tokens) + 1
+        tokens = self.token_file.read(start, stop)
         check_token_ids(tokens, self.token_file.path, first=start, vocab_size=self.vocab_size)
         return torch.from_numpy(tokens)
 
@@ -88,8 +105,8 @@ class Microbatches(Sequence[Tensor]):
         shape = (-1, self._context_length)
         return wide[:-1].view(shape), wide[1:].view(shape)
 
-    def check_all(self, num_microbatches: int) -> None:
-        """Check the ids of the first microbatches before anything is trained on them.
+    def check_all(self, num_tokens: int) -> None:
+        """Check the ids of the first tokens before anything is trained on them.
 
         A file that states its largest id is taken at its word; `__getitem__` looks again.
 
@@ -101,7 +118,7 @@ class Microbatches(Sequence[Tensor]):
             return
         if largest.isdigit() and int(largest) < self.vocab_size:
             return
-        stop = self.start_token + num_microbatches * self._stride + 1
+        stop = self.start_token + num_tokens + 1
         for first in range(self.start_token, stop, SCAN_TOKENS):
             tokens = self.token_file.read(first, min(first + SCAN_TOKENS, stop))
             check_token_ids(tokens, self.token_file.path, first=first, vocab_size=self.vocab_size)
@@ -144,6 +161,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
         validation = Microbatches(
             TokenFile(dataset_dir / "validation.safetensors"), plan,
             start_token=run.train.start_val_token, vocab_size=vocab_size,
+            num_sequences=run.train.num_validation_sequences,
         )
         _check_validation_length(run, validation)
     name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
@@ -156,44 +174,46 @@ def check_token_range(run: Run, data: RunData) -> None:
     Raises:
         UserError: an id is outside the vocabulary.
     """
-    plan = data.plan
-    data.train.check_all(
-        plan.num_steps * plan.gradient_accumulation_steps * plan.world_size
-    )
+    data.train.check_all(data.plan.num_tokens)
     if data.validation is not None:
-        data.validation.check_all(run.train.validation_batches)
+        data.validation.check_all(data.validation.num_tokens)
 
 
 def _check_validation_length(run: Run, validation: Microbatches) -> None:
-    wanted, found = run.train.validation_batches, len(validation)
-    if found < wanted:
-        file = validation.token_file
+    file, context_length = validation.token_file, run.model.context_length
+    found = max(0, file.num_tokens - validation.start_token - 1) // context_length
+    if found < run.train.num_validation_sequences:
+        key, wanted = "validation_sequences", f"{run.train.validation_sequences}"
+        if run.train.validation_batches:
+            key = "validation_batches"
+            wanted = f"{run.train.validation_batches} microbatches of {run.train.microbatch_size}"
         raise UserError(
-            f"{run.run_dir / 'train.json'}: validation_batches is {wanted}, but {file.path} has"
-            f" {found} microbatches from token {validation.start_token} on"
-            f" ({file.num_tokens} tokens in all); lower it or start_val_token"
+            f"{run.train_path}: {key} is {wanted}, but {file.path} has {found} sequences from"
+            f" token {validation.start_token} on ({file.num_tokens} tokens in all); lower it or"
+            " start_val_token"
         )
 
 
 def prefetch(
     microbatches: Microbatches, indices: Iterable[int], *, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (token_ids, targets), each (B, T) int64 on the device.
+) -> Iterator[Microbatch]:
+    """Yield microbatches on the device, in the order of their `indices`.
 
     A thread reads, checks and pins the next microbatch while the caller computes on this one.
     """
 
-    def read(index: int) -> Tensor:
+    def read(index: int) -> tuple[int, Tensor]:
         tokens = microbatches[index]
-        return tokens.pin_memory() if device.type == "cuda" else tokens
+        return index, tokens.pin_memory() if device.type == "cuda" else tokens
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as reader:
         remaining = iter(indices)
         upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
         while upcoming:
-            tokens = upcoming.pop().result()
+            index, tokens = upcoming.pop().result()
             upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
-            yield microbatches.split(tokens.to(device, non_blocking=True))
+            split = microbatches.split(tokens.to(device, non_blocking=True))
+            yield Microbatch(index, *split)
 
 
 def is_complete(dataset_dir: Path) -> bool:

@@ -9,7 +9,7 @@ import click
 
 from run_config import UserError
 
-VERBS = ("generate",)
+VERBS = ("generate", "plan")
 
 
 class VerbGroup(click.Group):

@@ -48,6 +48,26 @@ def test_the_loss_chart_shows_training_band_validation_and_best(tmp_path: Path) 
     assert share_of(red, tmp_path / "loss-chart.png") > 0.001
 
 
+def test_a_run_with_a_price_has_an_axis_in_dollars(tmp_path: Path) -> None:
+    priced = [record | {"usd": 0.02 * (record["global_step"] + 1)} for record in records(2000)]
+    ink = []
+    for found in (records(2000), priced):
+        draw_charts(tmp_path, found)
+        above_the_curves = imread(tmp_path / "loss-chart.png")[:110, :, :3]
+        ink.append(float((above_the_curves < 0.5).mean()))
+    assert ink[1] > 1.5 * ink[0]
+
+
+def test_dollars_and_steps_are_each_others_inverse() -> None:
+    steps, usd = np.array([10.0, 20, 50]), np.array([1.0, 3, 4])
+    asked = np.array([-5.0, 10, 15, 20, 40, 50, 80])
+    there = charting._interpolate(asked, steps, usd)
+    assert list(there[1:4]) == [1, 2, 3]
+    inside = slice(1, 6)
+    np.testing.assert_allclose(charting._interpolate(there, usd, steps)[inside], asked[inside])
+    assert there[0] < 1 and there[-1] > 4
+
+
 def test_numbers_that_were_not_finite_do_not_stop_a_chart(tmp_path: Path) -> None:
     found = records(300)
     found[3]["train_loss"] = found[4]["grad_norm"] = found[5]["grad_norm_max"] = None

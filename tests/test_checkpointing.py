@@ -13,7 +13,6 @@ from torch.amp import GradScaler
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,
-    TrainingState,
     check_weights_fit,
     find_checkpoint,
     list_checkpoints,
@@ -25,6 +24,7 @@ from checkpointing import (
 from gpt import GPTModel
 from optimization import build_optimizer
 from run_config import ModelConfig, TrainConfig, UserError
+from training_step import TrainingState
 
 MODEL = ModelConfig(**TINY_MODEL)
 

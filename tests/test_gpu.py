@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import Workplace, read_lines, succeeded, write_tokens
 
-from run_config import BatchPlan
+from batch_plan import BatchPlan
 from token_dataset import Microbatches, TokenFile, prefetch
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def test_microbatches_arrive_whole_on_the_device(tmp_path) -> None:
     data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0,
                         vocab_size=65536)
     device = torch.device("cuda", 0)
-    for index, (token_ids, targets) in enumerate(prefetch(data, range(60), device=device)):
+    for index, token_ids, targets in prefetch(data, range(60), device=device):
         first = index * 1000
         assert token_ids.device == device and token_ids.dtype == torch.int64
         assert token_ids.flatten().tolist() == list(range(first, first + 1000))

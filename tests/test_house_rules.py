@@ -11,9 +11,13 @@ from support import PROJECT_DIR
 # Each room imports only from rows below its own; the lab from all of the trainer, never back.
 ROWS = [
     {"ddp_train", "prepare_dataset"},
-    {"checkpointing", "charting", "launching", "run_log", "dataset_preparation",
-     "sampling"},
-    {"gpt", "token_dataset", "optimization", "tokenizer", "documents", "run_metrics"},
+    {"job", "microbatch_search"},
+    {"checkpointing", "microbatch_trial"},
+    {"training_step", "charting", "run_log", "dataset_preparation", "sampling"},
+    {"gpt", "token_dataset", "optimization", "tokenizer", "documents", "launching",
+     "run_metrics"},
+    {"run_clock", "command_line", "expected_speed"},
+    {"batch_plan", "curve_fits"},
     {"run_config"},
 ]
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}

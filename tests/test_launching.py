@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import TINY_TRAIN, Workplace, forked, succeeded
 
-from launching import autocast, choose_precision, seed_for, this_process
+from launching import autocast, choose_precision, seed_for, this_process, throttling
 from run_config import TrainConfig, UserError
 
 CPU = torch.device("cpu")
@@ -61,6 +62,25 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match="local rank 2 has no GPU of its own; this machine has 2"):
         this_process()
+
+
+@pytest.mark.parametrize(("said", "reason"), [
+    ("Not Active, Not Active, Not Active", None),
+    ("Not Active, Active, Not Active", "sw thermal slowdown"),
+    ("[N/A], [N/A], [N/A]", None),
+    (None, None),
+])
+def test_a_throttled_gpu_is_told_by_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="7"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if said is not None:
+        (tmp_path / "nvidia-smi").write_text(
+            f'#!/bin/sh\n[ "$1" = --id=GPU-7 ] && echo "{said}"\n')
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert throttling(torch.device("cuda", 0)) == reason
+    assert throttling(CPU) is None
 
 
 @pytest.mark.parametrize(("kind", "message"), [

@@ -63,6 +63,8 @@ def test_every_command_of_the_readme_is_known_to_these_tests() -> None:
         "uv run torchrun --standalone --nproc_per_node=2 ddp_train.py demo",
         'uv run lab generate demo --prompt "def "',
         "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py 8xa100m40",
+        "uv run lab plan 8xa100m40 --budget 20",
+        "uv run ddp_train.py 8xa100m40 --find-max-microbatch",
         "uv run prepare_dataset.py SOURCE datasets/mine --tokenizer gpt2",
         "uv run pytest",
     ]
@@ -85,11 +87,18 @@ def test_the_big_run_starts_by_fetching_its_dataset(checkout: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
+def test_the_run_can_be_planned_and_its_microbatch_searched_for(checkout: Path) -> None:
+    plan, search = commands()[4:6]
+    assert "Within $20.00: " in succeeded(typed(plan, checkout)).stdout
+    result = typed(search, checkout)  # there is no GPU here
+    assert "Error: --find-max-microbatch without a GPU: give --memory-limit-gib" in result.stderr
+
+
 def test_own_data_is_prepared_as_shown(checkout: Path) -> None:
     (checkout / "SOURCE").mkdir()
     for name in ("a", "b", "c"):
         (checkout / "SOURCE" / f"{name}.txt").write_text(f"document {name}")
-    succeeded(typed(commands()[4], checkout))
+    succeeded(typed(commands()[6], checkout))
     assert (checkout / "datasets/mine/validation.safetensors").is_file()
 
 

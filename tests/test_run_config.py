@@ -1,17 +1,12 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support import PROJECT_DIR, Workplace
 
-from run_config import BatchPlan, Run, UserError, load_run, plan_batches
-
-sizes = st.integers(min_value=1, max_value=6)
+from run_config import Run, UserError, load_run
 
 
 def load(workplace: Workplace, **changes: dict) -> Run:
@@ -40,51 +35,6 @@ def test_the_originals_runs_have_its_settings() -> None:
         assert (run.model.emb_dim, run.model.n_layers, run.model.n_heads) == (768, 12, 12)
 
 
-@given(world_size=sizes, microbatch_size=sizes, accumulation=sizes, num_steps=sizes)
-def test_any_split_reads_every_microbatch_once_in_order(
-    world_size: int, microbatch_size: int, accumulation: int, num_steps: int
-) -> None:
-    plan = BatchPlan(microbatch_size, accumulation, world_size, 8, num_steps)
-    steps = range(num_steps)
-    read = Counter(i for rank in range(world_size)
-                   for i in plan.microbatch_indices(rank, steps=steps))
-    assert read == Counter(range(accumulation * world_size * num_steps))
-    for step in steps:  # a global step's microbatches are neighbours: what a step sees is no
-        first = step * accumulation * world_size  # matter of the split
-        seen = {plan.microbatch_index(step, a, rank=r)
-                for a in range(accumulation) for r in range(world_size)}
-        assert seen == set(range(first, first + accumulation * world_size))
-
-
-@pytest.mark.parametrize(("file_tokens", "min_tokens", "start", "num_steps"), [
-    (1025, 1024, 0, 8),   # exactly full: no extra batch
-    (1153, 1025, 0, 9),   # rounded up to whole global batches
-    (1025, -1, 0, 8),     # all whole batches there are
-    (1024, -1, 0, 7),     # the last target of the eighth is missing
-    (1153, -1, 128, 8),
-])
-def test_min_train_tokens_becomes_whole_global_batches(
-    workplace: Workplace, file_tokens: int, min_tokens: int, start: int, num_steps: int
-) -> None:
-    run = load(workplace, train={"min_train_tokens": min_tokens, "start_train_token": start})
-    plan = plan_batches(run, world_size=2, file_tokens=file_tokens)
-    assert plan.tokens_per_step == 2 * 2 * 2 * 16
-    assert plan.num_steps == num_steps
-
-
-@pytest.mark.parametrize(("file_tokens", "changes", "message"), [
-    (1024, {"min_train_tokens": 1024}, "wanted 1025 training tokens from token 0 on"),
-    (50, {"min_train_tokens": -1}, "wanted 129 training tokens"),
-    (1025, {"start_train_token": 1025}, "start_train_token 1025 is past the end"),
-])
-def test_too_few_tokens_are_refused(
-    workplace: Workplace, file_tokens: int, changes: dict, message: str
-) -> None:
-    run = load(workplace, train=changes)
-    with pytest.raises(UserError, match=message):
-        plan_batches(run, world_size=2, file_tokens=file_tokens)
-
-
 @pytest.mark.parametrize(("file", "changes", "message"), [
     ("train", {"microbatch_sise": 3}, 'unknown key "microbatch_sise"; the nearest known one is'
      ' "microbatch_size"'),
@@ -96,8 +46,14 @@ def test_too_few_tokens_are_refused(
     ("train", {"learning_rate": -1.0}, "learning_rate should be greater than 0"),
     ("train", {"start_train_token": -5}, "start_train_token should be greater than or equal to 0"),
     ("train", {"min_train_tokens": 0}, "min_train_tokens is 0"),
-    ("train", {"validation_batches": None}, "validation_interval and validation_batches go"),
+    ("train", {"validation_batches": None}, "validation_interval goes together with"),
     ("train", {"validation_interval": None, "validation_batches": None}, "checkpoint_interval"),
+    ("train", {"validation_sequences": 4}, "validation_batches and validation_sequences are two"),
+    ("train", {"global_batch_size": 8}, "gradient_accumulation_steps follows from global_batch"),
+    ("train", {"global_batch_size": 0}, "global_batch_size should be greater than or equal to 1"),
+    ("train", {"fit_budget": True}, "fit_budget needs max_cost_usd or max_hours"),
+    ("train", {"usd_per_hour": 0}, "usd_per_hour should be greater than 0"),
+    ("train", {"max_hours": -1}, "max_hours should be greater than 0"),
     ("train", {"precision": "int8"}, "precision should be 'fp32', 'tf32', 'bf16' or 'fp16'"),
     ("train", {"precision": "bf16", "use_amp": False}, "use_amp is false but precision"),
     ("train", {"dataset": "../secrets"}, "dataset should match pattern"),
@@ -167,3 +123,27 @@ def test_configs_cannot_be_changed(workplace: Workplace) -> None:
     with pytest.raises(ValueError, match="frozen"):
         run.train.microbatch_size = 3
     assert json.loads(run.train.model_dump_json())["microbatch_size"] == 2
+
+
+def test_the_price_is_the_runs_or_the_command_lines(workplace: Workplace) -> None:
+    run = load(workplace, train={"usd_per_hour": 5.0, "max_cost_usd": 3.0})
+    assert run.priced(None).train.usd_per_hour == 5.0
+    assert run.priced(7.5).train.usd_per_hour == 7.5
+
+
+def test_a_limit_in_dollars_needs_a_price(workplace: Workplace) -> None:
+    run = load(workplace, train={"max_cost_usd": 3.0})
+    with pytest.raises(UserError, match="max_cost_usd needs the machine's price; set usd_per_hour"):
+        run.priced(None)
+    assert run.priced(1.0).train.max_cost_usd == 3.0
+
+
+@pytest.mark.parametrize(("train", "sequences"), [
+    ({}, 6),
+    ({"validation_batches": None, "validation_sequences": 5}, 5),
+    ({"validation_batches": None, "validation_interval": None, "checkpoint_interval": 1}, 0),
+])
+def test_validation_is_counted_in_sequences(
+    workplace: Workplace, train: dict, sequences: int
+) -> None:
+    assert load(workplace, train=train).train.num_validation_sequences == sequences

@@ -9,7 +9,8 @@ import torch
 from safetensors.numpy import save_file
 from support import Workplace, write_tokens
 
-from run_config import BatchPlan, UserError, load_run
+from batch_plan import BatchPlan
+from run_config import UserError, load_run
 from token_dataset import (
     Microbatches,
     TokenFile,
@@ -65,7 +66,9 @@ def test_prefetch_gives_the_asked_order_and_reads_one_ahead(tmp_path: Path) -> N
     batches = prefetch(data, [4, 0, 2], device=CPU)
     first = next(batches)
     assert second_read.wait(timeout=10), "the second microbatch is not read while the first is used"
-    assert [first[0][0, 0].item()] + [b[0][0, 0].item() for b in batches] == [32, 0, 16]
+    found = [first, *batches]
+    assert [batch.token_ids[0, 0].item() for batch in found] == [32, 0, 16]
+    assert [batch.index for batch in found] == [4, 0, 2]
     assert reads == [32, 0, 16]
 
 
@@ -141,11 +144,39 @@ def test_token_files_that_cannot_be_used(tmp_path: Path, kind: str, message: str
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_number_of_sequences_ends_with_a_smaller_microbatch(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    write_tokens(path, np.arange(41, dtype=np.uint16))
+    plan = BatchPlan(microbatch_size=4, gradient_accumulation_steps=1, world_size=1,
+                     context_length=8, num_steps=1)
+    data = Microbatches(TokenFile(path), plan, start_token=0, vocab_size=99, num_sequences=5)
+    assert len(data) == 2 and data.num_tokens == 40
+    shapes = [tuple(batch.token_ids.shape) for batch in prefetch(data, range(2), device=CPU)]
+    assert shapes == [(4, 8), (1, 8)]
+    assert data[1].tolist() == list(range(32, 41))  # the file's last token is the last target
+
+
+@pytest.mark.parametrize(("num_sequences", "fits"), [(31, True), (32, False)])
+def test_validation_sequences_need_not_be_whole_microbatches(
+    workplace: Workplace, num_sequences: int, fits: bool
+) -> None:
+    workplace.add_run(train={"validation_batches": None, "validation_sequences": num_sequences,
+                             "microbatch_size": 7})
+    dataset_dir = workplace.add_dataset()  # 500 validation tokens: 31 sequences of 16 and a target
+    run = load_run(workplace.runs_dir, "tiny")
+    if fits:
+        data = open_run_data(run, dataset_dir, world_size=1)
+        assert data.validation.num_tokens == num_sequences * 16
+    else:
+        with pytest.raises(UserError, match="validation_sequences is 32, but .* has 31 sequences"):
+            open_run_data(run, dataset_dir, world_size=1)
+
+
 def test_too_short_a_validation_file_is_refused(workplace: Workplace) -> None:
     workplace.add_run(train={"start_val_token": 450})
     dataset_dir = workplace.add_dataset()
     run = load_run(workplace.runs_dir, "tiny")
-    with pytest.raises(UserError, match="validation_batches is 3, but .* has 1 microbatches"):
+    with pytest.raises(UserError, match="validation_batches is 3 .*, but .* has 3 sequences"):
         open_run_data(run, dataset_dir, world_size=2)
 
 

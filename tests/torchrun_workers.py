@@ -2,53 +2,84 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ddp_train import Options, Trainer, build_state, prepare
+import ddp_train
+import run_clock
+from benchmarks.memory_model import peak_of_training
+from command_line import Options
+from ddp_train import Trainer, build_state
+from job import prepare
 from launching import Agreement, process_group, this_process
-from run_config import UserError
+from microbatch_search import find_max_microbatch
+from microbatch_trial import Trials
+from run_clock import PhaseClock
+from run_config import UserError, load_run
 from run_metrics import StepWindow
 
 
 def main() -> None:
     name, root = sys.argv[1], Path(sys.argv[2])
+    if name == "train-in-fake-time":
+        train_in_fake_time()
+        return
     process = this_process()
     print_result = print if process.is_main else (lambda *_: None)
     if name in AGREEMENTS:
         check_agreement(Agreement(process.rank, process.world_size), AGREEMENTS[name])
+        return
+    if name == "find-max-microbatch":
+        limits = [float(limit) for limit in sys.argv[3].split(",")]
+        trials = Trials(load_run(root / "runs", "tiny"), process,
+                        Agreement(process.rank, process.world_size),
+                        memory_limit_gib=limits[process.rank % len(limits)])
+        trials._context = multiprocessing.get_context("fork")  # spares the loading of torch
+        tried = {trial.microbatch_size: trial.fits for trial in find_max_microbatch(trials.train)}
+        largest = max(size for size, fits in tried.items() if fits)
+        all_tried = [trials.train(size).fits for size in range(1, largest + 3)]
+        time.sleep(process.rank / 5)  # so that their lines do not mix
+        print(json.dumps({"tried": tried, "all": all_tried}), flush=True)
         return
     with process_group(process):
         if name == "count-all-reduces":
             print_result(json.dumps(count_all_reduces(root, process)))
         elif name == "average-losses":
             print_result(json.dumps(average_losses(process)))
+        elif name == "peak-memory":
+            run = load_run(root / "runs", "tiny")
+            print_result(peak_of_training(run.model, run.train, process))
 
 
 def count_all_reduces(root: Path, process) -> list[int]:
     """All-reduces of gradients after each microbatch of one global step."""
-    options = Options("tiny", None, root / "datasets", root / "runs", None, None, False)
-    job = prepare(options, process, lambda step, part: part())
-    trainer = Trainer(job, process, build_state(job, process))
+    options = Options("tiny", datasets_dir=root / "datasets", runs_dir=root / "runs")
+    clock = PhaseClock()
+    job = prepare(options, process, clock, lambda step, part: part())
+    trainer = Trainer(job, process, build_state(job, process), clock)
     counted, after_each = [0], []
 
     def hook(group, bucket):
         counted[0] += 1
         return allreduce_hook(group, bucket)
 
-    trainer.parallel_model.register_comm_hook(dist.group.WORLD, hook)
-    scale = trainer.state.scaler.scale
+    trainer.step.parallel_model.register_comm_hook(dist.group.WORLD, hook)
+    scale = trainer.step.state.scaler.scale
 
     def watched_scale(loss):
         after_each.append(counted[0])  # before this microbatch's backward
         return scale(loss)
 
-    trainer.state.scaler.scale = watched_scale
+    trainer.step.state.scaler.scale = watched_scale
     trainer.train_step(0, trainer.batches())
     return [*after_each[1:], counted[0]]
 
@@ -58,6 +89,15 @@ def average_losses(process) -> dict[str, float]:
     for step in range(4):
         window.add(torch.tensor(float(step + 10 * process.rank)), torch.tensor(2.0 * step))
     return vars(window.summarise()) | {"since_checkpoint": window.take_loss_since_checkpoint()}
+
+
+def train_in_fake_time() -> None:
+    """Be ddp_train.py where a look at the clock takes a millisecond, and nothing else any."""
+    ticks = itertools.count()
+    run_clock.time = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
+    ddp_train.STARTED = 0.0
+    del sys.argv[1:3]
+    ddp_train.main()
 
 
 def mistake(agreement: Agreement, rank: int) -> None:

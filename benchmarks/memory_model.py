@@ -1,0 +1,79 @@
+"""The memory model of `lab plan` beside what training takes: `uv run benchmarks/memory_model.py`.
+
+On a GPU the peak is the allocator's, for GPT-2 small; on a CPU it is what PyTorch's profiler counts
+of tensors, for small models. One process, three steps, random tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lab.memory import Setting, peak_memory
+from launching import Process
+from run_config import ModelConfig, TrainConfig
+from token_dataset import Microbatch
+from training_step import TrainingStep, build_training_state
+
+GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
+              "n_layers": 12}
+MANY_TOKENS = {"vocab_size": 257, "context_length": 256, "emb_dim": 128, "n_heads": 4,
+               "n_layers": 4}
+MANY_WORDS = {"vocab_size": 8192, "context_length": 128, "emb_dim": 64, "n_heads": 2,
+              "n_layers": 2}
+WIDE = {"vocab_size": 2000, "context_length": 16, "emb_dim": 512, "n_heads": 4, "n_layers": 1}
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    process = Process(0, 0, 1, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+    shapes = {"GPT-2 small": GPT2_SMALL} if on_gpu else {
+        "many tokens": MANY_TOKENS, "many words": MANY_WORDS, "wide": WIDE}
+    print("| model | precision | dropout | microbatch x accumulation | measured MiB | model |")
+    print("|---|---|---|---|---|---|")
+    sizes = ((1, 1), (8, 1), (8, 2), *([(24, 1), (24, 2)] if on_gpu else []))
+    for (name, shape), precision, drop_rate, (size, accumulation) in itertools.product(
+            shapes.items(), ("fp32", "bf16"), (0.0, 0.1), sizes):
+        model = ModelConfig(**shape, drop_rate=drop_rate, qkv_bias=False)
+        train = TrainConfig(dataset="none", checkpoint_interval=1, precision=precision,
+                            microbatch_size=size, gradient_accumulation_steps=accumulation)
+        measured = peak_of_training(model, train, process)
+        setting = Setting(model, train, precision, num_processes=1, on_gpu=on_gpu)
+        off = peak_memory(setting, size).total / measured - 1
+        print(f"| {name} | {precision} | {drop_rate} | {size} x {accumulation}"
+              f" | {measured / 2**20:,.1f} | {off:+.1%} |", flush=True)
+
+
+def peak_of_training(model: ModelConfig, train: TrainConfig, process: Process) -> int:
+    """Give the bytes of tensors at the fullest moment of three steps. Every rank."""
+    if process.device.type == "cuda":
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(process.device)
+        torch.cuda.reset_peak_memory_stats(process.device)
+        _train(model, train, process)
+        return torch.cuda.max_memory_allocated(process.device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _train(model, train, process)
+    events = [event for event in profiler.profiler.kineto_results.events()
+              if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+def _train(model: ModelConfig, train: TrainConfig, process: Process) -> None:
+    step = TrainingStep(build_training_state(model, train, process.device), train, process)
+    shape = (train.microbatch_size, model.context_length)
+    microbatches = (
+        Microbatch(0, *(torch.randint(model.vocab_size, shape, device=process.device)
+                        for _ in range(2)))
+        for _ in itertools.count()
+    )
+    for _ in range(3):
+        step.take(microbatches, num_microbatches=train.gradient_accumulation_steps,
+                  learning_rate=1e-3)
+
+
+if __name__ == "__main__":
+    main()

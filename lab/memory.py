@@ -1,0 +1,149 @@
+"""The memory that training takes, by part, from a run's configs alone.
+
+Counted are the tensors that the trainer holds (what PyTorch calls allocated memory), at the
+fullest moment of a step from the second on. Letters as in `gpt.py`; H heads, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from run_config import ModelConfig, Precision, TrainConfig
+
+FLOAT32 = 4
+IDS = 2 * 8  # a token's id and its target, int64
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part, at one moment of a step."""
+
+    weights: float
+    optimizer: float
+    gradients: float
+    buckets: float  # DDP's; the gradients live in them
+    weight_copies: float  # autocast's, in the lower precision, kept for the backward pass
+    activations: float
+    logits: float  # with what the loss and its backward pass make of them
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the memory of a run depends on."""
+
+    model: ModelConfig
+    train: TrainConfig
+    precision: Precision
+    num_processes: int
+    on_gpu: bool = True
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation in matrix products."""
+        return 2 if self.precision in ("bf16", "fp16") else FLOAT32
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Count the parameters of `GPTModel` without building one."""
+    C = model.emb_dim
+    matrices = 12 * C**2
+    biases = C + 4 * C + C + (3 * C if model.qkv_bias else 0)  # attention output, MLP, QKV
+    norms = 2 * 2 * C
+    embeddings = (model.vocab_size + model.context_length) * C
+    head = 0 if model.tie_weights else model.vocab_size * C
+    return model.n_layers * (matrices + biases + norms) + embeddings + 2 * C + head
+
+
+def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
+    """Give the fullest moment of a step: in the loss's backward pass, or later in small steps."""
+    moments = (_in_the_loss, _in_the_head, _in_the_optimizer)
+    return max((moment(setting, microbatch_size) for moment in moments),
+               key=lambda memory: memory.total)
+
+
+def largest_microbatch(setting: Setting, memory_gib: float) -> int:
+    """Give the largest microbatch whose peak stays within a size; 0 if not even 1 does."""
+    size = 0
+    step = 2**20  # more than any card holds
+    while step:
+        if peak_memory(setting, size + step).total <= memory_gib * 2**30:
+            size += step
+        step //= 2
+    return size
+
+
+def _in_the_loss(setting: Setting, microbatch_size: int) -> Memory:
+    """All activations are held, and log-softmax's output, its gradient, and the next gradient."""
+    tokens = microbatch_size * setting.model.context_length
+    logits = 3 * FLOAT32 * setting.model.vocab_size * tokens
+    return _held(setting, microbatch_size, logits=logits, all_gradients=False)
+
+
+def _in_the_head(setting: Setting, microbatch_size: int) -> Memory:
+    """The head's weight gradient is made in the lower precision, then widened."""
+    V, C = setting.model.vocab_size, setting.model.emb_dim
+    tokens = microbatch_size * setting.model.context_length
+    gradient = (FLOAT32 + (setting.element if setting.element < FLOAT32 else 0)) * V * C
+    logits = setting.element * V * tokens + gradient
+    return _held(setting, microbatch_size, logits=logits, all_gradients=False)
+
+
+def _in_the_optimizer(setting: Setting, microbatch_size: int) -> Memory:
+    """The activations are gone, all gradients are there.
+
+    Where head and embedding are tied, the gradients of both were there a moment before, and in
+    float32 their sum beside them.
+    """
+    tied = setting.model.vocab_size * setting.model.emb_dim if setting.model.tie_weights else 0
+    extra = FLOAT32 * tied * (2 if setting.element == FLOAT32 else 1)
+    return _held(setting, 0, logits=extra, all_gradients=True)
+
+
+def _held(setting: Setting, microbatch_size: int, *, logits: float,
+          all_gradients: bool) -> Memory:
+    model, several = setting.model, setting.num_processes > 1
+    weights = FLOAT32 * num_parameters(model)
+    holds_gradients = all_gradients or _accumulates(setting, microbatch_size)
+    matmul_weights = 12 * model.n_layers * model.emb_dim**2 + model.vocab_size * model.emb_dim
+    tokens = microbatch_size * model.context_length
+    has_copies = setting.element < FLOAT32 and tokens > 0
+    return Memory(
+        weights=weights,
+        optimizer=2 * weights,
+        gradients=weights if holds_gradients and not several else 0,
+        buckets=weights if several else 0,
+        weight_copies=setting.element * matmul_weights if has_copies else 0,
+        activations=tokens * _activation_bytes(setting),
+        logits=logits,
+    )
+
+
+def _accumulates(setting: Setting, microbatch_size: int) -> bool:
+    """Tell if gradients of one microbatch are held while the next one runs."""
+    wanted = setting.train.global_batch_size
+    if wanted is None:
+        return setting.train.gradient_accumulation_steps > 1
+    return wanted > microbatch_size * setting.num_processes
+
+
+def _activation_bytes(setting: Setting) -> float:
+    """Count what a token's forward pass keeps for its backward pass."""
+    model, e = setting.model, setting.element
+    C, H, L, T = model.emb_dim, model.n_heads, model.n_layers, model.context_length
+    norm = (FLOAT32 + e) * C + 2 * FLOAT32  # input, output as the next product takes it, statistics
+    attention = (3 + 1) * e * C + FLOAT32 * H  # q, k, v; output; log-sum-exp
+    mlp = (4 + 4) * e * C  # before and after GELU
+    layer = 2 * norm + attention + mlp
+    ends = norm + IDS
+    if model.drop_rate and setting.on_gpu:
+        layer += 2 * C  # a byte for each value that may be dropped
+        ends += C
+    elif model.drop_rate:  # without a GPU: factors instead, and attention in the open, in float32
+        layer += 2 * e * C
+        layer += 3 * FLOAT32 * H * T - FLOAT32 * H + 3 * (FLOAT32 - e) * C
+        ends += FLOAT32 * C
+    return L * layer + ends

@@ -1,0 +1,110 @@
+"""What counts as running out of memory, and what does not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import Workplace
+
+import microbatch_trial
+from launching import AgreedError, Agreement, Process
+from microbatch_trial import Trial, Trials, is_out_of_memory
+from run_config import load_run
+
+FITS = Trial(3, True, 1.0, 2.0, 2.0, 4.0, 100.0)
+
+
+def raises(error: BaseException):
+    def train(order: object) -> Trial:
+        raise error
+
+    return train
+
+
+def dies(message: str, status: int):
+    def train(order: object) -> Trial:
+        os.write(2, message.encode())
+        os._exit(status)
+
+    return train
+
+
+def aborts(order: object) -> Trial:
+    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+    os.abort()
+
+
+@pytest.fixture
+def trials(workplace: Workplace) -> Trials:
+    """Trials of one rank, whose children are forked, so that they see what a test replaces."""
+    agreement = Agreement.__new__(Agreement)
+    agreement._rank, agreement._world_size, agreement._store = 0, 1, dist.HashStore()
+    workplace.add_run()
+    process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    made = Trials(load_run(workplace.runs_dir, "tiny"), process, agreement, memory_limit_gib=1.0)
+    made._context = multiprocessing.get_context("fork")
+    return made
+
+
+def test_what_a_child_measured_comes_back(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatch_trial, "_train_some_steps", lambda order: FITS)
+    assert trials.train(3) == FITS
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("train", [
+    raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+    raises(RuntimeError("CUDA error: out of memory")),
+    raises(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+    raises(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")),
+    raises(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8")),
+    raises(MemoryError()),
+    aborts,
+], ids=["cuda", "driver", "cublas", "nccl", "cpu", "python", "abort"])
+def test_running_out_of_memory_does_not_fit(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, train
+) -> None:
+    monkeypatch.setattr(microbatch_trial, "_train_some_steps", train)
+    trial = trials.train(3)
+    assert not trial.fits and trial.microbatch_size == 3
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("train", "said"), [
+    (raises(RuntimeError("mat1 and mat2 shapes cannot be multiplied")), "shapes cannot be mult"),
+    (raises(RuntimeError("out of resource: shared memory, required 9")), "out of resource"),
+    (raises(KeyError("x")), "KeyError"),
+    (dies("a library's last words\n", 3), r"a library's last words \(exit status 3\)"),
+    (dies("", 0), r"no message \(exit status 0\)"),
+], ids=["runtime", "resource", "key", "exit", "silent"])
+def test_another_error_is_told_and_not_taken_for_it(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, train, said: str
+) -> None:
+    monkeypatch.setattr(microbatch_trial, "_train_some_steps", train)
+    wanted = f"microbatch 3 failed on rank 0, not for want of memory: .*{said}"
+    with pytest.raises(AgreedError, match=wanted):
+        trials.train(3)
+    assert not multiprocessing.active_children()
+
+
+def test_memory_may_run_out_where_c_plus_plus_says_so_in_capitals() -> None:
+    assert is_out_of_memory("RuntimeError: CUDNN_STATUS_ALLOC_FAILED")
+    assert not is_out_of_memory("a path named /memory/out")
+
+
+def test_the_parents_random_state_and_files_stay_as_they_are(
+    trials: Trials, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatch_trial, "_train_some_steps", lambda order: FITS)
+    before, files = torch.get_rng_state(), workplace.files()
+    trials.train(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert workplace.files() == files
+    assert not list(Path.cwd().glob("*.partial"))
