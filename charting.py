@@ -76,7 +76,10 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
 
 def _add_usd_axis(axes: Axes, steps: Records) -> None:
     """Show above the chart what the run had cost by each step, where its price was known."""
-    priced = [record for record in steps if record.get("usd")]
+    priced: Records = []
+    for record in steps:
+        if record.get("usd") and (not priced or record["usd"] > priced[-1]["usd"]):
+            priced.append(record)
     if len(priced) < 2:
         return
     x = np.array([record["global_step"] + 1 for record in priced], dtype=float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ class Options:
 
     def check(self) -> None:
         """Refuse options that contradict each other. Raises: UserError."""
+        for name, number in (("--usd-per-hour", self.usd_per_hour),
+                             ("--memory-limit-gib", self.memory_limit_gib)):
+            if number is not None and not math.isfinite(number):
+                raise UserError(f"{name} is {number}; wanted a number")
         if self.fresh and self.checkpoint:
             raise UserError(f"--fresh starts over, {self.checkpoint} goes on: name one of the two")
         searches_only = {"--save": self.save, "--memory-limit-gib": self.memory_limit_gib}

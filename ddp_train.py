@@ -302,10 +302,11 @@ class Trainer:
 
     def _is_spent_after(self, global_step: int, pace: Pace) -> bool:
         ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
+        due = [global_step, *ahead]  # what this step brings comes after its report
         saves_later = self.last_step not in ahead
         return not self.budget.affords(pace.seconds(
-            len(ahead), num_validations=sum(map(self.validates_after, ahead)),
-            num_savings=sum(map(self.saves_after, ahead)) + saves_later,
+            len(ahead), num_validations=sum(map(self.validates_after, due)),
+            num_savings=sum(map(self.saves_after, due)) + saves_later,
         ))
 
     def validates_after(self, global_step: int) -> bool:

@@ -20,15 +20,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch.amp import GradScaler
 
-from launching import AgreedError, Agreement, Process, join_process_group
+from launching import AgreedError, Agreement, Process, join_process_group, share_cpu_cores
 from run_config import Run
 from token_dataset import Microbatch
 from training_step import TrainingStep, build_training_state
@@ -107,10 +108,11 @@ class Trials:
         found = [json.loads(outcome) for outcome in outcomes]
         if any(trial.get("out_of_memory") for trial in found):
             return Trial(microbatch_size, fits=False)
-        for rank, trial in enumerate(found):
-            if "error" in trial:
-                raise AgreedError(f"microbatch {microbatch_size} failed on rank {rank}, not for"
-                                  f" want of memory: {trial['error']}")
+        errors = {rank: trial["error"] for rank, trial in enumerate(found) if "error" in trial}
+        if errors:
+            rank = min(errors, key=lambda rank: _is_of_a_peer(errors[rank]))
+            raise AgreedError(f"microbatch {microbatch_size} failed on rank {rank}, not for want"
+                              f" of memory: {errors[rank]}")
         return _worst([Trial(**trial) for trial in found])
 
     def _run_children(self, order: Order) -> list[str]:
@@ -166,6 +168,11 @@ def _worst(trials: list[Trial]) -> Trial:
     )
 
 
+def _is_of_a_peer(error: str) -> bool:
+    """Tell if an error may only be the echo of another process's end."""
+    return any(sign in error.lower() for sign in ("peer", "connection", "remote"))
+
+
 def is_out_of_memory(text: str) -> bool:
     """Tell if an error's text means that memory ran out."""
     return any(sign.lower() in text.lower() for sign in OUT_OF_MEMORY)
@@ -208,10 +215,13 @@ def _train_some_steps(order: Order) -> Trial:
     on_gpu = process.device.type == "cuda"
     if not on_gpu:
         _map_every_tensor()
+        share_cpu_cores(process)  # and so starts its threads before there is a limit
     join_process_group(process, order.name, timeout=TRIAL_TIMEOUT)
     memory = (_GpuMeter if on_gpu else _CpuMeter)(process.device, order.memory_limit_gib)
     state = build_training_state(run.model, run.train, process.device)
-    step = TrainingStep(state, run.train, process)
+    # A scale at which no step overflows and is skipped: else the optimizer would have no state yet.
+    scaler = GradScaler(process.device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
+    step = TrainingStep(replace(state, scaler=scaler), run.train, process)
     microbatches = _random_microbatches(order)
     for _ in range(STEPS_A_TRY):
         began = time.perf_counter()

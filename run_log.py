@@ -144,7 +144,7 @@ class RunLog:
             "seconds": round(sum(self.clock.read().values()), 3),
         } | values
         if usd := self.clock.usd():
-            record["usd"] = round(sum(usd.values()), 4)
+            record["usd"] = round(sum(usd.values()), 6)
         with self.run.metrics_path.open("a") as file:
             file.write(to_json(record) + "\n")
 

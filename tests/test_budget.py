@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import Workplace, forked, read_lines, succeeded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import TINY_TRAIN, Workplace, forked, read_lines, succeeded
+
+from batch_plan import BatchPlan
+from ddp_train import Trainer
+from run_clock import Budget, PhaseClock
+from run_config import TrainConfig
 
 PRICE = 36_000  # dollars an hour: ten a second
 LONG = {"min_train_tokens": 2000 * 128, "validation_interval": 50, "learning_rate": 1e-3}
@@ -183,3 +191,61 @@ def test_a_global_batch_that_does_not_divide_is_one_line(workplace: Workplace) -
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "the nearest microbatch_size that divides is 2 or 4" in result.stderr
+
+
+class Simulated(Trainer):
+    """A trainer whose steps, validations and checkpoints only pass time."""
+
+    def __init__(self, seconds: dict[str, float], *, limit: float, fit_budget: bool) -> None:
+        self.seconds, self.now = seconds, 30.0
+        self.config = TrainConfig(**TINY_TRAIN | {
+            "validation_interval": 50, "max_hours": limit / 3600, "fit_budget": fit_budget})
+        self.clock = PhaseClock(since=0.0)
+        self.clock._now = lambda: self.now
+        self.plan = BatchPlan(2, 1, 1, 16, num_steps=3000)
+        self.job = SimpleNamespace(first_step=0, options=SimpleNamespace(max_steps=None))
+        self.data = SimpleNamespace(plan=self.plan)
+        self.budget, self.lays_out_next = Budget(self.config, self.clock), fit_budget
+        self.log = SimpleNamespace(lay_out=lambda plan: None)
+        self.model = SimpleNamespace(num_parameters=lambda: 10**8)
+        self.last_step, self.stop_reason = 2999, None
+
+    def _from_main(self, number: int) -> int:
+        return number
+
+    def run(self) -> float:
+        """Train; give the seconds it took."""
+        since_report = 0
+        self.clock.enter("compile")
+        for step in self.steps():
+            self.now += self.seconds["step"] if step else 30
+            since_report += 1
+            if step == 0:
+                self.clock.enter("training")
+            if since_report == 10 or self.saves_after(step):
+                since_report = 0
+                if step < self.last_step:
+                    self.keep_to_budget(step)
+            if self.saves_after(step):
+                for phase, is_due in (("validation", self.validates_after(step)),
+                                      ("checkpoint", True)):
+                    with self.clock.phase(phase):
+                        self.now += self.seconds[phase] if is_due else 0
+                self.lays_out_next = self.config.fit_budget
+        return self.now
+
+
+@pytest.mark.parametrize("fit_budget", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(step=st.floats(0.1, 10), validation=st.floats(0, 90), checkpoint=st.floats(0.1, 20),
+       extra=st.floats(0, 3))
+def test_no_limit_is_passed_whatever_falls_due(
+    fit_budget: bool, step: float, validation: float, checkpoint: float, extra: float
+) -> None:
+    seconds = {"step": step, "validation": validation, "checkpoint": checkpoint}
+    # Enough to learn in what validations and checkpoints take; then it ends anywhere.
+    limit = 60 + 60 * step + 2 * (validation + checkpoint) + extra * (50 * step + validation)
+    trainer = Simulated(seconds, limit=limit, fit_budget=fit_budget)
+    taken = trainer.run()
+    assert taken <= limit
+    assert taken > 0.5 * limit

@@ -58,6 +58,13 @@ def test_a_run_with_a_price_has_an_axis_in_dollars(tmp_path: Path) -> None:
     assert ink[1] > 1.5 * ink[0]
 
 
+@pytest.mark.parametrize("usd", [[1, 1, 1], [1, 1, 2], [1, 2, 2], [0, 0, 0], [3, 1, 2]])
+def test_dollars_that_stand_still_do_not_stop_a_chart(tmp_path: Path, usd: list[float]) -> None:
+    draw_charts(tmp_path, [record | {"usd": spent} for record, spent in zip(
+        records(30), usd, strict=True)])
+    assert (tmp_path / "loss-chart.png").exists()
+
+
 def test_dollars_and_steps_are_each_others_inverse() -> None:
     steps, usd = np.array([10.0, 20, 50]), np.array([1.0, 3, 4])
     asked = np.array([-5.0, 10, 15, 20, 40, 50, 80])

@@ -233,6 +233,7 @@ def test_the_microbatch_found_is_saved(workplace: Workplace) -> None:
     (["--find-max-microbatch", "--memory-limit-gib", "0"], "--memory-limit-gib"),
     (["--find-max-microbatch", "--fresh"], "--fresh does not go with --find-max-microbatch"),
     (["best", "--find-max-microbatch"], "CHECKPOINT does not go with --find-max-microbatch"),
+    (["--usd-per-hour", "nan"], "--usd-per-hour is nan; wanted a number"),
     (["--save"], "--save goes only with --find-max-microbatch"),
     (["--memory-limit-gib", "3"], "--memory-limit-gib goes only with --find-max-microbatch"),
 ])

@@ -15,6 +15,7 @@ import microbatch_trial
 from launching import AgreedError, Agreement, Process
 from microbatch_trial import Trial, Trials, is_out_of_memory
 from run_config import load_run
+from training_step import TrainingStep
 
 FITS = Trial(3, True, 1.0, 2.0, 2.0, 4.0, 100.0)
 
@@ -92,6 +93,57 @@ def test_another_error_is_told_and_not_taken_for_it(
     with pytest.raises(AgreedError, match=wanted):
         trials.train(3)
     assert not multiprocessing.active_children()
+
+
+def test_the_culprit_is_told_and_not_a_process_that_lost_its_peer(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo = '{"error": "[gloo/transport/tcp/pair.cc:534] Connection closed by peer"}'
+    monkeypatch.setattr(trials, "_run_children",
+                        lambda order: [echo, '{"error": "a bug (exit status 3)"}', echo])
+    with pytest.raises(AgreedError, match="failed on rank 1, not for want of memory: a bug"):
+        trials.train(3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_try_takes_the_optimizers_state_into_account(
+    workplace: Workplace, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With fp16's usual first scale, these three steps would overflow and be skipped.
+    workplace.add_run(model={"init": "torch", "tie_weights": True}, train={"precision": precision})
+    steps = []
+
+    class Watched(TrainingStep):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            steps.append(self)
+
+    monkeypatch.setattr(microbatch_trial, "TrainingStep", Watched)
+    monkeypatch.setattr(microbatch_trial, "join_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(microbatch_trial, "_map_every_tensor", lambda: None)
+    monkeypatch.setattr(microbatch_trial.resource, "setrlimit", lambda *_: None)
+    process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    run = load_run(workplace.runs_dir, "tiny")
+    microbatch_trial._train_some_steps(microbatch_trial.Order(run, process, 1, 1, "trial", 1.0))
+    optimizer = steps[0].state.optimizer
+    taken = {float(state["step"]) for state in optimizer.state.values()}
+    assert taken == {3.0} and len(optimizer.state) == len(list(steps[0].state.model.parameters()))
+
+
+@pytest.mark.parametrize(("train", "microbatch_size", "world_size", "microbatches"), [
+    ({"gradient_accumulation_steps": 1}, 9, 2, 1),
+    ({"gradient_accumulation_steps": 64}, 9, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 4, 2, 1),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 50, 2, 1),
+])
+def test_a_try_accumulates_where_the_run_would(
+    workplace: Workplace, train: dict, microbatch_size: int, world_size: int, microbatches: int
+) -> None:
+    workplace.add_run("other", train=train)
+    run = load_run(workplace.runs_dir, "other")
+    assert microbatch_trial._microbatches_in_a_step(
+        run, microbatch_size, world_size) == microbatches
 
 
 def test_memory_may_run_out_where_c_plus_plus_says_so_in_capitals() -> None:
