@@ -100,8 +100,7 @@ class Trials:
         self._count += 1
         order = Order(
             run=self._run, process=self._process, microbatch_size=microbatch_size,
-            num_microbatches=_microbatches_in_a_step(self._run, microbatch_size,
-                                                     self._process.world_size),
+            num_microbatches=_microbatches_in_a_step(self._run, self._process.world_size),
             name=f"trial-{self._count}", memory_limit_gib=self._memory_limit_gib,
         )
         outcomes = self._run_children(order)
@@ -148,11 +147,15 @@ class Trials:
         return json.dumps({"stopped": True})
 
 
-def _microbatches_in_a_step(run: Run, microbatch_size: int, world_size: int) -> int:
-    """Give 2 where the run accumulates, else 1: more of them take no more memory than two."""
+def _microbatches_in_a_step(run: Run, world_size: int) -> int:
+    """Give 2 where the run accumulates, else 1: more of them take no more memory than two.
+
+    With a global batch 2 for every microbatch, also for one that makes it up at once: so what is
+    smaller than one that fits, fits too.
+    """
     wanted = run.train.gradient_accumulation_steps
     if run.train.global_batch_size is not None:
-        wanted = run.train.global_batch_size // (microbatch_size * world_size)
+        wanted = run.train.global_batch_size // world_size
     return 2 if wanted > 1 else 1
 
 

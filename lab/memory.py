@@ -6,7 +6,7 @@ fullest moment of a step from the second on. Letters as in `gpt.py`; H heads, L 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from run_config import ModelConfig, Precision, TrainConfig
 
@@ -66,7 +66,14 @@ def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
 
 
 def largest_microbatch(setting: Setting, memory_gib: float) -> int:
-    """Give the largest microbatch whose peak stays within a size; 0 if not even 1 does."""
+    """Give the largest microbatch whose peak stays within a size; 0 if not even 1 does.
+
+    A global batch that one microbatch may make up is taken as accumulated, so that what is smaller
+    than one that fits, fits too.
+    """
+    if (setting.train.global_batch_size or 0) > setting.num_processes:
+        accumulating = {"global_batch_size": None, "gradient_accumulation_steps": 2}
+        setting = replace(setting, train=setting.train.model_copy(update=accumulating))
     size = 0
     step = 2**20  # more than any card holds
     while step:

@@ -80,6 +80,17 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(
     assert peak_memory(setting, largest + 1).total > memory_gib * 2**30
 
 
+@pytest.mark.parametrize("global_batch_size", [12, 16, 40, 96])
+def test_with_a_global_batch_everything_below_the_largest_fits(global_batch_size: int) -> None:
+    model, train = configs(GPT2_SMALL, gradient_accumulation_steps=1)
+    train = train.model_copy(update={"global_batch_size": global_batch_size})
+    for memory_gib in (9.0, 11.6, 13.2, 20.0):
+        setting = Setting(model, train, "bf16", num_processes=1)
+        largest = largest_microbatch(setting, memory_gib)
+        sizes = range(1, largest + 1)
+        assert all(peak_memory(setting, n).total <= memory_gib * 2**30 for n in sizes)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("microbatch_size", [1, 8, 24])

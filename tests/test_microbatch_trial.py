@@ -130,20 +130,18 @@ def test_a_try_takes_the_optimizers_state_into_account(
     assert taken == {3.0} and len(optimizer.state) == len(list(steps[0].state.model.parameters()))
 
 
-@pytest.mark.parametrize(("train", "microbatch_size", "world_size", "microbatches"), [
-    ({"gradient_accumulation_steps": 1}, 9, 2, 1),
-    ({"gradient_accumulation_steps": 64}, 9, 2, 2),
-    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 4, 2, 1),
-    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2, 2),
-    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 50, 2, 1),
+@pytest.mark.parametrize(("train", "world_size", "microbatches"), [
+    ({"gradient_accumulation_steps": 1}, 2, 1),
+    ({"gradient_accumulation_steps": 64}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 8, 1),
 ])
-def test_a_try_accumulates_where_the_run_would(
-    workplace: Workplace, train: dict, microbatch_size: int, world_size: int, microbatches: int
+def test_a_try_accumulates_where_the_run_may(
+    workplace: Workplace, train: dict, world_size: int, microbatches: int
 ) -> None:
     workplace.add_run("other", train=train)
     run = load_run(workplace.runs_dir, "other")
-    assert microbatch_trial._microbatches_in_a_step(
-        run, microbatch_size, world_size) == microbatches
+    assert microbatch_trial._microbatches_in_a_step(run, world_size) == microbatches
 
 
 def test_memory_may_run_out_where_c_plus_plus_says_so_in_capitals() -> None:
