@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,7 +77,8 @@ def accumulation_steps_of(run: Run, *, world_size: int) -> int:
 
 def nearest_divisors(number: int, wanted: int) -> tuple[int, int | None]:
     """Give the largest divisor of a number up to `wanted`, and the smallest above it, if any."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = {*small, *(number // d for d in small)}
     return (max(d for d in divisors if d <= wanted),
             min((d for d in divisors if d > wanted), default=None))
 

@@ -286,7 +286,7 @@ class Trainer:
 
     def _fitting_steps(self, global_step: int, pace: Pace) -> int:
         """Count the steps that the budget has room for, once they can be judged. Rank 0."""
-        is_judged = global_step - self.job.first_step >= 2 * REPORT_INTERVAL
+        is_judged = global_step - self.job.first_step + 1 >= 2 * REPORT_INTERVAL
         if not (self.lays_out_next and is_judged):
             return self.plan.num_steps
         self.lays_out_next = False

@@ -19,6 +19,7 @@ from dataset_preparation import provide_dataset
 from launching import Process
 from run_clock import DOWNLOAD, Budget, PhaseClock
 from run_config import Run, UserError, load_run
+from run_metrics import spent_before
 from token_dataset import RunData, check_token_range, open_run_data
 
 Step = Callable[[str, Callable[[], Any]], Any]
@@ -75,6 +76,8 @@ def prepare(options: Options, process: Process, clock: PhaseClock, step: Step) -
     job = Job(run, data, resume_from, options)
     if resume_from is not None:
         clock.go_on_from(resume_from.meta.seconds, resume_from.meta.usd)
+    if not options.fresh:
+        clock.count_lost(*spent_before(run.metrics_path, run.summary_path))
     clock.usd_per_hour = run.train.usd_per_hour
     step("budget", lambda: check_budget(job, clock))
     return job

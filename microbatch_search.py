@@ -75,7 +75,7 @@ def _between(low: int, high: int, *, promised: float, failures: int) -> int:
     """
     if low < promised < high:
         return int(promised)
-    if promised > 2 * high:
+    if promised > 2 * high or (failures > 1 and high > low * FAR):
         return round(math.sqrt(low * high))
     step_back = 1 - CAUTION if high > low * FAR else FIRST_STEP_BACK * 4 ** max(0, failures - 1)
     cautious = int(high * (1 - step_back))
@@ -170,6 +170,8 @@ def search(run: Run, process: Process, agreement: Agreement, *, memory_limit_gib
         AgreedError: on every rank, if not even a microbatch of 1 fits, or a try failed otherwise.
     """
     agreement.on("memory limit", lambda: _check_limit(process, memory_limit_gib))
+    if save:
+        agreement.on("batch", lambda: _check_batch(run, process.world_size))
     say = print if process.is_main else (lambda *_, **__: None)
     trials = Trials(run, process, agreement, memory_limit_gib=memory_limit_gib)
 
@@ -197,6 +199,14 @@ def _check_limit(process: Process, memory_limit_gib: float | None) -> None:
         raise UserError("--find-max-microbatch without a GPU needs Linux")
 
 
+def _check_batch(run: Run, world_size: int) -> None:
+    batch = run.train.global_batch_size
+    if batch is not None and batch % world_size:
+        raise UserError(f"{run.train_path}: global_batch_size {batch} is not divisible by"
+                        f" {world_size} processes, so nothing could be saved; start another number"
+                        " of them, or change it")
+
+
 def _check_one_fits(run: Run, trials: list[Trial]) -> None:
     if not fits(trials):
         raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
@@ -207,15 +217,9 @@ def save_microbatch(run: Run, largest: int, *, world_size: int) -> str:
     """Write the largest microbatch that keeps `global_batch_size` into `train.json`. Rank 0.
 
     Without `global_batch_size` the run's batch follows its microbatch. Gives what was written.
-
-    Raises:
-        UserError: `global_batch_size` cannot be shared by so many processes.
     """
     size, batch = largest, run.train.global_batch_size
     if batch is not None:
-        if batch % world_size:
-            raise UserError(f"{run.train_path}: global_batch_size {batch} is not divisible by"
-                            f" {world_size} processes; nothing was saved")
         size, _ = nearest_divisors(batch // world_size, largest)
     values: dict[str, Any] = json.loads(run.train_path.read_text(encoding="utf-8"))
     names = {new: old for old, new in RENAMED_KEYS.items() if old in values}

@@ -8,13 +8,12 @@ hang in, hear through torchrun's store when one child has failed, and then kill 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import math
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import tempfile
 import threading
@@ -23,13 +22,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch.amp import GradScaler
 
 from launching import AgreedError, Agreement, Process, join_process_group, share_cpu_cores
+from memory_meters import CpuMeter, GpuMeter, map_every_tensor
 from run_config import Run
 from token_dataset import Microbatch
 from training_step import TrainingStep, build_training_state
@@ -37,12 +36,12 @@ from training_step import TrainingStep, build_training_state
 STEPS_A_TRY = 3  # the second has the optimizer's state from its start, and DDP's final buckets
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: one rank may compile longer than another
 POLL_SECONDS = 0.05
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
 OUT_OF_MEMORY = (
     "out of memory",  # torch.OutOfMemoryError, CUDA and NCCL
     "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
     "can't allocate memory", "Cannot allocate memory", "bad_alloc",  # PyTorch and C++ on a CPU
-    "failed to map segment",  # a library loaded late, under an address-space limit
+    # Under an address-space limit: a library loaded late, oneDNN, OpenMP.
+    "failed to map segment", "could not create a primitive", "Resource temporarily unavailable",
 )
 
 
@@ -126,7 +125,8 @@ class Trials:
                 outcome = self._outcome(order, connection, child.sentinel)
                 if outcome == "":  # it died without a word
                     child.join()
-                    outcome = _last_words(stderr.read().decode(errors="replace"), child.exitcode)
+                    outcome = _last_words(stderr.read().decode(errors="replace"), child.exitcode,
+                                          on_gpu=order.process.device.type == "cuda")
                 if "microbatch_size" not in json.loads(outcome):
                     self._agreement.raise_flag(order.name)
                 # None goes before all have spoken: the others may still wait for its gradients.
@@ -181,8 +181,10 @@ def is_out_of_memory(text: str) -> bool:
     return any(sign.lower() in text.lower() for sign in OUT_OF_MEMORY)
 
 
-def _last_words(stderr: str, exitcode: int) -> str:
-    if is_out_of_memory(stderr):
+def _last_words(stderr: str, exitcode: int, *, on_gpu: bool) -> str:
+    # Libraries that do not look whether they were given memory crash, or the kernel kills.
+    crashed = not on_gpu and exitcode in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGKILL)
+    if is_out_of_memory(stderr) or crashed:
         return json.dumps({"out_of_memory": True})
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no message")
     return json.dumps({"error": f"{last.strip()[:160]} (exit status {exitcode})"})
@@ -192,6 +194,8 @@ def _be_child(order: Order, connection: Connection, stderr_path: str) -> None:
     """Try it, say what came of it, and wait for the end."""
     os.dup2(os.open(stderr_path, os.O_WRONLY | os.O_APPEND), 2)  # the parent reads its last words
     sys.stderr = open(2, "w", buffering=1, closefd=False)
+    if order.process.device.type == "cpu":
+        map_every_tensor()  # before there is a thread that could have a heap of its own
     watcher = threading.Thread(target=_end_with_parent, args=(connection,), daemon=True)
     watcher.start()
     try:
@@ -217,10 +221,11 @@ def _train_some_steps(order: Order) -> Trial:
     process, run = order.process, order.run
     on_gpu = process.device.type == "cuda"
     if not on_gpu:
-        _map_every_tensor()
         share_cpu_cores(process)  # and so starts its threads before there is a limit
+    # The store is there already, wherever torchrun has put it: not for a child to open anew.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     join_process_group(process, order.name, timeout=TRIAL_TIMEOUT)
-    memory = (_GpuMeter if on_gpu else _CpuMeter)(process.device, order.memory_limit_gib)
+    meter = (GpuMeter if on_gpu else CpuMeter)(process.device, order.memory_limit_gib)
     state = build_training_state(run.model, run.train, process.device)
     # A scale at which no step overflows and is skipped: else the optimizer would have no state yet.
     scaler = GradScaler(process.device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
@@ -234,7 +239,8 @@ def _train_some_steps(order: Order) -> Trial:
         seconds = time.perf_counter() - began
     tokens = (order.num_microbatches * order.microbatch_size * run.model.context_length
               * process.world_size)
-    return memory.trial(order.microbatch_size, tokens_per_second=tokens / seconds)
+    return Trial(order.microbatch_size, fits=True, tokens_per_second=tokens / seconds,
+                 **asdict(meter.peak()))
 
 
 def _random_microbatches(order: Order) -> Iterator[Microbatch]:
@@ -244,60 +250,3 @@ def _random_microbatches(order: Order) -> Iterator[Microbatch]:
         token_ids, targets = (torch.randint(model.vocab_size, shape, device=device)
                               for _ in range(2))
         yield Microbatch(0, token_ids, targets)
-
-
-class _GpuMeter:
-    """The memory of one GPU."""
-
-    def __init__(self, device: torch.device, limit_gib: float | None) -> None:
-        self._device, self._limit_gib = device, limit_gib or math.inf
-        if limit_gib is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
-
-    def trial(self, microbatch_size: int, *, tokens_per_second: float) -> Trial:
-        torch.cuda.synchronize(self._device)
-        free, _ = torch.cuda.mem_get_info(self._device)
-        could_take = (free + torch.cuda.memory_reserved(self._device)) / 2**30
-        allocated = torch.cuda.max_memory_allocated(self._device) / 2**30
-        reserved = torch.cuda.max_memory_reserved(self._device) / 2**30
-        # The allocator gives back what it only holds before it fails: what is allocated counts.
-        return Trial(microbatch_size, True, allocated, reserved, allocated,
-                     min(self._limit_gib, could_take), tokens_per_second)
-
-
-class _CpuMeter:
-    """The memory of one process without a GPU, with a limit on its address space from here on."""
-
-    def __init__(self, device: torch.device, limit_gib: float | None) -> None:
-        torch.ones(512, 512).mm(torch.ones(512, 512))  # starts the threads, which take some
-        self._limit_gib = limit_gib
-        self._before = _memory_gib()
-        soft_limit = int((self._before["VmSize"] + limit_gib) * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (soft_limit, resource.RLIM_INFINITY))
-
-    def trial(self, microbatch_size: int, *, tokens_per_second: float) -> Trial:
-        now = _memory_gib()
-        resident = now["VmHWM"] - self._before["VmRSS"]
-        mapped = now["VmPeak"] - self._before["VmSize"]
-        return Trial(microbatch_size, True, resident, mapped, mapped, self._limit_gib,
-                     tokens_per_second)
-
-
-def _map_every_tensor() -> None:
-    """Keep glibc from holding freed memory, and from giving threads heaps of their own.
-
-    How much of that there is, is a matter of chance: a microbatch would fit in one try and not in
-    another.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        c_library = ctypes.CDLL(None)
-        c_library.mallopt(M_ARENA_MAX, 1)
-        c_library.mallopt(M_MMAP_THRESHOLD, 2**16)
-
-
-def _memory_gib() -> dict[str, float]:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return {name: int(fields[name].split()[0]) / 2**20
-            for name in ("VmSize", "VmPeak", "VmRSS", "VmHWM")}

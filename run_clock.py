@@ -16,7 +16,8 @@ from run_config import TrainConfig
 
 STARTUP, DOWNLOAD, COMPILE, TRAINING = "startup", "download", "compile", "training"
 WAITING, VALIDATION, CHECKPOINT, CHART = "waiting", "validation", "checkpoint", "chart"
-PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, WAITING, VALIDATION, CHECKPOINT, CHART)
+LOST = "lost"  # after the checkpoint that a later start went on from: paid for all the same
+PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, WAITING, VALIDATION, CHECKPOINT, CHART, LOST)
 SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torchrun to its workers
 
 SLOW_DISK_BYTES_PER_SECOND = 100e6  # to guess how long a first checkpoint takes
@@ -56,6 +57,14 @@ class PhaseClock:
         self._earlier_seconds |= seconds
         self._earlier_usd = dict(usd)
 
+    def count_lost(self, seconds: float, usd: float) -> None:
+        """Book what was spent in all before this start, and is in no checkpoint, to `LOST`."""
+        lost = seconds - sum(self._earlier_seconds.values())
+        self._earlier_seconds[LOST] += max(0.0, lost)
+        lost_usd = usd - sum(self._earlier_usd.values())
+        if lost_usd > 0:
+            self._earlier_usd[LOST] = self._earlier_usd.get(LOST, 0.0) + lost_usd
+
     def enter(self, phase: str) -> str:
         """Book the time from here on to another phase; give the one before."""
         before, now = self._phase, self._now()
@@ -78,7 +87,8 @@ class PhaseClock:
         """Pass items on; book the time until each has come to `WAITING`."""
         try:
             while True:
-                with self.phase(WAITING):
+                # What the first step waits for is its own: it is no sign of slow data.
+                with self.phase(COMPILE if self._phase == COMPILE else WAITING):
                     item = next(items, None)
                 if item is None:
                     return

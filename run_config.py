@@ -56,7 +56,7 @@ class TrainConfig(_FrozenConfig):
     dataset: str = Field(pattern=DATASET_NAME)
     microbatch_size: Count
     gradient_accumulation_steps: Count = 1
-    global_batch_size: Count | None = None
+    global_batch_size: int | None = Field(default=None, ge=1, le=2**31)
     min_train_tokens: int = -1
     start_train_token: int = Field(default=0, ge=0)
     start_val_token: int = Field(default=0, ge=0)

@@ -17,6 +17,7 @@ from run_clock import (
     CHECKPOINT,
     COMPILE,
     DOWNLOAD,
+    LOST,
     STARTUP,
     TRAINING,
     VALIDATION,
@@ -33,11 +34,11 @@ from run_metrics import (
 )
 
 PLAIN_LINE_SECONDS = 10  # between lines where there is no terminal to draw a bar on
-ONCE_A_START = (STARTUP, DOWNLOAD, COMPILE)  # does not grow with the steps
+ONCE_A_START = (STARTUP, DOWNLOAD, COMPILE, LOST)  # does not grow with the steps
 SHOWN_PHASES = {
     TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
     CHECKPOINT: "checkpoints and charts", COMPILE: "first steps with compiling",
-    DOWNLOAD: "download", STARTUP: "start-up",
+    DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between starts",
 }
 
 

@@ -76,6 +76,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
+    """Give the seconds and dollars that a run's records know of, whatever was saved of it."""
+    records = read_metrics(metrics_path)
+    seconds = [record["seconds"] for record in records]
+    usd = [record["usd"] for record in records if "usd" in record]
+    try:
+        summary = json.loads(summary_path.read_text())
+        seconds.append(sum(summary["seconds"].values()))
+        usd.append((summary["usd"] or {"total": 0.0})["total"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there is none yet, or it is damaged: it is not needed
+    return max(seconds, default=0.0), max(usd, default=0.0)
+
+
 def remove_metrics_from(path: Path, first_step: int) -> None:
     """Drop what lies behind the checkpoint that a run goes on from: those steps come again."""
     kept = [record for record in read_metrics(path) if record["global_step"] < first_step]

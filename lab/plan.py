@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import click
 
 from batch_plan import BatchPlan, nearest_divisors, plan_batches
-from expected_speed import CARDS_GIB, HIGH_MFU, LOW_MFU, flops_per_token, usable_gib
+from expected_speed import CARDS_GIB, flops_per_token, usable_gib
 from lab.machines import Machine, known_machines, parse_machine
 from lab.memory import Memory, Setting, largest_microbatch, num_parameters, peak_memory
-from run_clock import BYTES_PER_PARAMETER_SAVED
+from run_clock import BYTES_PER_PARAMETER_SAVED, SLOW_DISK_BYTES_PER_SECOND
 from run_config import Precision, Run, TrainConfig, UserError, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
@@ -38,9 +39,15 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
             runs_dir: Path) -> None:
     """Say what RUN takes in memory, hours and dollars. Needs no GPU and no data."""
     loaded = load_run(runs_dir, run)
-    if loaded.train.min_train_tokens == -1 and tokens is None:
+    takes_all = loaded.train.min_train_tokens == -1
+    if takes_all and tokens is None:
         raise UserError(f"{loaded.train_path}: min_train_tokens is -1, all that the dataset has;"
                         " say with --tokens how many those are")
+    if tokens is not None and not takes_all:
+        raise UserError(f"{loaded.train_path}: min_train_tokens says how many tokens; --tokens is"
+                        " for a run in which it is -1")
+    if budget is not None and not math.isfinite(budget):
+        raise UserError(f"--budget is {budget}; wanted dollars")
     table = [*known_machines(), *map(parse_machine, machines)]
     for line in [*_run_lines(loaded, tokens), "", *_memory_lines(loaded), "",
                  *_machine_lines(loaded, table, tokens=tokens, budget=budget)]:
@@ -98,7 +105,7 @@ class Estimate:
     largest: int  # microbatch that is expected to fit
     plan: BatchPlan | None  # none where the run cannot be trained there
     hindrance: str
-    hours: tuple[float, float]  # at high and at low MFU
+    hours: tuple[float, float]  # if fast, and if slow
 
     @property
     def usd(self) -> tuple[float, float]:
@@ -122,10 +129,13 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None) -> Estimate:
         plan = plan_batches(sized, world_size=machine.num_gpus,
                             file_tokens=_file_tokens(run, tokens))
     except UserError as error:
-        reason = "batch not divisible" if batch else str(error)
+        is_uneven = batch and batch % machine.num_gpus
+        reason = "batch not divisible" if is_uneven else str(error).split(": ", 1)[1]
         return Estimate(machine, largest, None, reason, never)
-    hours = (_hours(run, plan, machine, mfu=HIGH_MFU), _hours(run, plan, machine, mfu=LOW_MFU))
-    return Estimate(machine, largest, plan, "", hours)
+    saving = num_checkpoints(run, plan) * _checkpoint_bytes(run) / SLOW_DISK_BYTES_PER_SECOND
+    fast, slow = (_hours(run, plan, machine, mfu=mfu)
+                  for mfu in (machine.gpu.high_mfu, machine.gpu.low_mfu))
+    return Estimate(machine, largest, plan, "", (fast, slow + saving / 3600))
 
 
 def _file_tokens(run: Run, tokens: int | None) -> int:
@@ -136,7 +146,7 @@ def _file_tokens(run: Run, tokens: int | None) -> int:
 
 def _hours(run: Run, plan: BatchPlan, machine: Machine, *, mfu: float) -> float:
     """Give the hours of training, and of validation on one GPU while the others wait."""
-    flops = mfu * machine.gpu.peak_flops
+    flops = mfu * machine.gpu.peak(_precision(run.train))
     per_token = flops_per_token(run.model)
     training = plan.num_tokens * per_token / (flops * machine.num_gpus)
     sequences = run.train.num_validation_sequences * _num_validations(run, plan)
@@ -161,14 +171,16 @@ def _machine_lines(run: Run, machines: list[Machine], *, tokens: int | None,
                    budget: float | None) -> list[str]:
     estimates = sorted((estimate(run, machine, tokens=tokens) for machine in machines),
                        key=lambda found: found.usd)
+    head = ["machine", "$/hour", "micro x acc", "largest", "batch", "steps", "checkpoints", "hours",
+            "US$", "" if budget is None else f"${budget:,.2f}"]
     lines = [
-        f"{'machine':16}{'$/hour':>8}{'micro x acc':>12}{'largest':>9}{'batch':>8}{'steps':>10}"
-        f"{'checkpoints':>18}{'hours':>16}{'US$':>18}",
-        *(_row(run, found, budget) for found in estimates),
+        *_aligned([head, *(_row(run, found, budget) for found in estimates)]),
         "",
-        f"micro x acc: microbatch and accumulation; largest: microbatch expected to fit. Hours and"
-        f" US$ are estimates for {HIGH_MFU:.0%} to {LOW_MFU:.0%} MFU,",
-        "with validation, without start-up and checkpoints. Prices: December 2025, or your own.",
+        "micro x acc: microbatch and accumulation; largest: microbatch expected to fit. Hours and"
+        " US$ are estimates:",
+        "from the best public MFU for such models on that GPU to what the original system reached"
+        " (a slow disk included);",
+        "with validation, without start-up. Prices: December 2025, or your own.",
     ]
     if budget is not None:
         fitting = [e.machine.name for e in estimates if e.usd[1] <= budget]
@@ -178,22 +190,32 @@ def _machine_lines(run: Run, machines: list[Machine], *, tokens: int | None,
     return lines
 
 
-def _row(run: Run, found: Estimate, budget: float | None) -> str:
+def _row(run: Run, found: Estimate, budget: float | None) -> list[str]:
     machine, plan = found.machine, found.plan
-    start = f"{machine.name[:15]:16}{machine.usd_per_hour:>8.2f}"
+    start = [machine.name, f"{machine.usd_per_hour:.2f}"]
     if plan is None:
-        return f"{start}{'-':>12}{found.largest:>9}  {found.hindrance}"
+        return [*start, "-", f"{found.largest}", "-", "-", "-", "-", "-", found.hindrance]
     count = num_checkpoints(run, plan)
-    batch = f"{plan.microbatch_size} x {plan.gradient_accumulation_steps}"
-    disk = f"{count:,} = {count * _checkpoint_bytes(run) / 1e9:,.0f} GB"
-    hours, usd = (f"{low:,.2f} to {high:,.2f}" for low, high in (found.hours, found.usd))
-    return (f"{start}{batch:>12}{found.largest:>9}{plan.global_batch_size:>8,}"
-            f"{plan.num_steps:>10,}{disk:>18}{hours:>16}{usd:>18}"
-            f"{_verdict(found, budget)}")
+    return [
+        *start, f"{plan.microbatch_size} x {plan.gradient_accumulation_steps}",
+        f"{found.largest}", f"{plan.global_batch_size:,}", f"{plan.num_steps:,}",
+        f"{count:,} = {count * _checkpoint_bytes(run) / 1e9:,.0f} GB",
+        *(f"{low:,.2f} to {high:,.2f}" for low, high in (found.hours, found.usd)),
+        _verdict(found, budget),
+    ]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Lay cells out in columns: the first and the last to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]),
+                       *(cell.rjust(width) for cell, width
+                         in zip(row[1:-1], widths[1:-1], strict=True)), row[-1]]).rstrip()
+            for row in rows]
 
 
 def _verdict(found: Estimate, budget: float | None) -> str:
     if budget is None:
         return ""
     low, high = found.usd
-    return "  fits" if high <= budget else "  fits if fast" if low <= budget else "  too dear"
+    return "fits" if high <= budget else "fits if fast" if low <= budget else "too dear"

@@ -49,7 +49,7 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
     phases = {k: v for k, v in summary["usd"].items() if k != "total"}
     assert set(phases) == set(summary["seconds"]) == {
         "training", "validation", "checkpoint", "chart", "compile", "download", "waiting",
-        "startup"}
+        "startup", "lost"}
     assert sum(phases.values()) == pytest.approx(summary["usd"]["total"])
     for phase, usd in phases.items():
         assert usd == pytest.approx(summary["seconds"][phase] * 10, abs=0.1)
@@ -74,10 +74,34 @@ def test_a_resumed_run_adds_what_each_start_cost(workplace: Workplace) -> None:
     succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5", "--usd-per-hour", str(PRICE)))
     meta = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())
     assert sum(meta["usd"].values()) == pytest.approx(10 * sum(meta["seconds"].values()), rel=1e-2)
+    first = summary_of(run_dir)
     succeeded(workplace.torchrun(1, "tiny", "--usd-per-hour", str(PRICE / 10)))
-    summary = summary_of(run_dir)
-    later = sum(summary["seconds"].values()) - sum(meta["seconds"].values())
-    assert summary["usd"]["total"] == pytest.approx(sum(meta["usd"].values()) + later, rel=1e-2)
+    both = summary_of(run_dir)
+    later = sum(both["seconds"].values()) - sum(first["seconds"].values())
+    assert both["usd"]["total"] == pytest.approx(first["usd"]["total"] + later, rel=1e-3)
+
+
+def test_what_a_kill_undid_was_paid_for_all_the_same(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train={"usd_per_hour": float(PRICE)})
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "10"))
+    before = summary_of(run_dir)
+    earlier = next(p.name for p in run_dir.glob("checkpoints/*-iteration-4"))
+    succeeded(workplace.torchrun(1, "tiny", earlier))
+    after = summary_of(run_dir)
+    assert after["usd"]["lost"] > 0 and after["seconds"]["lost"] > 0
+    kept = json.loads((next(run_dir.glob("checkpoints/*-iteration-4")) / "meta.json").read_text())
+    lost = sum(before["seconds"].values()) - sum(kept["seconds"].values())
+    assert after["seconds"]["lost"] == pytest.approx(lost, rel=0.01)
+    assert after["usd"]["total"] > before["usd"]["total"]
+
+
+def test_starting_over_starts_the_bill_over(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5"))
+    succeeded(workplace.torchrun(1, "tiny", "--fresh", "--max-steps", "5"))
+    assert summary_of(run_dir)["seconds"]["lost"] == 0
 
 
 @pytest.mark.parametrize("limit", [  # two seconds

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support import PROJECT_DIR
 
-from expected_speed import LOW_MFU, Speed, find_gpu, flops_per_token, usable_gib
+from expected_speed import FAR_BELOW, Speed, find_gpu, flops_per_token, usable_gib
 from run_config import load_run
 
 GOOD = Speed(
@@ -35,7 +35,8 @@ def test_gpus_are_known_by_their_drivers_names(device: str, name: str) -> None:
     assert find_gpu(device).name == name
 
 
-@pytest.mark.parametrize("device", ["AMD EPYC", "NVIDIA Titan"])
+@pytest.mark.parametrize("device", ["AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000",
+                                    "NVIDIA GeForce RTX 4090 Laptop GPU"])
 def test_what_is_not_known_is_not_guessed(device: str) -> None:
     assert find_gpu(device) is None
     line = replace(SLOW, device_name=device).line()
@@ -52,8 +53,14 @@ def test_the_originals_speed_is_its_published_mfu() -> None:
     assert "493,000 tokens/s" in line and "5.3% MFU" in line
 
 
+def test_a_gpu_has_less_to_give_in_higher_precision() -> None:
+    a100 = find_gpu("NVIDIA A100-SXM4-40GB")
+    assert a100.peak("bf16") == a100.peak("fp16") == 312e12
+    assert a100.peak("tf32") == 156e12 and a100.peak("fp32") == 19.5e12
+
+
 def test_a_good_speed_gets_no_reason() -> None:
-    assert "30.2% MFU; this model should reach" in GOOD.line()
+    assert "30.2% MFU; H100 should reach up to 41%" in GOOD.line()
     assert "reason" not in GOOD.line()
     assert "likely reason: none found" in SLOW.line()
 
@@ -76,8 +83,8 @@ def test_several_reasons_come_with_the_strongest_first() -> None:
     assert line.endswith("waiting for data 50% of the time, the model is not compiled")
 
 
-def test_far_below_means_below_the_low_estimate() -> None:
-    just = 8 * 989e12 * LOW_MFU / 854.44e6
+def test_far_below_means_below_half_of_what_it_should_reach() -> None:
+    just = 8 * 989e12 * 0.41 * FAR_BELOW / 854.44e6
     assert "reason" not in replace(GOOD, tokens_per_second=just * 1.01).line()
     assert "reason" in replace(GOOD, tokens_per_second=just * 0.99).line()
 

@@ -17,7 +17,7 @@ ROWS = [
     {"gpt", "token_dataset", "optimization", "tokenizer", "documents", "launching",
      "run_metrics"},
     {"run_clock", "command_line", "expected_speed"},
-    {"batch_plan", "curve_fits"},
+    {"batch_plan", "curve_fits", "memory_meters"},
     {"run_config"},
 ]
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}

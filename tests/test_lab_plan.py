@@ -25,7 +25,7 @@ def plan(*arguments: str, runs_dir: Path = PROJECT_DIR / "runs") -> str:
 
 
 def machine_rows(output: str) -> list[list[str]]:
-    table = output.split("machine ", 1)[1].splitlines()[1:]
+    table = output.split("\nmachine ", 1)[1].splitlines()[1:]
     return [re.split(r"  +", row.strip()) for row in table[:table.index("")]]
 
 
@@ -63,12 +63,15 @@ def test_machines_are_sorted_by_cost_with_their_range() -> None:
 
 def test_hours_follow_from_flops_and_dollars_from_hours(workplace: Workplace) -> None:
     workplace.add_run(model=BIG, train={"min_train_tokens": 10**9, "validation_interval": None,
-                                        "validation_batches": None, "checkpoint_interval": 100})
+                                        "validation_batches": None, "checkpoint_interval": 100,
+                                        "precision": "bf16"})
     run = load_run(workplace.runs_dir, "tiny")
     found = estimate(run, parse_machine("x=2xH100@10"), tokens=None)
     flops = found.plan.num_tokens * 854.44e6
-    assert found.hours == pytest.approx((flops / (2 * 989e12 * 0.45) / 3600,
-                                         flops / (2 * 989e12 * 0.20) / 3600), rel=1e-4)
+    saving = num_checkpoints(run, found.plan) * 12 * 163_009_536 / 100e6
+    assert found.hours == pytest.approx((
+        flops / (2 * 989e12 * 0.41) / 3600,
+        (flops / (2 * 989e12 * 0.053) + saving) / 3600), rel=1e-4)
     assert found.usd == tuple(10 * hours for hours in found.hours)
 
 
@@ -77,19 +80,19 @@ def test_validation_on_one_gpu_costs_the_time_of_all(workplace: Workplace) -> No
     for name, interval in (("seldom", 10**6), ("often", 10)):
         workplace.add_run(name, model=BIG, train={
             "min_train_tokens": 10**9, "validation_interval": interval,
-            "validation_batches": 30})
+            "validation_batches": 30, "precision": "bf16"})
         run = load_run(workplace.runs_dir, name)
         found = estimate(run, parse_machine("x=8xH100@10"), tokens=None)
         hours.append(found.hours[0])
         flops = 854.44e6 / 3 * 30 * 2 * 1024 * -(-found.plan.num_steps // interval)
-        validating = flops / (989e12 * 0.45) / 3600
+        validating = flops / (989e12 * 0.41) / 3600
         assert found.hours[0] == pytest.approx(
-            found.plan.num_tokens * 854.44e6 / (8 * 989e12 * 0.45) / 3600 + validating, rel=1e-3)
+            found.plan.num_tokens * 854.44e6 / (8 * 989e12 * 0.41) / 3600 + validating, rel=1e-3)
     assert hours[1] > hours[0]
 
 
 @pytest.mark.parametrize(("budget", "within", "perhaps"), [
-    ("1000", "8x B200, 8x H100, 2x H100, 8x A100-40, 8x A100-80", "none"),
+    ("1000", "8x B200, 8x H100, 8x A100-40, 2x H100, 8x A100-80", "none"),
     ("1", "none", "none"),
 ])
 def test_a_budget_says_which_plans_fit(budget: str, within: str, perhaps: str) -> None:
@@ -114,6 +117,45 @@ def test_a_global_batch_is_kept_on_every_machine(workplace: Workplace) -> None:
     assert {row[2] for row in rows if row[0] == "8x A100-40"} == {"32 x 2"}
 
 
+@pytest.mark.parametrize(("run", "published"), [
+    ("8xa100m40", 35.56), ("8xa100m80", 39.14), ("8xh100m80", 39.14), ("8xb200m160", 39.14),
+])
+def test_what_the_original_paid_lies_inside_the_range(run: str, published: float) -> None:
+    names = {"8xa100m40": "8x A100-40", "8xa100m80": "8x A100-80", "8xh100m80": "8x H100",
+             "8xb200m160": "8x B200"}
+    row = next(row for row in machine_rows(plan(run)) if row[0] == names[run])
+    low, high = map(float, row[-1].split(" to "))
+    assert low < 35.56 and published < high
+
+
+def test_full_precision_takes_longer(workplace: Workplace) -> None:
+    hours = []
+    for precision in ("bf16", "tf32", "fp32"):
+        workplace.add_run(precision, model=BIG, train={"min_train_tokens": 10**9,
+                                                       "precision": precision})
+        run = load_run(workplace.runs_dir, precision)
+        hours.append(estimate(run, parse_machine("x=8xA100-80@10"), tokens=None).hours[0])
+    assert hours == pytest.approx([hours[0], 2 * hours[0], 16 * hours[0]])
+
+
+def test_too_few_tokens_are_not_called_an_uneven_batch(workplace: Workplace) -> None:
+    workplace.add_run(model=BIG, train={
+        "gradient_accumulation_steps": None, "global_batch_size": 512, "min_train_tokens": -1,
+        "precision": "bf16"})
+    output = plan("tiny", "--tokens", "1000", runs_dir=workplace.runs_dir)
+    assert "wanted 524289 training tokens" in output and "divisible" not in output
+
+
+def test_large_numbers_and_long_names_keep_their_columns(workplace: Workplace) -> None:
+    workplace.add_run(model=BIG | {"emb_dim": 1600, "n_heads": 25, "n_layers": 48}, train={
+        "min_train_tokens": 31 * 10**9, "validation_interval": 10, "precision": "bf16",
+        "microbatch_size": 1, "gradient_accumulation_steps": 1})
+    name = "a machine with a rather long name"
+    rows = machine_rows(plan("tiny", "--machine", f"{name}=8xH100@9000.5",
+                             runs_dir=workplace.runs_dir))
+    assert {len(row) for row in rows} == {9} and name in {row[0] for row in rows}
+
+
 def test_what_cannot_be_trained_says_why(workplace: Workplace) -> None:
     workplace.add_run("large", model=BIG, train={"microbatch_size": 60,
                                                  "min_train_tokens": 10**9})
@@ -130,6 +172,10 @@ def test_all_tokens_of_a_dataset_have_to_be_said(workplace: Workplace) -> None:
     with pytest.raises(UserError, match="min_train_tokens is -1, .* --tokens"):
         plan("tiny", runs_dir=workplace.runs_dir)
     assert "1,000,000 tokens" in plan("tiny", "--tokens", "1000000", runs_dir=workplace.runs_dir)
+    with pytest.raises(UserError, match="--tokens is for a run in which it is -1"):
+        plan("original", "--tokens", "1000000")
+    with pytest.raises(UserError, match="--budget is nan; wanted dollars"):
+        plan("original", "--budget", "nan")
 
 
 @pytest.mark.parametrize(("text", "message"), [

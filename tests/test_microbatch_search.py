@@ -25,7 +25,7 @@ from microbatch_search import (
     smallest_failure,
 )
 from microbatch_trial import Trial
-from run_config import UserError, load_run
+from run_config import load_run
 
 # A sequence takes 50 MiB here, so that the odd megabyte of a thread does not decide.
 WORDY_MODEL = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "n_layers": 1,
@@ -152,11 +152,14 @@ def test_saving_knows_the_keys_older_name(workplace: Workplace) -> None:
     assert load_run(workplace.runs_dir, "tiny").train.microbatch_size == 7
 
 
-def test_a_global_batch_that_the_processes_cannot_share_is_not_saved(workplace: Workplace) -> None:
+def test_a_global_batch_that_the_processes_cannot_share_is_refused_before_the_search(
+    workplace: Workplace
+) -> None:
     workplace.add_run(train={"global_batch_size": 9, "gradient_accumulation_steps": None})
     before = workplace.files()
-    with pytest.raises(UserError, match="9 is not divisible by 2 processes; nothing was saved"):
-        save_microbatch(load_run(workplace.runs_dir, "tiny"), 7, world_size=2)
+    result = search(workplace, 2, "--memory-limit-gib", "1", "--save")
+    assert "global_batch_size 9 is not divisible by 2 processes, so nothing" in result.stderr
+    assert result.stdout == ""
     assert workplace.files() == before
 
 
@@ -183,6 +186,8 @@ def search_and_try_all(workplace: Workplace, num_processes: int, limits: str) ->
     largest = max(size for size, fitted in tried.items() if fitted)
     assert len(tried) <= MAX_TRIES and tried[largest + 1] is False
     assert reports[0]["all"] == [True] * largest + [False, False]
+    assert reports[0]["most_gib"] <= min(map(float, limits.split(","))) + 0.002
+    assert reports[0]["random_state_kept"]
     return largest
 
 
@@ -195,6 +200,12 @@ def test_the_true_maximum_is_found_on_real_memory(workplace: Workplace) -> None:
         sizes = [found[num_processes, limit] for limit in ("0.12", "0.2", "0.3")]
         assert sizes == sorted(set(sizes)), "more memory, larger microbatch"
     assert workplace.files() == before
+
+
+def test_the_limit_holds_where_gradients_are_not_accumulated(workplace: Workplace) -> None:
+    workplace.add_run(model=WORDY_MODEL, train={"gradient_accumulation_steps": 1})
+    assert search_and_try_all(workplace, 2, "0.25,0.12") == search_and_try_all(
+        workplace, 2, "0.12")
 
 
 def test_the_process_with_the_least_memory_decides_and_none_hangs(workplace: Workplace) -> None:
@@ -296,3 +307,16 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
+
+
+@pytest.mark.gpu
+def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace: Workplace) -> None:
+    workplace.add_run(model={"vocab_size": 50257, "context_length": 1024, "emb_dim": 768,
+                             "n_heads": 12, "n_layers": 12}, train={"precision": "bf16"})
+    began = time.monotonic()
+    result = succeeded(workplace.typed_torchrun(
+        1, "tiny", "--find-max-microbatch", "--memory-limit-gib", "20"))
+    results = tried(result.stdout)
+    print(result.stdout, f"{(time.monotonic() - began) / len(results):.1f} s a try")
+    largest = max(size for size, fitted in results.items() if fitted)
+    assert results[largest + 1] is False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from pathlib import Path
+import signal
 
 import pytest
 import torch
@@ -40,6 +40,10 @@ def aborts(order: object) -> Trial:
     os.abort()
 
 
+def crashes(order: object) -> Trial:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.fixture
 def trials(workplace: Workplace) -> Trials:
     """Trials of one rank, whose children are forked, so that they see what a test replaces."""
@@ -67,8 +71,10 @@ def test_what_a_child_measured_comes_back(
     raises(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")),
     raises(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8")),
     raises(MemoryError()),
-    aborts,
-], ids=["cuda", "driver", "cublas", "nccl", "cpu", "python", "abort"])
+    raises(RuntimeError("could not create a primitive")),
+    dies("libgomp: Thread creation failed: Resource temporarily unavailable", 1),
+    aborts, crashes,
+], ids=["cuda", "driver", "cublas", "nccl", "cpu", "python", "onednn", "openmp", "abort", "crash"])
 def test_running_out_of_memory_does_not_fit(
     trials: Trials, monkeypatch: pytest.MonkeyPatch, train
 ) -> None:
@@ -120,8 +126,7 @@ def test_a_try_takes_the_optimizers_state_into_account(
 
     monkeypatch.setattr(microbatch_trial, "TrainingStep", Watched)
     monkeypatch.setattr(microbatch_trial, "join_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(microbatch_trial, "_map_every_tensor", lambda: None)
-    monkeypatch.setattr(microbatch_trial.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr("memory_meters.resource.setrlimit", lambda *_: None)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     run = load_run(workplace.runs_dir, "tiny")
     microbatch_trial._train_some_steps(microbatch_trial.Order(run, process, 1, 1, "trial", 1.0))
@@ -147,14 +152,3 @@ def test_a_try_accumulates_where_the_run_may(
 def test_memory_may_run_out_where_c_plus_plus_says_so_in_capitals() -> None:
     assert is_out_of_memory("RuntimeError: CUDNN_STATUS_ALLOC_FAILED")
     assert not is_out_of_memory("a path named /memory/out")
-
-
-def test_the_parents_random_state_and_files_stay_as_they_are(
-    trials: Trials, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(microbatch_trial, "_train_some_steps", lambda order: FITS)
-    before, files = torch.get_rng_state(), workplace.files()
-    trials.train(3)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert workplace.files() == files
-    assert not list(Path.cwd().glob("*.partial"))

@@ -44,11 +44,16 @@ def main() -> None:
                         Agreement(process.rank, process.world_size),
                         memory_limit_gib=limits[process.rank % len(limits)])
         trials._context = multiprocessing.get_context("fork")  # spares the loading of torch
+        random_state = torch.get_rng_state()
         tried = {trial.microbatch_size: trial.fits for trial in find_max_microbatch(trials.train)}
         largest = max(size for size, fits in tried.items() if fits)
-        all_tried = [trials.train(size).fits for size in range(1, largest + 3)]
+        all_tried = [trials.train(size) for size in range(1, largest + 3)]
         time.sleep(process.rank / 5)  # so that their lines do not mix
-        print(json.dumps({"tried": tried, "all": all_tried}), flush=True)
+        print(json.dumps({
+            "tried": tried, "all": [trial.fits for trial in all_tried],
+            "most_gib": max(trial.demand_gib for trial in all_tried if trial.fits),
+            "random_state_kept": torch.equal(random_state, torch.get_rng_state()),
+        }), flush=True)
         return
     with process_group(process):
         if name == "count-all-reduces":
