@@ -73,8 +73,10 @@ def _between(low: int, high: int, *, promised: float, failures: int) -> int:
         promised: what the line says would just fit; it cannot know what the allocator wastes.
         failures: tries since the last one that fitted.
     """
-    if low < promised < high:
-        return int(promised)
+    if promised < high:
+        return max(int(promised), low + 1)
+    if math.isclose(promised, high):  # just that one does not quite fit
+        return high - 1
     if promised > 2 * high or (failures > 1 and high > low * FAR):
         return round(math.sqrt(low * high))
     step_back = 1 - CAUTION if high > low * FAR else FIRST_STEP_BACK * 4 ** max(0, failures - 1)

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import TINY_MODEL, Workplace, forked, succeeded, torchrun_command
 
@@ -27,7 +27,9 @@ from microbatch_search import (
 from microbatch_trial import Trial
 from run_config import load_run
 
-# A sequence takes 50 MiB here, so that the odd megabyte of a thread does not decide.
+# A sequence takes 20 MiB here, or 30 where gradients are accumulated, and the limits lie between
+# two microbatches: the odd megabyte of a thread does not decide.
+LIMITS = ("0.12", "0.2", "0.29")
 WORDY_MODEL = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "n_layers": 1,
                "drop_rate": 0.0}
 
@@ -53,6 +55,7 @@ class Memory:
 
 
 @settings(max_examples=300)
+@example(fixed=2.0, slope=1.0, room=248.99999999999997, floor=1.0)
 @given(fixed=st.floats(0.5, 20), slope=st.floats(0.05, 4), room=st.floats(1.1, 250),
        floor=st.floats(0, 1))
 def test_the_true_maximum_is_found_in_eight_tries(
@@ -195,17 +198,17 @@ def test_the_true_maximum_is_found_on_real_memory(workplace: Workplace) -> None:
     workplace.add_run(model=WORDY_MODEL)  # accumulates two microbatches; there is no dataset
     before = workplace.files()
     found = {(num_processes, limit): search_and_try_all(workplace, num_processes, limit)
-             for num_processes in (1, 2) for limit in ("0.12", "0.2", "0.3")}
+             for num_processes in (1, 2) for limit in LIMITS}
     for num_processes in (1, 2):
-        sizes = [found[num_processes, limit] for limit in ("0.12", "0.2", "0.3")]
+        sizes = [found[num_processes, limit] for limit in LIMITS]
         assert sizes == sorted(set(sizes)), "more memory, larger microbatch"
     assert workplace.files() == before
 
 
 def test_the_limit_holds_where_gradients_are_not_accumulated(workplace: Workplace) -> None:
     workplace.add_run(model=WORDY_MODEL, train={"gradient_accumulation_steps": 1})
-    assert search_and_try_all(workplace, 2, "0.25,0.12") == search_and_try_all(
-        workplace, 2, "0.12")
+    assert search_and_try_all(workplace, 2, "0.25,0.13") == search_and_try_all(
+        workplace, 2, "0.13")
 
 
 def test_the_process_with_the_least_memory_decides_and_none_hangs(workplace: Workplace) -> None:
