@@ -15,8 +15,8 @@ from checkpointing import (
     find_checkpoint,
 )
 from command_line import Options
-from dataset_preparation import provide_dataset
 from launching import Process
+from preparation.providing import provide_dataset
 from run_clock import DOWNLOAD, Budget, PhaseClock
 from run_config import Run, UserError, load_run
 from run_metrics import spent_before

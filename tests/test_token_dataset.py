@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,12 @@ from safetensors.numpy import save_file
 from support import Workplace, write_tokens
 
 from batch_plan import BatchPlan
-from run_config import UserError, load_run
+from benchmarks.reading import read_with, write_sparse_token_file
+from run_config import Run, UserError, load_run
 from token_dataset import (
     Microbatches,
     TokenFile,
     check_token_range,
-    fetch_dataset,
     open_run_data,
     prefetch,
 )
@@ -196,12 +198,54 @@ def test_the_tokenizer_is_the_files_or_follows_from_the_vocabulary(
     assert open_run_data(run, dataset_dir, world_size=1).tokenizer_name == name
 
 
-def test_an_unreachable_hub_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
+def test_eight_processes_read_a_file_of_20_gib_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "train.safetensors"
+    write_sparse_token_file(path, 10 * 2**30)
+    assert path.stat().st_size > 20 * 2**30
+    found = read_with(8, path)
+    assert len(found) == 8
+    assert max(growth for _, growth in found) < 100 * 2**20
 
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    with pytest.raises(UserError, match="cannot fetch dataset nobody/nothing") as caught:
-        fetch_dataset(tmp_path / "d", "nobody/nothing")
-    assert "\n" not in str(caught.value)
+
+def scans(monkeypatch: pytest.MonkeyPatch, run: Run, dataset_dir: Path) -> int:
+    """Check a run's ids, and count the reads that it takes."""
+    data, reads = open_run_data(run, dataset_dir, world_size=1), []
+    for part in (data.train, data.validation):
+        read = part.token_file.read
+        monkeypatch.setattr(part.token_file, "read",
+                            lambda *place, read=read: reads.append(place) or read(*place))
+    check_token_range(run, data)
+    return len(reads)
+
+
+def test_a_file_that_states_nothing_is_looked_through_once(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.add_run()
+    dataset_dir = workplace.add_dataset()
+    run = load_run(workplace.runs_dir, "tiny")
+    assert scans(monkeypatch, run, dataset_dir) == 2  # just written: a change could go unnoticed
+    assert scans(monkeypatch, run, dataset_dir) == 2
+    for split in ("train", "validation"):
+        os.utime(dataset_dir / f"{split}.safetensors", (0, 0))
+    assert [scans(monkeypatch, run, dataset_dir) for _ in range(3)] == [2, 0, 0]
+    (dataset_dir / ".train.safetensors.scan.json").write_text('{"file"')  # cut by a kill
+    assert scans(monkeypatch, run, dataset_dir) == 1
+    longer = replace(run, train=run.train.model_copy(update={"start_train_token": 99}))
+    assert scans(monkeypatch, longer, dataset_dir) == 1  # it reads what nobody has looked at
+    tokens = np.full(4000, 300, dtype=np.uint16)
+    write_tokens(dataset_dir / "train.safetensors", tokens)
+    with pytest.raises(UserError, match="token 0 has id 300"):
+        scans(monkeypatch, run, dataset_dir)
+
+
+def test_a_read_only_dataset_is_looked_through_each_time(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.add_run()
+    dataset_dir = workplace.add_dataset()
+    for split in ("train", "validation"):
+        os.utime(dataset_dir / f"{split}.safetensors", (0, 0))
+        (dataset_dir / f".{split}.safetensors.scan.json").mkdir()  # cannot be written, even by root
+    run = load_run(workplace.runs_dir, "tiny")
+    assert [scans(monkeypatch, run, dataset_dir) for _ in range(2)] == [2, 2]

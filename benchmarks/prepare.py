@@ -1,0 +1,248 @@
+"""Preparing a dataset, beside bare tiktoken and beside the original system's way.
+
+    uv run python benchmarks/prepare.py
+
+Builds a corpus in FineWeb's layout from the English prose in Python's own library (documents of
+random sentences), then measures, in turn and in fresh processes, tokens a second and peak memory
+of: prepare_dataset.py; one process a core that does nothing but encode text it holds in memory;
+and the original's way, which holds everything. Ours and the original's count from the start of the
+command to its end, and must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import numpy as np
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+from safetensors.numpy import load_file
+
+PROJECT_DIR = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(PROJECT_DIR))
+
+from tokenizer import load_tokenizer  # noqa: E402
+
+MEAN_SENTENCES = 30  # FineWeb's documents have about 3,000 characters
+
+
+def prose() -> list[str]:
+    """Take the sentences out of the standard library's docstrings and reference manual."""
+    texts: list[str] = []
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" in path.parts or "test" in path.parts:
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError):
+            continue
+        long_strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)
+                        and isinstance(node.value, str) and len(node.value) > 200)
+        texts.extend(long_strings)
+    sentences = re.split(r"(?<=[.!?])\s+", " ".join(" ".join(texts).split()))
+    return [sentence for sentence in sentences if 20 < len(sentence) < 400]
+
+
+def build_corpus(folder: Path, num_bytes: int, *, num_files: int = 4) -> None:
+    """Write parquet files with FineWeb's columns: num_bytes of text, 1,000 rows in a row group."""
+    generator, sentences = random.Random(0), prose()
+    folder.mkdir(parents=True)
+    for number in range(num_files):
+        rows, size = [], 0
+        while size < num_bytes / num_files:
+            count = 1 + int(generator.expovariate(1 / MEAN_SENTENCES))
+            rows.append("\n".join(" ".join(generator.choices(sentences, k=min(6, count - first)))
+                                  for first in range(0, count, 6)))
+            size += len(rows[-1].encode())
+        ids = [f"<urn:uuid:{generator.getrandbits(128):032x}>" for _ in rows]
+        table = pyarrow.table({
+            "text": rows, "id": ids, "dump": ["CC-MAIN-2024-10"] * len(rows),
+            "url": [f"https://example.org/{i}" for i in ids], "language": ["en"] * len(rows),
+            "language_score": [0.95] * len(rows), "token_count": [len(row) // 4 for row in rows],
+        })
+        pyarrow.parquet.write_table(table, folder / f"{number:03}_00000.parquet",
+                                    row_group_size=1000, compression="zstd")
+
+
+def peak_memory_of(command: Sequence[str | Path]) -> tuple[float, int]:
+    """Run a command; give its seconds and the peak of its processes' memory together, in bytes.
+
+    Memory is proportional (PSS): what processes share counts once. Sampled five times a second,
+    which slows the command by a few percent.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    peak, is_over = 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not is_over.wait(0.2):
+            peak = max(peak, sum(_pss(pid) for pid in _descendants(process.pid)))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    output, _ = process.communicate()
+    seconds = time.perf_counter() - started
+    is_over.set()
+    sampler.join()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output)
+    return seconds, peak
+
+
+def _descendants(root: int) -> set[int]:
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # gone meanwhile
+            continue
+    found = {root}
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found
+
+
+def _pss(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return int(re.search(r"^Pss:\s+(\d+)", text, re.MULTILINE)[1]) * 1024
+
+
+def dataset_rate(command: Sequence[str | Path], output: Path) -> float:
+    """Run a command that writes a dataset; give its tokens a second, from start to end."""
+    shutil.rmtree(output, ignore_errors=True)
+    started = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return count_tokens(output) / (time.perf_counter() - started)
+
+
+def bare_rate(corpus: Path, num_workers: int) -> float:
+    """Encode in one process a core, all text in memory before the clock starts."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(num_workers), context.SimpleQueue()
+    processes = [context.Process(target=_encode_share, args=(corpus, share, barrier, results))
+                 for share in range(num_workers)]
+    for process in processes:
+        process.start()
+    shares = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    seconds = max(end for _, end, _ in shares) - min(start for start, _, _ in shares)
+    return sum(num_tokens for _, _, num_tokens in shares) / seconds
+
+
+def _encode_share(corpus: Path, share: int, barrier, results) -> None:
+    tokenizer = load_tokenizer("gpt2")
+    column = pyarrow.parquet.read_table(corpus, columns=["text"])["text"]
+    texts = column.to_pylist()[share::barrier.parties]
+    barrier.wait()
+    start = time.perf_counter()
+    num_tokens = sum(tokenizer.encode_to_numpy(text, disallowed_special=()).size for text in texts)
+    results.put((start, time.perf_counter(), num_tokens + len(texts)))
+
+
+def prepare_as_the_original(corpus: Path, output: Path) -> None:
+    """Load all, encode in batches with tiktoken's threads into lists, concatenate, save.
+
+    The original reads through Hugging Face's datasets: that first copies the corpus into an Arrow
+    file and maps it, and a slice of rows comes with all its columns.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    tokenizer = load_tokenizer("gpt2")
+    cache = output.with_name("cache.arrow")
+    table = pyarrow.parquet.read_table(corpus)
+    with pyarrow.ipc.new_stream(cache, table.schema) as stream:
+        stream.write_table(table, max_chunksize=1000)
+    table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(cache))).read_all()
+    num_train = round(len(table) * 0.99)
+    output.mkdir()
+    for split, part in (("validation", table[num_train:]), ("train", table[:num_train])):
+        results = []
+        for first in range(0, len(part), 1000):
+            tokens: list[int] = []
+            rows = part.slice(first, 1000).to_pydict()
+            for ids in tokenizer.encode_batch(rows["text"], allowed_special={"<|endoftext|>"}):
+                tokens.extend(ids)
+                tokens.append(tokenizer.eot_token)
+            results.append(torch.tensor(tokens, dtype=torch.uint16))
+        save_file({"tokens": torch.cat(results)}, output / f"{split}.safetensors")
+
+
+def tokens_of(output: Path, split: str) -> np.ndarray:
+    return load_file(output / f"{split}.safetensors")["tokens"]
+
+
+def count_tokens(output: Path) -> int:
+    return tokens_of(output, "train").size + tokens_of(output, "validation").size
+
+
+@click.command()
+@click.argument("corpus", type=click.Path(path_type=Path), required=False)
+@click.option("--megabytes", default=750, show_default=True,
+              help="Text in the corpus it builds; parquet takes two fifths of that.")
+@click.option("--repeats", default=3, show_default=True)
+@click.option("--workers", default=len(os.sched_getaffinity(0)), show_default=True)
+@click.option("--original", "original_output", type=click.Path(path_type=Path), hidden=True)
+def main(corpus: Path | None, megabytes: int, repeats: int, workers: int,
+         original_output: Path | None) -> None:
+    """Measure on CORPUS, a directory of parquet files, or on one built for it."""
+    if original_output is not None:
+        prepare_as_the_original(corpus, original_output)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if corpus is None:
+            corpus = Path(folder) / "sample" / "10BT"
+            build_corpus(corpus, megabytes * 10**6)
+        output, reference = Path(folder) / "ours", Path(folder) / "original"
+        command = [sys.executable, PROJECT_DIR / "prepare_dataset.py", corpus, output,
+                   "--workers", str(workers)]
+        reference_command = [sys.executable, __file__, corpus, "--original", reference]
+        rates: dict[str, list[float]] = {"ours": [], "bare": [], "original": []}
+        for _ in range(repeats):
+            rates["ours"].append(dataset_rate(command, output))
+            rates["bare"].append(bare_rate(corpus, workers))
+            rates["original"].append(dataset_rate(reference_command, reference))
+        for split in ("train", "validation"):
+            assert np.array_equal(tokens_of(output, split), tokens_of(reference, split))
+        peaks = {}
+        for name, row, directory in (("ours", command, output),
+                                     ("original", reference_command, reference)):
+            shutil.rmtree(directory)
+            _, peaks[name] = peak_memory_of(row)
+        num_tokens = count_tokens(output)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    print(f"{num_tokens:,} tokens, {workers} workers, median of {repeats}:")
+    for name, rate in medians.items():
+        memory = f", {peaks[name] / 2**20:,.0f} MiB at most" if name in peaks else ""
+        print(f"{name:>9} {rate / 1e6:6.2f} M tokens/s{memory}")
+    print(f"ours / bare {medians['ours'] / medians['bare']:.2f},"
+          f" ours / original {medians['ours'] / medians['original']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

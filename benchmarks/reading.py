@@ -1,0 +1,99 @@
+"""Eight processes that read one token file of 20 GiB: `uv run python benchmarks/reading.py`.
+
+The file is sparse and, like the original system's, states nothing about itself. Prints the seconds
+from opening it to the first microbatch, and by how much the private memory of a process grew over
+200 microbatches from all over the file; then how long one process looks for ids outside the
+vocabulary on a first start, and on the next.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import struct
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROJECT_DIR = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(PROJECT_DIR))
+
+GIB = 2**30
+
+
+def write_sparse_token_file(path: Path, num_tokens: int) -> None:
+    """Write a token file of zeros that takes no room."""
+    header = json.dumps({"tokens": {"dtype": "U16", "shape": [num_tokens],
+                                    "data_offsets": [0, 2 * num_tokens]}}).encode()
+    header = header.ljust(-(-len(header) // 8) * 8)
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + 2 * num_tokens)
+
+
+def private_bytes() -> int:
+    """Give the memory that this process shares with no other and with no file."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"^Anonymous:\s+(\d+)", text, re.MULTILINE)[1]) * 1024
+
+
+def read(path: Path, rank: int, results) -> None:
+    """Be one of the processes: read microbatches as training does."""
+    import torch
+
+    from token_dataset import TokenFile, prefetch
+
+    before, started = private_bytes(), time.perf_counter()
+    data = microbatches(TokenFile(path))
+    seconds = None
+    for _ in prefetch(data, range(rank, len(data), len(data) // 200),
+                      device=torch.device("cpu")):
+        seconds = seconds or time.perf_counter() - started
+    results.put((seconds, private_bytes() - before))
+
+
+def microbatches(token_file):
+    from batch_plan import BatchPlan
+    from token_dataset import Microbatches
+
+    plan = BatchPlan(microbatch_size=12, gradient_accumulation_steps=1, world_size=8,
+                     context_length=1024, num_steps=1)
+    return Microbatches(token_file, plan, start_token=0, vocab_size=50257)
+
+
+def read_with(num_processes: int, path: Path) -> list[tuple[float, int]]:
+    """Give each process's seconds to its first microbatch and growth in bytes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["token_dataset"])  # torch is imported once, before the clock
+    results = context.SimpleQueue()
+    processes = [context.Process(target=read, args=(path, rank, results))
+                 for rank in range(num_processes)]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return found
+
+
+def main() -> None:
+    from token_dataset import TokenFile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.safetensors"
+        write_sparse_token_file(path, 20 * GIB // 2)
+        found = read_with(8, path)
+        print(f"first microbatch after {max(seconds for seconds, _ in found):.2f} s,"
+              f" private memory grew by {max(growth for _, growth in found) / 2**20:.0f} MiB")
+        os.utime(path, (0, 0))
+        for start in ("first", "second"):
+            data, started = microbatches(TokenFile(path)), time.perf_counter()
+            data.check_all(3_260_190_720)
+            print(f"looked at 3.26 billion ids in {time.perf_counter() - started:.2f} s"
+                  f" on the {start} start")
+
+
+if __name__ == "__main__":
+    main()

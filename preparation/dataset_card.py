@@ -1,0 +1,93 @@
+"""The README.md of a token dataset: what it is, in a form that the Hugging Face hub reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from preparation.documents import Source
+from preparation.journal import Progress, Request
+from tokenizer import END_OF_TEXT_IDS
+
+SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"),
+         (10**7, "1M<n<10M"), (10**8, "10M<n<100M"), (10**9, "100M<n<1B"),
+         (10**10, "1B<n<10B"), (10**11, "10B<n<100B"), (10**12, "100B<n<1T")]
+
+CARD = """---
+{front_matter}
+---
+
+# {name}, tokenised
+
+{num_documents:,} documents of {source}{revision}, as token ids: {num_tokens:,} tokens of the
+tokenizer `{tokenizer}` for {num_bytes:,} bytes of text ({characters_per_token:.2f} characters per
+token).
+
+| file | documents | tokens | bytes |
+|---|---|---|---|
+{rows}
+
+Each file holds one vector `tokens` of 16-bit unsigned integers: the documents in the order of the
+source, the first {train_percent:.4g}% of them in `train.safetensors`, an end-of-text token
+(id {end_of_text}) after each. Documents are tokenised as plain text: no text in them becomes a
+special token. Counts, tokenizer, source and revision also stand in the files' metadata.
+
+## How to load it
+
+```python
+from safetensors import safe_open
+
+with safe_open("train.safetensors", framework="numpy") as file:
+    tokens = file.get_slice("tokens")[0:1024]  # reads no more than that
+```
+
+`ddp_train.py` trains on it where `train.json` names this directory, or this repository, as its
+`dataset`.
+{notes}"""
+
+
+def write_card(dataset_dir: Path, source: Source, request: Request, progress: Progress) -> None:
+    """Write README.md beside the token files, which must be finished."""
+    from huggingface_hub import DatasetCardData  # slow to import
+
+    num_documents = progress.train.num_documents + progress.validation.num_documents
+    num_tokens = progress.train.num_tokens + progress.validation.num_tokens
+    name = Path(request.source).name if source.hub_name is None else source.hub_name
+    card_data = DatasetCardData(
+        license=source.licence, language=source.languages, task_categories=["text-generation"],
+        size_categories=[size_category(num_documents)], pretty_name=f"{name}, tokenised",
+        source_datasets=[source.hub_name] if source.hub_name else ["original"],
+        tags=["tokens", request.tokenizer],
+    )
+    rows = "\n".join(
+        f"| `{split}.safetensors` | {progress.of(split).num_documents:,} |"
+        f" {progress.of(split).num_tokens:,} |"
+        f" {(dataset_dir / f'{split}.safetensors').stat().st_size:,} |"
+        for split in ("train", "validation")
+    )
+    card = CARD.format(
+        front_matter=card_data.to_yaml(), name=name, num_documents=num_documents,
+        source=request.source, revision=f" (revision {request.revision})" if request.revision
+        else "", num_tokens=num_tokens, tokenizer=request.tokenizer,
+        num_bytes=progress.num_bytes,
+        characters_per_token=progress.num_characters / num_tokens, rows=rows,
+        train_percent=100 * (1 - request.validation_fraction),
+        end_of_text=END_OF_TEXT_IDS[request.tokenizer],
+        notes=_notes(source, progress),
+    )
+    (dataset_dir / "README.md").write_text(card, encoding="utf-8")
+
+
+def size_category(num_documents: int) -> str:
+    """Give the hub's word for a number of examples."""
+    return next((word for limit, word in SIZES if num_documents < limit), "n>1T")
+
+
+def _notes(source: Source, progress: Progress) -> str:
+    notes = ""
+    if source.hub_name is None:
+        notes += ("\nBefore you publish it, set the licence and the language above to those of the"
+                  " source.\n")
+    if progress.bad_shards:
+        notes += (f"\nLeft out, because they could not be read: {len(progress.bad_shards)} shards"
+                  f" ({', '.join(progress.bad_shards[:10])}).\n")
+    return notes

@@ -1,0 +1,151 @@
+"""Text to tokens on all cores: tasks go out to processes, tokens come back in order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from types import TracebackType
+
+import numpy as np
+
+from preparation.readers import BadShard, Task
+from run_config import UserError
+from tokenizer import load_tokenizer
+
+TASKS_AHEAD = 3  # for each worker, so that none waits, and memory stays small
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a task came to: tokens, with an end-of-text token behind each document."""
+
+    tokens: np.ndarray  # (num_tokens,) uint16
+    ends: np.ndarray  # (num_documents, 3) int64: tokens, bytes, characters up to a document's end
+    sizes: np.ndarray  # (3,) int64: the same up to the task's end
+
+    def first_documents(self, num_documents: int) -> Encoded:
+        """Leave off what lies behind the end of so many documents."""
+        sizes = self.ends[num_documents - 1]
+        return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes)
+
+
+def encode_task(task: Task, tokenizer_name: str) -> Encoded | BadShard:
+    """Encode the pieces of a task, or say why they cannot be read."""
+    tokenizer = load_tokenizer(tokenizer_name)
+    end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
+    pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint32)]
+    ends: list[tuple[int, int, int]] = []
+    num_tokens = num_bytes = num_characters = 0
+    try:
+        for text, ends_document in task.pieces():
+            # Without special tokens, so that a literal <|endoftext|> in a document stays text.
+            pieces.append(tokenizer.encode_to_numpy(text, disallowed_special=()))
+            num_tokens += len(pieces[-1])
+            num_bytes += len(text) if text.isascii() else len(text.encode())
+            num_characters += len(text)
+            if ends_document:
+                pieces.append(end_of_text)
+                num_tokens += 1
+                ends.append((num_tokens, num_bytes, num_characters))
+    except BadShard as error:
+        return error
+    tokens = np.concatenate(pieces, dtype=np.uint16, casting="unsafe")
+    return Encoded(tokens, np.array(ends, dtype=np.int64).reshape(-1, 3),
+                   np.array([num_tokens, num_bytes, num_characters]))
+
+
+@dataclass(frozen=True)
+class EndOfShard:
+    """Stands between tasks, and comes out between what they came to."""
+
+    number: int
+
+
+class Encoder:
+    """Encodes tasks in several processes, or in this one where there is one worker."""
+
+    def __init__(self, tokenizer_name: str, *, num_workers: int) -> None:
+        self._tokenizer_name, self._num_workers = tokenizer_name, num_workers
+        self._pool: ProcessPoolExecutor | None = None
+        if num_workers > 1:
+            context = multiprocessing.get_context("forkserver")  # workers share what is imported
+            self._pool = ProcessPoolExecutor(num_workers, mp_context=context,
+                                             initializer=_start_worker, initargs=(tokenizer_name,))
+
+    def __enter__(self) -> Encoder:
+        """Start the workers. Ctrl-C waits for that: half-started, they would complain."""
+        if self._pool is not None:
+            interrupts: list[int] = []
+            before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+            try:
+                futures.wait([self._pool.submit(os.getpid) for _ in range(self._num_workers)])
+            finally:
+                signal.signal(signal.SIGINT, before)
+            if interrupts:
+                self._pool.shutdown()
+                raise KeyboardInterrupt
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def encode(
+        self, tasks: Iterable[Task | EndOfShard | None]
+    ) -> Iterator[Encoded | BadShard | EndOfShard]:
+        """Give what tasks come to, in their order; at None, all that is under way.
+
+        Raises:
+            UserError: a worker was killed.
+        """
+        waiting: deque[Future[Encoded | BadShard] | EndOfShard] = deque()
+        try:
+            for task in tasks:
+                if isinstance(task, EndOfShard):
+                    waiting.append(task)
+                elif task is not None:
+                    waiting.append(self._submit(task))
+                room = TASKS_AHEAD * self._num_workers if task is not None else 0
+                while len(waiting) > room or (waiting and _is_done(waiting[0])):
+                    yield _result(waiting.popleft())
+            while waiting:
+                yield _result(waiting.popleft())
+        except BrokenProcessPool:
+            raise UserError("a worker process was killed, perhaps for want of memory; the same"
+                            " command goes on from there, perhaps with fewer --workers") from None
+
+    def _submit(self, task: Task) -> Future[Encoded | BadShard]:
+        if self._pool is not None:
+            return self._pool.submit(encode_task, task, self._tokenizer_name)
+        future: Future[Encoded | BadShard] = Future()
+        future.set_result(encode_task(task, self._tokenizer_name))
+        return future
+
+
+def _is_done(item: Future[Encoded | BadShard] | EndOfShard) -> bool:
+    return isinstance(item, EndOfShard) or item.done()
+
+
+def _result(item: Future[Encoded | BadShard] | EndOfShard) -> Encoded | BadShard | EndOfShard:
+    return item if isinstance(item, EndOfShard) else item.result()
+
+
+def _start_worker(tokenizer_name: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the rest
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    load_tokenizer(tokenizer_name)
+
+
+def _end_with_parent() -> None:
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)

@@ -1,0 +1,203 @@
+"""The Hugging Face hub: token datasets to train on, and documents to make them of."""
+
+from __future__ import annotations
+
+import errno
+import io
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,  # the base of its HTTP library's errors
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+from tqdm import tqdm
+
+from preparation.documents import FileShard, Shard, Source, kind_of
+from preparation.journal import ShardFacts
+from preparation.readers import Task, count_rows, text_bytes
+from run_config import UserError
+
+QUESTION_PAUSES = (1, 5)  # seconds before another attempt
+DOWNLOAD_PAUSES = (1, 5, 20, 60)  # the client has made some attempts of its own
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+LEFTOVER_SECONDS = 600  # after which nobody is writing a file any more
+T = TypeVar("T")
+
+
+def fetch_dataset(dataset_dir: Path, repository: str) -> None:
+    """Download a token dataset. One process of each node.
+
+    Its files get their names when whole; what is there already is not fetched again.
+
+    Raises:
+        UserError: the hub cannot be reached, or has no such dataset for this user.
+    """
+    info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
+    for name in ("train.safetensors", "validation.safetensors"):
+        _download(repository, name, revision=info.sha, local_dir=dataset_dir)
+
+
+@dataclass(frozen=True)
+class RawFiles:
+    """Where files are fetched to, and whether they stay there when they are done."""
+
+    dir: Path
+    are_kept: bool = False
+
+
+def hub_source(repository: str, subset: str, *, text_column: str, raw_files: RawFiles,
+               revision: str | None = None) -> Source:
+    """Find the documents of a dataset on the hub: parquet or JSON lines files, by name.
+
+    Args:
+        revision: a commit; the newest, if None.
+
+    Raises:
+        UserError: the hub cannot be reached, or has no such documents for this user.
+    """
+    info = ask_hub(repository, lambda: HfApi().dataset_info(repository, revision=revision))
+    entries = ask_hub(repository, lambda: list(HfApi().list_repo_tree(
+        repository, subset or None, recursive=True, revision=info.sha, repo_type="dataset")))
+    files = sorted((entry for entry in entries if isinstance(entry, RepoFile)
+                    and kind_of(entry.path) in ("parquet", "JSON lines")), key=lambda e: e.path)
+    kinds = {kind_of(file.path) for file in files}
+    if len(kinds) != 1:
+        raise UserError(f"{repository} on the hub: {subset or 'its root'} holds"
+                        f" {' and '.join(sorted(kinds)) or 'no parquet or JSON lines'};"
+                        " name a directory of documents with --subset")
+    shards = [HubShard(repository, info.sha, file.path,
+                       file.lfs.sha256 if file.lfs else file.blob_id, file.size, text_column,
+                       raw_files) for file in files]
+    sizes = sorted(file.size for file in files)
+    card = info.card_data
+    languages = card.language if card and card.language else ["en"]
+    return Source(
+        f"{repository} {subset}".strip(), shards, text_column=text_column, revision=info.sha,
+        licence=str(card.license) if card and card.license else "unknown",
+        languages=[languages] if isinstance(languages, str) else list(languages),
+        hub_name=repository, raw_dir=raw_files.dir,
+        num_raw_bytes=sum(sizes if raw_files.are_kept else sizes[-2:]),  # one is fetched ahead
+    )
+
+
+@dataclass(frozen=True)
+class HubShard(Shard):
+    """A file on the hub, which is here only while it is read."""
+
+    repository: str
+    revision: str
+    name: str
+    identity: str
+    num_bytes: int
+    text_column: str
+    raw_files: RawFiles
+
+    def facts(self) -> ShardFacts:
+        if kind_of(self.name) == "parquet":
+            footer = ask_hub(self.repository, self._read_footer)
+            name = f"{self.repository} on the hub: {self.name}"
+            return ShardFacts(
+                name=self.name, identity=self.identity,
+                num_documents=count_rows(io.BytesIO(footer), name=name),
+                num_text_bytes=sum(text_bytes(io.BytesIO(footer), self.text_column, name=name)),
+            )
+        self.fetch()
+        facts = self._file().facts()
+        self.release()
+        return facts.model_copy(update={"identity": self.identity})
+
+    def fetch(self) -> None:
+        if not are_progress_bars_disabled():
+            disable_progress_bars()  # there is a bar already
+        if not (self.raw_files.dir / self.name).exists():
+            tqdm.write(f"fetching {self.name}, {self.num_bytes / 1e9:.2f} GB", file=sys.stderr)
+        _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_files.dir)
+
+    def tasks(self) -> Iterator[Task]:
+        return self._file().tasks()
+
+    def release(self) -> None:
+        if not self.raw_files.are_kept:
+            (self.raw_files.dir / self.name).unlink(missing_ok=True)
+
+    def _file(self) -> FileShard:
+        return FileShard.of(self.raw_files.dir / self.name, self.name, self.text_column)
+
+    def _read_footer(self) -> bytes:
+        """Read the end of a parquet file: the footer, its length in four bytes, four of magic."""
+        path = f"datasets/{self.repository}@{self.revision}/{self.name}"
+        with HfFileSystem().open(path, "rb", block_size=2**18) as file:
+            file.seek(max(self.num_bytes - 8, 0))
+            length = int.from_bytes(file.read(4), "little") + 8
+            file.seek(max(self.num_bytes - length, 0))
+            return file.read()
+
+
+def ask_hub(subject: str, action: Callable[[], T], *,
+            pauses: Sequence[float] = QUESTION_PAUSES) -> T:
+    """Do something with the hub, again after pauses where another attempt may help.
+
+    Raises:
+        UserError: what is wrong, and what to do.
+        OSError: the disk is full.
+    """
+    for pause in (*pauses, None):
+        try:
+            return action()
+        except (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError) as error:
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+                raise
+            reason = _permanent_reason(error)
+            if reason or pause is None:
+                reason = reason or (f"{_first_line(error)}; check the network, and type the same"
+                                    " command again")
+                raise UserError(f"{subject} on the Hugging Face hub: {reason}") from None
+        time.sleep(pause)
+    raise AssertionError
+
+
+def _permanent_reason(error: Exception) -> str:
+    """Say why another attempt is of no use; empty where it may be."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, GatedRepoError):
+        return "asks for consent first: give it on its page there, then set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
+        return ("there is no such dataset, or it is private: check the name, or set HF_TOKEN to a"
+                " token that may read it (`uv run hf auth login` keeps one)")
+    if isinstance(error, RevisionNotFoundError):
+        return f"there is no such revision: {_first_line(error)}"
+    if isinstance(error, LocalEntryNotFoundError):  # what it says when nobody answers
+        return ""
+    if isinstance(error, EntryNotFoundError):
+        return f"there is no such file: {_first_line(error)}"
+    if isinstance(error, HfHubHTTPError):
+        return "" if status in TRANSIENT else _first_line(error)
+    return "" if isinstance(error, HTTPError | OSError) else _first_line(error)
+
+
+def _download(repository: str, name: str, *, revision: str, local_dir: Path) -> None:
+    """Bring a file here. A broken connection goes on where it broke; a killed process leaves a
+    part that no later one can use."""
+    for path in (local_dir / ".cache" / "huggingface" / "download").rglob("*.incomplete"):
+        if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+            path.unlink(missing_ok=True)
+    ask_hub(f"{repository}: {name}", lambda: hf_hub_download(
+        repository, name, repo_type="dataset", revision=revision, local_dir=local_dir),
+        pauses=DOWNLOAD_PAUSES)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]

@@ -1,0 +1,295 @@
+"""Documents to a token dataset: a pair of safetensors files that appear only when whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from tqdm import tqdm
+
+from preparation.dataset_card import write_card
+from preparation.documents import Shard, Source
+from preparation.encoding import Encoded, Encoder, EndOfShard
+from preparation.journal import Journal, Progress, Request, ShardFacts, SplitCount
+from preparation.progress_display import ProgressDisplay
+from preparation.readers import TASK_BYTES, BadShard, Task
+from preparation.token_file_writer import TokenFileWriter
+from run_config import UserError
+from tokenizer import check_tokenizer_name
+
+SPLITS = ("train", "validation")
+# Text of which a token stands for more bytes than this is rare: the least room that is asked for.
+MOST_BYTES_A_TOKEN = {"gpt2": 5.0, "bytes": 1.0}
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What a dataset is made with, beside its source."""
+
+    tokenizer: str = "gpt2"
+    validation_fraction: float = 0.01
+    max_documents: int | None = None
+    num_workers: int = 1
+    skip_bad_shards: bool = False
+
+
+def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Progress:
+    """Tokenise documents: the first of them for training, the last for validation.
+
+    Everything is written beside `output_dir` and takes that name when it is whole. What a kill or
+    an error leaves is gone on with by the same call.
+
+    Raises:
+        UserError: `output_dir` holds something already, the source cannot be used or differs from
+            that of an unfinished preparation, or the disk is full.
+    """
+    refuse_to_overwrite(output_dir)
+    check_tokenizer_name(options.tokenizer)
+    journal = Journal(output_dir)
+    try:
+        with journal:
+            request = _request(source, options, journal)
+            _check_disk(request, journal, source)
+            journal.begin(request)
+            progress = _Preparation(source, options, journal).run()
+            journal.publish(output_dir)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise UserError(f"{journal.dir}: the disk is full; make room, and the same command"
+                            f" goes on behind shard {journal.progress.num_shards}") from None
+        raise UserError(f"{output_dir}: cannot be written: {error.strerror or error}") from None
+    return progress
+
+
+def refuse_to_overwrite(output_dir: Path) -> None:
+    """Raise UserError if something is there already."""
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise UserError(f"{output_dir}: is not empty; name another output, or remove it yourself")
+
+
+def num_training_documents(num_documents: int, validation_fraction: float) -> int:
+    """Say where validation begins; both parts have a document at least.
+
+    Source: what `train[:99%]` means to Hugging Face's datasets: rounded, half to even.
+    """
+    share = 1 - Fraction(str(validation_fraction))
+    return min(max(round(num_documents * share), 1), num_documents - 1)
+
+
+def _request(source: Source, options: PrepareOptions, journal: Journal) -> Request:
+    known = {(facts.name, facts.identity): facts
+             for facts in (journal.request.shards if journal.request else [])}
+    shards: list[ShardFacts] = []
+    num_documents = 0
+    for shard in tqdm(source.shards, desc="counting documents", unit=" files", leave=False,
+                      disable=None, delay=1):
+        facts = known.get((shard.name, shard.identity)) or _facts(shard, options)
+        shards.append(facts)
+        num_documents += facts.num_documents
+        if options.max_documents is not None and num_documents >= options.max_documents:
+            num_documents = options.max_documents
+            break
+    if num_documents < 2:
+        raise UserError(f"{source.name}: {num_documents} document in all; wanted at least 2, for"
+                        " training and validation (.jsonl holds one a line)")
+    return Request(source=source.name, revision=source.revision, text_column=source.text_column,
+                   tokenizer=options.tokenizer, validation_fraction=options.validation_fraction,
+                   max_documents=options.max_documents, num_documents=num_documents, shards=shards)
+
+
+def _facts(shard: Shard, options: PrepareOptions) -> ShardFacts:
+    try:
+        return shard.facts()
+    except BadShard as error:
+        if not options.skip_bad_shards:
+            raise _with_advice(error) from None
+        return ShardFacts(name=shard.name, identity=shard.identity, num_documents=0,
+                          is_bad=True)
+
+
+def _with_advice(error: BadShard) -> UserError:
+    return UserError(f"{error}; mend it, or go on without it: --skip-bad-shards")
+
+
+def _check_disk(request: Request, journal: Journal, source: Source) -> None:
+    """Refuse a disk that is too small, as far as the text's size is known."""
+    num_text_bytes = sum(facts.num_text_bytes or 0 for facts in request.shards)
+    wanted = 2 * num_text_bytes / MOST_BYTES_A_TOKEN[request.tokenizer]
+    if request.max_documents is not None:
+        wanted *= request.num_documents / sum(facts.num_documents for facts in request.shards)
+    wanted -= sum(path.stat().st_size for path in journal.dataset_dir.glob("*.safetensors"))
+    if source.raw_dir is not None:
+        source.raw_dir.mkdir(parents=True, exist_ok=True)
+        if source.raw_dir.stat().st_dev == journal.dir.stat().st_dev:
+            wanted += source.num_raw_bytes
+        else:
+            _check_room(source.raw_dir, source.num_raw_bytes, "files from the hub")
+    _check_room(journal.dir, wanted, "tokens" if source.raw_dir is None else
+                "tokens and files from the hub")
+
+
+def _check_room(directory: Path, num_bytes: float, what: str) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise UserError(f"{directory.parent}: {free / 1e9:.1f} GB free; {what} will take"
+                        f" {num_bytes / 1e9:.1f} GB or more: make room, or name an output on"
+                        " another disk")
+
+
+class _Preparation:
+    """What is under way: shards into tasks, tokens into the two files, a journal line a shard."""
+
+    def __init__(self, source: Source, options: PrepareOptions, journal: Journal) -> None:
+        assert journal.request is not None
+        self._source, self._options, self._journal = source, options, journal
+        self._request = journal.request
+        self._shards = source.shards[:len(self._request.shards)]
+        self._num_train = num_training_documents(self._request.num_documents,
+                                                 options.validation_fraction)
+        self._progress = journal.progress
+        self._num_documents = self._start_of(self._progress.num_shards)
+        self._is_bad = False
+        self._writers = {
+            split: TokenFileWriter(journal.dataset_dir / f"{split}.safetensors",
+                                   num_tokens=self._progress.of(split).num_tokens)
+            for split in SPLITS
+        }
+
+    def run(self) -> Progress:
+        """Do all shards that are left, then write headers and card."""
+        is_small = sum(shard.num_bytes for shard in self._shards) < 2 * TASK_BYTES
+        num_workers = 1 if is_small else self._options.num_workers
+        try:
+            with (
+                Encoder(self._options.tokenizer, num_workers=num_workers) as encoder,
+                ProgressDisplay(self._request, self._num_documents) as display,
+            ):
+                for outcome in encoder.encode(self._tasks()):
+                    self._take(outcome)
+                    display.show(self._num_documents, self._progress)
+            self._finish()
+        finally:
+            for writer in self._writers.values():
+                with contextlib.suppress(OSError):  # a full disk, said already
+                    writer.close()
+        return self._progress
+
+    def _tasks(self) -> Iterator[Task | EndOfShard | None]:
+        numbers = range(self._progress.num_shards, len(self._shards))
+        fetches = (_Fetch(self._shards[number]) for number in numbers)
+        upcoming = next(fetches, None)
+        for number in numbers:
+            fetch, upcoming = upcoming, next(fetches, None)  # one ahead
+            if not fetch.is_done():
+                yield None
+            fetch.wait()
+            if not self._request.shards[number].is_bad:
+                yield from self._shards[number].tasks()
+            yield EndOfShard(number)
+
+    def _take(self, outcome: Encoded | BadShard | EndOfShard) -> None:
+        if isinstance(outcome, EndOfShard):
+            self._end_shard(outcome.number)
+        elif isinstance(outcome, BadShard):
+            if not self._options.skip_bad_shards:
+                raise _with_advice(outcome)
+            self._is_bad = True
+        elif not self._is_bad:
+            self._write(outcome)
+
+    def _write(self, encoded: Encoded) -> None:
+        """Append what is wanted of it, up to the boundary to the first file."""
+        wanted = self._request.num_documents - self._num_documents
+        if wanted <= 0:
+            return
+        if len(encoded.ends) >= wanted:
+            encoded = encoded.first_documents(wanted)
+        num_train = min(max(self._num_train - self._num_documents, 0), len(encoded.ends))
+        boundary = encoded.tokens.size
+        if self._num_documents + len(encoded.ends) >= self._num_train:
+            boundary = encoded.ends[num_train - 1, 0] if num_train else 0
+        num_in = {"train": num_train, "validation": len(encoded.ends) - num_train}
+        parts = {"train": encoded.tokens[:boundary], "validation": encoded.tokens[boundary:]}
+        counts = {}
+        for split, tokens in parts.items():
+            self._writers[split].add(tokens)
+            before = self._progress.of(split)
+            counts[split] = SplitCount(
+                num_documents=before.num_documents + num_in[split],
+                num_tokens=before.num_tokens + tokens.size,
+                max_token_id=max(before.max_token_id, int(tokens.max(initial=0))),
+            )
+        _, num_bytes, num_characters = encoded.sizes.tolist()
+        self._progress = self._progress.model_copy(update=counts | {
+            "num_bytes": self._progress.num_bytes + num_bytes,
+            "num_characters": self._progress.num_characters + num_characters,
+        })
+        self._num_documents += len(encoded.ends)
+
+    def _end_shard(self, number: int) -> None:
+        end = min(self._start_of(number + 1), self._request.num_documents)
+        facts = self._request.shards[number]
+        if not self._is_bad and self._num_documents != end:
+            found = self._num_documents - self._start_of(number)
+            self._take(BadShard(f"{facts.name}: holds {found} documents, where"
+                                f" {facts.num_documents} were counted"))
+        bad_shards = self._progress.bad_shards
+        if self._is_bad or facts.is_bad:
+            bad_shards = [*bad_shards, facts.name]
+        if self._is_bad:  # forget the part of it that could be read
+            self._progress = self._journal.progress
+            for split, writer in self._writers.items():
+                writer.cut_to(self._progress.of(split).num_tokens)
+        self._num_documents, self._is_bad = end, False
+        self._progress = self._progress.model_copy(
+            update={"num_shards": number + 1, "bad_shards": bad_shards})
+        for writer in self._writers.values():
+            writer.flush()
+        self._journal.add(self._progress)
+        self._shards[number].release()
+
+    def _start_of(self, number: int) -> int:
+        return sum(facts.num_documents for facts in self._request.shards[:number])
+
+    def _finish(self) -> None:
+        for split, writer in self._writers.items():
+            count = self._progress.of(split)
+            if not count.num_tokens:
+                raise UserError(f"{self._source.name}: nothing is left for"
+                                f" {split}.safetensors without the bad shards")
+            writer.finish(count.metadata() | {
+                "tokenizer": self._request.tokenizer,
+                "source": self._request.source[:400],
+                "revision": self._request.revision[:100],
+            })
+        write_card(self._journal.dataset_dir, self._source, self._request, self._progress)
+
+
+class _Fetch:
+    """Brings one shard onto this machine, in a thread that the program's end does not wait for."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._shard.fetch()
+        except BaseException as error:
+            self._error = error

@@ -1,0 +1,70 @@
+"""What a person sees of a preparation: a bar, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from tqdm import tqdm
+
+from preparation.journal import Progress, Request
+
+LINE_INTERVAL = 30  # seconds between plain lines
+
+
+class ProgressDisplay:
+    """One bar over documents, with tokens, tokens a second and the time left."""
+
+    def __init__(self, request: Request, num_documents: int) -> None:
+        self._total, self._first_document = request.num_documents, num_documents
+        self._first_tokens: int | None = None
+        self._started = self._last_line = time.monotonic()
+        self._bar = tqdm(total=request.num_documents, initial=num_documents, unit=" documents",
+                         disable=None, dynamic_ncols=True)
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._first_document:
+            print(f"going on behind document {self._first_document:,} of {self._total:,}",
+                  file=sys.stderr)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: TracebackType | None) -> None:
+        self._bar.close()
+
+    def show(self, num_documents: int, progress: Progress) -> None:
+        """Show how far it is."""
+        now = time.monotonic()
+        num_tokens = progress.train.num_tokens + progress.validation.num_tokens
+        if self._first_tokens is None:  # the first tasks came while the workers started
+            self._first_tokens, self._started = num_tokens, now
+        rate = (num_tokens - self._first_tokens) / max(now - self._started, 1e-3)
+        text = f"{num_tokens / 1e6:,.0f} M tokens, {rate / 1e6:.2f} M tokens/s"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(num_documents - self._bar.n)
+        if self._bar.disable and now - self._last_line > LINE_INTERVAL:
+            self._last_line = now
+            done = num_documents - self._first_document
+            left = (now - self._started) / max(done, 1) * (self._total - num_documents)
+            print(f"{num_documents:,} of {self._total:,} documents, {text},"
+                  f" {tqdm.format_interval(left)} left", file=sys.stderr, flush=True)
+
+
+def summary(output_dir: Path, progress: Progress) -> str:
+    """Say what came of it, in a few lines."""
+    num_documents = progress.train.num_documents + progress.validation.num_documents
+    num_tokens = progress.train.num_tokens + progress.validation.num_tokens
+    lines = [f"{num_documents:,} documents, {num_tokens:,} tokens"]
+    if progress.num_bytes:  # not known of tokens that were imported
+        lines[0] += (f", {progress.num_bytes:,} bytes of text,"
+                     f" {progress.num_characters / num_tokens:.2f} characters per token")
+    for split in ("train", "validation"):
+        path, count = output_dir / f"{split}.safetensors", progress.of(split)
+        lines.append(f"{path}: {count.num_documents:,} documents, {count.num_tokens:,} tokens,"
+                     f" {path.stat().st_size:,} bytes")
+    if progress.bad_shards:
+        lines.append(f"left out: {len(progress.bad_shards)} bad shards,"
+                     f" {', '.join(progress.bad_shards[:5])}")
+    return "\n".join(lines)

@@ -1,0 +1,175 @@
+"""A hub on loopback: what the real huggingface_hub client asks of it, and faults on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the next requests for a path."""
+
+    path: str  # a part of it
+    times: int = 1
+    spared: int = 0  # requests before them
+    status: int = 0  # answered instead
+    headers: dict[str, str] = field(default_factory=dict)
+    cut_after: int = -1  # bytes of the body, then the connection breaks
+    method: str = "GET"
+
+
+@dataclass
+class Hub:
+    """A repository, what may happen to who asks for it, and what was asked."""
+
+    files: dict[str, bytes]
+    repository: str = "someone/texts"
+    sha: str = SHA
+    card: dict[str, object] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    endpoint: str = ""
+    requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
+    num_bytes: int = 0  # of files, that were sent
+
+    def downloads(self, name: str) -> list[str]:
+        """Give the ranges in which a file was asked for."""
+        return [part for method, path, part in self.requests
+                if method == "GET" and "/resolve/" in path and path.endswith(name)]
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """Give what makes a process take this for the hub."""
+        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": ""}
+
+    def fault_for(self, method: str, path: str) -> Fault | None:
+        for fault in self.faults:
+            if fault.times and fault.path in path and fault.method == method:
+                if fault.spared:
+                    fault.spared -= 1
+                    continue
+                fault.times -= 1
+                return fault
+        return None
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """Serve a hub while the context lasts."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(hub))
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.respond(has_body=True)
+
+        def do_HEAD(self) -> None:
+            self.respond(has_body=False)
+
+        def do_POST(self) -> None:
+            self.form = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.respond(has_body=True)
+
+        def respond(self, *, has_body: bool) -> None:
+            path = unquote(urlsplit(self.path).path)
+            hub.requests.append((self.command, path, self.headers.get("Range", "")))
+            fault = hub.fault_for(self.command, path)
+            if fault and fault.status:
+                self.send(fault.status, b"{}" if has_body else b"", fault.headers)
+            elif match := re.fullmatch(rf"/datasets/{hub.repository}/resolve/(\w+)/(.+)", path):
+                self.send_file(*match.groups(), fault, has_body=has_body)
+            elif path.startswith(f"/api/datasets/{hub.repository}"):
+                self.send_json(self.answer(path.removeprefix(f"/api/datasets/{hub.repository}")))
+            else:  # what the hub says to who is not logged in
+                self.send(401, b'{"error": "Invalid username or password."}',
+                          {"X-Error-Code": "RepoNotFound"})
+
+        def answer(self, path: str) -> object:
+            sha = hub.sha
+            if path.startswith("/revision/"):
+                sha = path.removeprefix("/revision/")
+            if path.startswith("/tree/"):
+                _, _, sha, *rest = path.split("/")
+                folder = "/".join(rest)
+                return [entry(name) for name in sorted(hub.files)
+                        if name.startswith(f"{folder}/" if folder else "")]
+            if path.startswith("/paths-info/"):
+                asked = json.loads(self.form)["paths"]
+                return [entry(name) for name in hub.files if name in asked]
+            return {"id": hub.repository, "sha": sha, "private": False, "tags": [],
+                    "downloads": 0, "likes": 0, "cardData": hub.card,
+                    "siblings": [{"rfilename": name} for name in hub.files]}
+
+        def send_file(self, sha: str, name: str, fault: Fault | None, *, has_body: bool) -> None:
+            if name not in hub.files:
+                self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return
+            content = hub.files[name]
+            headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": sha,
+                       "Accept-Ranges": "bytes", "X-Linked-Size": str(len(content)),
+                       "X-Linked-Etag": f'"{etag(content)}"'}
+            status, part = 200, content
+            if found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+                start, stop = int(found[1]), int(found[2] or len(content) - 1) + 1
+                status, part = 206, content[start:stop]
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+            if not has_body:
+                self.send(status, b"", headers | {"Content-Length": str(len(part))})
+                return
+            self.send(status, part, headers, cut_after=fault.cut_after if fault else -1)
+
+        def send_json(self, answer: object) -> None:
+            self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+        def send(self, status: int, body: bytes, headers: dict[str, str], *,
+                 cut_after: int = -1) -> None:
+            self.send_response(status)
+            for key, value in ({"Content-Length": str(len(body))} | headers).items():
+                self.send_header(key, value)
+            self.end_headers()
+            if 0 <= cut_after < len(body):
+                self.wfile.write(body[:cut_after])
+                self.wfile.flush()
+                self.connection.close()
+                self.close_connection = True
+                return
+            self.wfile.write(body)
+            if "/resolve/" in self.path:
+                hub.num_bytes += len(body)
+
+    def entry(name: str) -> dict[str, object]:
+        content = hub.files[name]
+        facts = {"type": "file", "path": name, "size": len(content), "oid": etag(content)[:40]}
+        if name.endswith((".parquet", ".safetensors")):
+            facts["lfs"] = {"oid": etag(content), "size": len(content), "pointerSize": 130}
+        return facts
+
+    return Handler
+
+
+def etag(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
