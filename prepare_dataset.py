@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -54,49 +54,62 @@ def main(source: str, output: Path, subset: str, tokenizer: str, text_column: st
 
     Killed at any moment, it goes on when the same command is typed again.
     """
-    start_fork_server()
-    # Imported here so that --help does not wait for them.
-    from preparation.pipeline import PrepareOptions, prepare_dataset, refuse_to_overwrite
-    from preparation.progress_display import summary
-
     try:
-        refuse_to_overwrite(output)
         if is_import:
+            if subset or max_documents or workers or skip_bad_shards or keep_raw:
+                raise UserError("--import takes the tokens as they are; of the other options only"
+                                " --tokenizer has a meaning with it")
+            # Imported here, and below, so that --help does not wait for it.
             from preparation.foreign_tokens import import_tokens
 
             progress = import_tokens(Path(source), output, tokenizer)
         else:
-            documents = find_source(source, output, subset=subset, text_column=text_column,
-                                    keep_raw=keep_raw)
+            start_fork_server()
+            from preparation.pipeline import prepare_dataset
+            from preparation.planning import PrepareOptions, free_output
+
+            documents = find_source(source, free_output(output), subset=subset,
+                                    text_column=text_column, keep_raw=keep_raw)
             progress = prepare_dataset(documents, output, PrepareOptions(
                 tokenizer=tokenizer, validation_fraction=validation_fraction,
                 max_documents=max_documents, num_workers=workers or num_cores(),
                 skip_bad_shards=skip_bad_shards,
             ))
-        print(summary(output, progress))
+        from preparation.progress_display import summary
+
+        print(summary(output, progress), flush=True)
     except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        sys.exit(2)
+        stop_with(str(error), status=2)
+    except OSError as error:  # of the source's or the output's place
+        stop_with(f"{error.filename or source}: {error.strerror or error}", status=2)
     except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on from there", file=sys.stderr, flush=True)
-        sys.exit(130)
+        stop_with("Interrupted; the same command goes on from there", status=130)
+
+
+def stop_with(message: str, *, status: int) -> NoReturn:
+    print(f"Error: {message}" if status == 2 else f"\n{message}", file=sys.stderr, flush=True)
+    sys.exit(status)
 
 
 def find_source(source: str, output: Path, *, subset: str, text_column: str,
                 keep_raw: Path | None) -> Source:
     """Find the documents that SOURCE stands for. Raises: UserError."""
-    from preparation.documents import find_documents, python_stdlib
+    from preparation.documents import find_documents, kind_of, python_stdlib
     from preparation.journal import Journal, unfinished_request
 
-    if not Path(source).exists() and HUB_NAME.fullmatch(source):
+    if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
         from preparation.hub import RawFiles, hub_source
 
         unfinished = unfinished_request(output)  # goes on with the commit that it began with
-        return hub_source(
-            source, subset, text_column=text_column,
-            raw_files=RawFiles(keep_raw or Journal(output).raw_dir, are_kept=keep_raw is not None),
-            revision=unfinished.revision if unfinished and unfinished.revision else None,
-        )
+        is_same = unfinished is not None and unfinished.source == f"{source} {subset}".strip()
+        try:
+            return hub_source(
+                source, subset, text_column=text_column,
+                raw_files=RawFiles(keep_raw or Journal(output).raw_dir, keep_raw is not None),
+                revision=unfinished.revision if is_same else None,
+            )
+        except UserError as error:
+            raise UserError(f"{error} (nor is there a file {source} here)") from None
     if subset or keep_raw:
         raise UserError(f"{source}: --subset and --keep-raw are for a dataset on the hub, named as"
                         " owner/name")

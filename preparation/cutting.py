@@ -1,4 +1,4 @@
-"""Large documents in pieces, cut where their tokens stay the same."""
+"""Text in pieces: large documents cut where their tokens stay the same."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-LARGE_DOCUMENT = 2**20  # bytes from which a document is cut into pieces
+from run_config import UserError
+
+LARGE_DOCUMENT = 2**18  # bytes from which a document is cut into pieces: a regular expression over
+# a million blanks, as long as a piece may get, is more than tiktoken's stack can hold
 # GPT-2's tokenizer splits text before it merges anything, always between a character that is no
 # space and a blank or a line's end behind it. (No space of Unicode ends in a byte of B0 to BF.)
 SAFE_CUT = re.compile(rb"[!-~\xb0-\xbf][ \n]")
+
+
+class BadShard(UserError):
+    """A shard that is damaged, or does not hold what it should."""
 
 
 class Piece(NamedTuple):

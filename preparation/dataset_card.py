@@ -18,18 +18,15 @@ CARD = """---
 
 # {name}, tokenised
 
-{num_documents:,} documents of {source}{revision}, as token ids: {num_tokens:,} tokens of the
-tokenizer `{tokenizer}` for {num_bytes:,} bytes of text ({characters_per_token:.2f} characters per
-token).
+{num_documents:,} documents of {source}, as token ids: {num_tokens:,} tokens of the
+tokenizer `{tokenizer}`{of_text}.
 
 | file | documents | tokens | bytes |
 |---|---|---|---|
 {rows}
 
-Each file holds one vector `tokens` of 16-bit unsigned integers: the documents in the order of the
-source, the first {train_percent:.4g}% of them in `train.safetensors`, an end-of-text token
-(id {end_of_text}) after each. Documents are tokenised as plain text: no text in them becomes a
-special token. Counts, tokenizer, source and revision also stand in the files' metadata.
+Each file holds one vector `tokens` of 16-bit unsigned integers{layout}. Counts, tokenizer and
+source also stand in the files' metadata.
 
 ## How to load it
 
@@ -44,19 +41,43 @@ with safe_open("train.safetensors", framework="numpy") as file:
 `dataset`.
 {notes}"""
 
+LAYOUT = """: the documents in the order of the
+source, the first of them in `train.safetensors`, an end-of-text token (id {end_of_text}) after
+each. Documents are tokenised as plain text: no text in them becomes a special token"""
+
+IMPORTED = ", as they were in the files of nanoGPT or llm.c"
+
 
 def write_card(dataset_dir: Path, source: Source, request: Request, progress: Progress) -> None:
     """Write README.md beside the token files, which must be finished."""
+    num_tokens = progress.train.num_tokens + progress.validation.num_tokens
+    revision = f" (revision {request.revision})" if request.revision else ""
+    _write(
+        dataset_dir, source, progress, request.tokenizer,
+        source=request.source + revision,
+        of_text=f" for {progress.num_bytes:,} bytes of text"
+                f" ({progress.num_characters / num_tokens:.2f} characters per\ntoken)",
+        layout=LAYOUT.format(end_of_text=END_OF_TEXT_IDS[request.tokenizer]),
+    )
+
+
+def write_import_card(dataset_dir: Path, source: Path, tokenizer: str,
+                      progress: Progress) -> None:
+    """Write README.md beside token files that were taken over."""
+    _write(dataset_dir, Source(str(source), []), progress, tokenizer,
+           source=source.name, of_text="", layout=IMPORTED)
+
+
+def _write(dataset_dir: Path, about: Source, progress: Progress, tokenizer: str,
+           **texts: str) -> None:
     from huggingface_hub import DatasetCardData  # slow to import
 
     num_documents = progress.train.num_documents + progress.validation.num_documents
-    num_tokens = progress.train.num_tokens + progress.validation.num_tokens
-    name = Path(request.source).name if source.hub_name is None else source.hub_name
+    name = about.hub_name or Path(about.name).resolve().name
     card_data = DatasetCardData(
-        license=source.licence, language=source.languages, task_categories=["text-generation"],
+        license=about.licence, language=about.languages, task_categories=["text-generation"],
         size_categories=[size_category(num_documents)], pretty_name=f"{name}, tokenised",
-        source_datasets=[source.hub_name] if source.hub_name else ["original"],
-        tags=["tokens", request.tokenizer],
+        source_datasets=[about.hub_name or "original"], tags=["tokens", tokenizer],
     )
     rows = "\n".join(
         f"| `{split}.safetensors` | {progress.of(split).num_documents:,} |"
@@ -66,13 +87,8 @@ def write_card(dataset_dir: Path, source: Source, request: Request, progress: Pr
     )
     card = CARD.format(
         front_matter=card_data.to_yaml(), name=name, num_documents=num_documents,
-        source=request.source, revision=f" (revision {request.revision})" if request.revision
-        else "", num_tokens=num_tokens, tokenizer=request.tokenizer,
-        num_bytes=progress.num_bytes,
-        characters_per_token=progress.num_characters / num_tokens, rows=rows,
-        train_percent=100 * (1 - request.validation_fraction),
-        end_of_text=END_OF_TEXT_IDS[request.tokenizer],
-        notes=_notes(source, progress),
+        num_tokens=progress.train.num_tokens + progress.validation.num_tokens,
+        tokenizer=tokenizer, rows=rows, notes=_notes(about, progress), **texts,
     )
     (dataset_dir / "README.md").write_text(card, encoding="utf-8")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,14 +12,13 @@ from pathlib import Path
 
 from preparation.cutting import cut_document
 from preparation.journal import ShardFacts
+from preparation.parquet import count_rows, text_bytes
 from preparation.readers import (
     Task,
     Texts,
     count_lines,
-    count_rows,
     json_tasks,
     parquet_tasks,
-    text_bytes,
     text_tasks,
 )
 from run_config import UserError
@@ -49,6 +49,10 @@ class Shard(ABC):
     def fetch(self) -> None:  # noqa: B027
         """Bring it onto this machine, if it is not there. Raises: UserError."""
 
+    def missing_bytes(self) -> int:
+        """Give the bytes that fetching it will bring."""
+        return 0
+
     def release(self) -> None:  # noqa: B027
         """Delete what fetching it has brought."""
 
@@ -65,7 +69,7 @@ class Source:
     languages: list[str] = field(default_factory=lambda: ["en"])
     hub_name: str | None = None
     raw_dir: Path | None = None  # where shards are fetched to
-    num_raw_bytes: int = 0  # of what lies there at a time, at most
+    keeps_raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class TextFilesShard(Shard):
 
     @classmethod
     def of(cls, paths: Sequence[Path], root: Path) -> TextFilesShard:
-        return cls(paths, str(paths[0].relative_to(root)), _identity(paths),
+        return cls(paths, _printable(paths[0].relative_to(root)), _identity(paths),
                    sum(path.stat().st_size for path in paths))
 
     def facts(self) -> ShardFacts:
@@ -133,7 +137,8 @@ class TextsShard(Shard):
 
     def tasks(self) -> Iterator[Task]:
         for group in _batched(self._texts, TEXTS_A_TASK):
-            yield Texts([piece for text in group for piece in cut_document(text)])
+            yield Texts([piece for text in group for piece in cut_document(text)],
+                        sum(len(text) for text in group))
 
 
 def find_documents(source: str | Path, *, text_column: str = "text") -> Source:
@@ -143,7 +148,10 @@ def find_documents(source: str | Path, *, text_column: str = "text") -> Source:
         UserError: there are none, or they are of more than one kind.
     """
     root, found = _look_for(Path(source))
-    paths = sorted(path for path in found if path.is_file() and kind_of(path.name))
+    paths = sorted(path for path in found if kind_of(path.name) and not path.is_dir())
+    for path in paths:
+        if not path.exists():
+            raise UserError(f"{path}: is a link to nowhere")
     kinds = {kind_of(path.name) for path in paths} - {"text"}
     if not paths:
         raise UserError(f"{source}: no documents; wanted files ending in {', '.join(SUFFIXES)}")
@@ -152,16 +160,17 @@ def find_documents(source: str | Path, *, text_column: str = "text") -> Source:
                         " or file with one kind")
     shards: list[Shard] = []
     if kinds:  # a data set's README.md beside its parquet is no document
-        shards.extend(FileShard.of(path, str(path.relative_to(root)), text_column)
+        shards.extend(FileShard.of(path, _printable(path.relative_to(root)), text_column)
                       for path in paths if kind_of(path.name) in kinds)
     else:
         shards.extend(TextFilesShard.of(group, root)
                       for group in _batched(paths, TEXT_FILES_A_SHARD))
-    return Source(str(source), shards, text_column=text_column)
+    return Source(_printable(Path(source)), shards, text_column=text_column)
 
 
 def kind_of(name: str) -> str:
     """Tell the kind of document file by its name; empty where it is none."""
+    name = name.lower()
     if name.endswith(".parquet"):
         return "parquet"
     if name.endswith(JSON_SUFFIXES):
@@ -194,7 +203,7 @@ def python_stdlib() -> Source:
 def _look_for(source: Path) -> tuple[Path, Iterator[Path]]:
     """Give what the source's files are named relative to, and candidates for them."""
     if source.is_dir():
-        return source, source.rglob("*")
+        return source, _files_below(source)
     if source.exists():
         return source.parent, iter([source])
     is_magic = [bool(set("*?[") & set(part)) for part in source.parts]
@@ -203,7 +212,27 @@ def _look_for(source: Path) -> tuple[Path, Iterator[Path]]:
                         " the hub")
     first = is_magic.index(True)
     root = Path(*source.parts[:first])
-    return root, root.glob(str(Path(*source.parts[first:])))
+    try:
+        return root, iter(list(root.glob(str(Path(*source.parts[first:])))))
+    except ValueError as error:
+        raise UserError(f"{source}: not a pattern: {error}") from None
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Walk through a directory; not into hidden ones, nor into token datasets."""
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        if "train.safetensors" not in names:
+            yield from (Path(folder, name) for name in names)
+
+
+def _printable(path: Path) -> str:
+    """Give a name that can be printed in one line and kept in JSON, whatever bytes are in it."""
+    text = str(path).encode("utf-8", "backslashreplace").decode()
+    return text.replace("\n", "\\n")
 
 
 def _cut(text: str) -> Iterator[str]:

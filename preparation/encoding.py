@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -17,11 +18,15 @@ from types import TracebackType
 
 import numpy as np
 
-from preparation.readers import BadShard, Task
+from preparation.cutting import BadShard
+from preparation.readers import Task
 from run_config import UserError
 from tokenizer import load_tokenizer
 
-TASKS_AHEAD = 3  # for each worker, so that none waits, and memory stays small
+# What may be under way: enough that no worker waits, little enough that memory stays small.
+TASKS_AHEAD = 3  # for each worker
+BYTES_AHEAD = 2**26  # of text, of all workers together
+BYTES_AHEAD_EACH = 6 * 2**20  # where that is more: there are many of them
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,15 @@ class Encoded:
 def encode_task(task: Task, tokenizer_name: str) -> Encoded | BadShard:
     """Encode the pieces of a task, or say why they cannot be read."""
     tokenizer = load_tokenizer(tokenizer_name)
-    end_of_text = np.array([tokenizer.eot_token], dtype=np.uint32)
-    pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint32)]
+    end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
+    pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
     ends: list[tuple[int, int, int]] = []
     num_tokens = num_bytes = num_characters = 0
     try:
         for text, ends_document in task.pieces():
             # Without special tokens, so that a literal <|endoftext|> in a document stays text.
-            pieces.append(tokenizer.encode_to_numpy(text, disallowed_special=()))
+            ids = tokenizer.encode_to_numpy(text, disallowed_special=())
+            pieces.append(ids.astype(np.uint16))
             num_tokens += len(pieces[-1])
             num_bytes += len(text) if text.isascii() else len(text.encode())
             num_characters += len(text)
@@ -58,8 +64,7 @@ def encode_task(task: Task, tokenizer_name: str) -> Encoded | BadShard:
                 ends.append((num_tokens, num_bytes, num_characters))
     except BadShard as error:
         return error
-    tokens = np.concatenate(pieces, dtype=np.uint16, casting="unsafe")
-    return Encoded(tokens, np.array(ends, dtype=np.int64).reshape(-1, 3),
+    return Encoded(np.concatenate(pieces), np.array(ends, dtype=np.int64).reshape(-1, 3),
                    np.array([num_tokens, num_bytes, num_characters]))
 
 
@@ -75,6 +80,7 @@ class Encoder:
 
     def __init__(self, tokenizer_name: str, *, num_workers: int) -> None:
         self._tokenizer_name, self._num_workers = tokenizer_name, num_workers
+        self._bytes_ahead = max(BYTES_AHEAD, num_workers * BYTES_AHEAD_EACH)
         self._pool: ProcessPoolExecutor | None = None
         if num_workers > 1:
             context = multiprocessing.get_context("forkserver")  # workers share what is imported
@@ -85,7 +91,9 @@ class Encoder:
         """Start the workers. Ctrl-C waits for that: half-started, they would complain."""
         if self._pool is not None:
             interrupts: list[int] = []
-            before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+            before = signal.getsignal(signal.SIGINT)
+            if before is not signal.SIG_IGN:
+                signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
             try:
                 futures.wait([self._pool.submit(os.getpid) for _ in range(self._num_workers)])
             finally:
@@ -108,18 +116,24 @@ class Encoder:
         Raises:
             UserError: a worker was killed.
         """
-        waiting: deque[Future[Encoded | BadShard] | EndOfShard] = deque()
+        waiting: deque[tuple[int, Future[Encoded | BadShard] | EndOfShard]] = deque()
+        num_bytes = 0  # of text in them
         try:
-            for task in tasks:
+            for task in itertools.chain(tasks, [None]):
+                size = task.num_bytes if isinstance(task, Task) else 0
+                while waiting and (task is None
+                                   or len(waiting) >= TASKS_AHEAD * self._num_workers
+                                   or num_bytes + size > self._bytes_ahead):
+                    num_bytes -= waiting[0][0]
+                    yield _result(waiting.popleft()[1])
+                num_bytes += size
                 if isinstance(task, EndOfShard):
-                    waiting.append(task)
+                    waiting.append((0, task))
                 elif task is not None:
-                    waiting.append(self._submit(task))
-                room = TASKS_AHEAD * self._num_workers if task is not None else 0
-                while len(waiting) > room or (waiting and _is_done(waiting[0])):
-                    yield _result(waiting.popleft())
-            while waiting:
-                yield _result(waiting.popleft())
+                    waiting.append((size, self._submit(task)))
+                while waiting and _is_done(waiting[0][1]):
+                    num_bytes -= waiting[0][0]
+                    yield _result(waiting.popleft()[1])
         except BrokenProcessPool:
             raise UserError("a worker process was killed, perhaps for want of memory; the same"
                             " command goes on from there, perhaps with fewer --workers") from None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from preparation.journal import Progress, SplitCount
-from preparation.pipeline import refuse_to_overwrite
+from preparation.dataset_card import write_import_card
+from preparation.journal import Journal, Progress, SplitCount
+from preparation.planning import free_output
 from preparation.token_file_writer import TokenFileWriter
 from run_config import UserError
 from tokenizer import END_OF_TEXT_IDS, check_tokenizer_name
@@ -27,22 +27,25 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progre
         UserError: files are missing, their counts do not fit, or an id is outside the tokenizer's
             vocabulary.
     """
-    refuse_to_overwrite(output_dir)
+    output_dir = free_output(output_dir)
     check_tokenizer_name(tokenizer_name)
     vocab_size = END_OF_TEXT_IDS[tokenizer_name] + 1
     paths = {"train": _files(source, "train"), "validation": _files(source, "val")}
-    partial_dir = output_dir.parent / f".{output_dir.name}.import"
     try:
-        shutil.rmtree(partial_dir, ignore_errors=True)
-        partial_dir.mkdir(parents=True)
-        counts = {split: _import_split(paths[split], partial_dir / f"{split}.safetensors",
-                                       tokenizer_name, vocab_size) for split in paths}
-        partial_dir.rename(output_dir)
+        with Journal(output_dir) as journal:  # for its lock; all is done at once
+            if journal.request is not None:
+                raise UserError(f"{journal.dir}: holds an unfinished preparation; name another"
+                                " output, or delete that directory")
+            journal.dataset_dir.mkdir(exist_ok=True)
+            counts = {split: _import_split(paths[split],
+                                           journal.dataset_dir / f"{split}.safetensors",
+                                           tokenizer_name, vocab_size) for split in paths}
+            progress = Progress(**counts)
+            write_import_card(journal.dataset_dir, source, tokenizer_name, progress)
+            journal.publish(output_dir)
     except OSError as error:
         raise UserError(f"{output_dir}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial_dir, ignore_errors=True)
-    return Progress(**counts)
+    return progress
 
 
 def _files(source: Path, word: str) -> list[Path]:
@@ -86,7 +89,11 @@ def _import_split(paths: list[Path], output: Path, tokenizer_name: str,
 
 def _chunks(path: Path) -> Iterator[tuple[int, np.ndarray]]:
     """Read a file's tokens, each chunk with the place of its first. Raises: UserError."""
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+        path.open("rb").close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     header = np.fromfile(path, dtype="<i4", count=min(LLM_C_HEADER, size // 4))
     start, num_tokens = 0, size // 2
     if header.size == LLM_C_HEADER and header[0] == LLM_C_MAGIC:

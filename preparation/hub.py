@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
-from preparation.readers import Task, count_rows, text_bytes
+from preparation.parquet import count_rows, text_bytes
+from preparation.readers import Task
 from run_config import UserError
 
 QUESTION_PAUSES = (1, 5)  # seconds before another attempt
@@ -81,15 +82,14 @@ def hub_source(repository: str, subset: str, *, text_column: str, raw_files: Raw
     shards = [HubShard(repository, info.sha, file.path,
                        file.lfs.sha256 if file.lfs else file.blob_id, file.size, text_column,
                        raw_files) for file in files]
-    sizes = sorted(file.size for file in files)
     card = info.card_data
     languages = card.language if card and card.language else ["en"]
     return Source(
         f"{repository} {subset}".strip(), shards, text_column=text_column, revision=info.sha,
-        licence=str(card.license) if card and card.license else "unknown",
+        licence=card.license if card and card.license else "unknown",
         languages=[languages] if isinstance(languages, str) else list(languages),
         hub_name=repository, raw_dir=raw_files.dir,
-        num_raw_bytes=sum(sizes if raw_files.are_kept else sizes[-2:]),  # one is fetched ahead
+        keeps_raw=raw_files.are_kept,
     )
 
 
@@ -115,8 +115,10 @@ class HubShard(Shard):
                 num_text_bytes=sum(text_bytes(io.BytesIO(footer), self.text_column, name=name)),
             )
         self.fetch()
-        facts = self._file().facts()
-        self.release()
+        try:
+            facts = self._file().facts()
+        finally:
+            self.release()
         return facts.model_copy(update={"identity": self.identity})
 
     def fetch(self) -> None:
@@ -128,6 +130,9 @@ class HubShard(Shard):
 
     def tasks(self) -> Iterator[Task]:
         return self._file().tasks()
+
+    def missing_bytes(self) -> int:
+        return 0 if (self.raw_files.dir / self.name).exists() else self.num_bytes
 
     def release(self) -> None:
         if not self.raw_files.are_kept:

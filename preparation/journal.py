@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from preparation.token_file_writer import DATA_START
 from run_config import UserError
 
 
@@ -113,16 +114,17 @@ class Journal:
             UserError: the earlier start was asked for something else.
         """
         if self.request is not None:
-            if changes := differences(self.request, request):
+            if changes := differences(self.request, request, self.progress.num_shards):
                 raise UserError(
                     f"{self.dir}: an unfinished preparation differs: {changes}; repeat its command"
                     " to finish it, or delete that directory to start again"
                 )
-            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)  # half a line of a kill
-            return
         self.dataset_dir.mkdir(exist_ok=True)
-        with self.path.open("wb") as file:
-            _write_line(file, request)
+        whole = self.path.with_suffix(".new")
+        with whole.open("wb") as file:
+            _write_line(file, request)  # with the shards that have been mended
+            _write_line(file, self.progress)
+        whole.replace(self.path)
         self.request = request
 
     def add(self, progress: Progress) -> None:
@@ -151,8 +153,9 @@ class Journal:
         """Begin anew where the token files do not hold what the journal says."""
         for split in ("train", "validation"):
             path = self.dataset_dir / f"{split}.safetensors"
-            wanted = 2 * getattr(self.progress, split).num_tokens
-            if wanted and (not path.exists() or path.stat().st_size < wanted):
+            num_tokens = self.progress.of(split).num_tokens
+            wanted = DATA_START + 2 * num_tokens
+            if num_tokens and (not path.exists() or path.stat().st_size < wanted):
                 self.progress = Progress()
 
 
@@ -163,19 +166,23 @@ def unfinished_request(output_dir: Path) -> Request | None:
     return journal.request
 
 
-def differences(before: Request, now: Request) -> str:
-    """Say what changed between two requests; empty where nothing did."""
+def differences(before: Request, now: Request, num_shards: int) -> str:
+    """Say what changed between two requests; empty where nothing did that matters. Behind the
+    shards that are done, one may have been mended, if it has as many documents."""
     changes = [f"{key.replace('_', ' ')} was {getattr(before, key)}, is {getattr(now, key)}"
                for key in Request.model_fields if key not in ("shards", "num_documents")
                and getattr(before, key) != getattr(now, key)]
     facts_before, facts_now = ({shard.name: shard for shard in request.shards}
                                for request in (before, now))
+    undone = {shard.name for shard in before.shards[num_shards:]}
     for name in facts_before | facts_now:
         if name not in facts_now:
             changes.append(f"{name} is gone")
         elif name not in facts_before:
             changes.append(f"{name} is new")
-        elif facts_before[name] != facts_now[name]:
+        elif facts_before[name].identity != facts_now[name].identity and (
+                name not in undone
+                or facts_before[name].num_documents != facts_now[name].num_documents):
             changes.append(f"{name} has changed")
     return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
 

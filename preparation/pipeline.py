@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
-from tqdm import tqdm
-
+from preparation.cutting import BadShard
 from preparation.dataset_card import write_card
 from preparation.documents import Shard, Source
 from preparation.encoding import Encoded, Encoder, EndOfShard
-from preparation.journal import Journal, Progress, Request, ShardFacts, SplitCount
+from preparation.journal import Journal, Progress, SplitCount
+from preparation.planning import (
+    PrepareOptions,
+    check_disk,
+    free_output,
+    num_training_documents,
+    plan_request,
+    with_advice,
+)
 from preparation.progress_display import ProgressDisplay
-from preparation.readers import TASK_BYTES, BadShard, Task
+from preparation.readers import TASK_BYTES, Task
 from preparation.token_file_writer import TokenFileWriter
 from run_config import UserError
 from tokenizer import check_tokenizer_name
 
 SPLITS = ("train", "validation")
-# Text of which a token stands for more bytes than this is rare: the least room that is asked for.
-MOST_BYTES_A_TOKEN = {"gpt2": 5.0, "bytes": 1.0}
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """What a dataset is made with, beside its source."""
-
-    tokenizer: str = "gpt2"
-    validation_fraction: float = 0.01
-    max_documents: int | None = None
-    num_workers: int = 1
-    skip_bad_shards: bool = False
 
 
 def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Progress:
@@ -49,13 +40,16 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
         UserError: `output_dir` holds something already, the source cannot be used or differs from
             that of an unfinished preparation, or the disk is full.
     """
-    refuse_to_overwrite(output_dir)
+    output_dir = free_output(output_dir)
     check_tokenizer_name(options.tokenizer)
+    if not 0 < options.validation_fraction < 1:
+        raise UserError(f"--validation-fraction is {options.validation_fraction}; wanted a number"
+                        " between 0 and 1")
     journal = Journal(output_dir)
     try:
         with journal:
-            request = _request(source, options, journal)
-            _check_disk(request, journal, source)
+            request = plan_request(source, options, journal)
+            check_disk(request, journal, source)
             journal.begin(request)
             progress = _Preparation(source, options, journal).run()
             journal.publish(output_dir)
@@ -65,81 +59,6 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
                             f" goes on behind shard {journal.progress.num_shards}") from None
         raise UserError(f"{output_dir}: cannot be written: {error.strerror or error}") from None
     return progress
-
-
-def refuse_to_overwrite(output_dir: Path) -> None:
-    """Raise UserError if something is there already."""
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise UserError(f"{output_dir}: is not empty; name another output, or remove it yourself")
-
-
-def num_training_documents(num_documents: int, validation_fraction: float) -> int:
-    """Say where validation begins; both parts have a document at least.
-
-    Source: what `train[:99%]` means to Hugging Face's datasets: rounded, half to even.
-    """
-    share = 1 - Fraction(str(validation_fraction))
-    return min(max(round(num_documents * share), 1), num_documents - 1)
-
-
-def _request(source: Source, options: PrepareOptions, journal: Journal) -> Request:
-    known = {(facts.name, facts.identity): facts
-             for facts in (journal.request.shards if journal.request else [])}
-    shards: list[ShardFacts] = []
-    num_documents = 0
-    for shard in tqdm(source.shards, desc="counting documents", unit=" files", leave=False,
-                      disable=None, delay=1):
-        facts = known.get((shard.name, shard.identity)) or _facts(shard, options)
-        shards.append(facts)
-        num_documents += facts.num_documents
-        if options.max_documents is not None and num_documents >= options.max_documents:
-            num_documents = options.max_documents
-            break
-    if num_documents < 2:
-        raise UserError(f"{source.name}: {num_documents} document in all; wanted at least 2, for"
-                        " training and validation (.jsonl holds one a line)")
-    return Request(source=source.name, revision=source.revision, text_column=source.text_column,
-                   tokenizer=options.tokenizer, validation_fraction=options.validation_fraction,
-                   max_documents=options.max_documents, num_documents=num_documents, shards=shards)
-
-
-def _facts(shard: Shard, options: PrepareOptions) -> ShardFacts:
-    try:
-        return shard.facts()
-    except BadShard as error:
-        if not options.skip_bad_shards:
-            raise _with_advice(error) from None
-        return ShardFacts(name=shard.name, identity=shard.identity, num_documents=0,
-                          is_bad=True)
-
-
-def _with_advice(error: BadShard) -> UserError:
-    return UserError(f"{error}; mend it, or go on without it: --skip-bad-shards")
-
-
-def _check_disk(request: Request, journal: Journal, source: Source) -> None:
-    """Refuse a disk that is too small, as far as the text's size is known."""
-    num_text_bytes = sum(facts.num_text_bytes or 0 for facts in request.shards)
-    wanted = 2 * num_text_bytes / MOST_BYTES_A_TOKEN[request.tokenizer]
-    if request.max_documents is not None:
-        wanted *= request.num_documents / sum(facts.num_documents for facts in request.shards)
-    wanted -= sum(path.stat().st_size for path in journal.dataset_dir.glob("*.safetensors"))
-    if source.raw_dir is not None:
-        source.raw_dir.mkdir(parents=True, exist_ok=True)
-        if source.raw_dir.stat().st_dev == journal.dir.stat().st_dev:
-            wanted += source.num_raw_bytes
-        else:
-            _check_room(source.raw_dir, source.num_raw_bytes, "files from the hub")
-    _check_room(journal.dir, wanted, "tokens" if source.raw_dir is None else
-                "tokens and files from the hub")
-
-
-def _check_room(directory: Path, num_bytes: float, what: str) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < num_bytes:
-        raise UserError(f"{directory.parent}: {free / 1e9:.1f} GB free; {what} will take"
-                        f" {num_bytes / 1e9:.1f} GB or more: make room, or name an output on"
-                        " another disk")
 
 
 class _Preparation:
@@ -190,15 +109,23 @@ class _Preparation:
                 yield None
             fetch.wait()
             if not self._request.shards[number].is_bad:
-                yield from self._shards[number].tasks()
+                for task in self._shards[number].tasks():
+                    if self._has_all():
+                        break
+                    yield task
             yield EndOfShard(number)
+
+    def _has_all(self) -> bool:
+        return self._num_documents >= self._request.num_documents
 
     def _take(self, outcome: Encoded | BadShard | EndOfShard) -> None:
         if isinstance(outcome, EndOfShard):
             self._end_shard(outcome.number)
+        elif self._has_all():
+            pass  # read ahead, and not wanted
         elif isinstance(outcome, BadShard):
             if not self._options.skip_bad_shards:
-                raise _with_advice(outcome)
+                raise with_advice(outcome)
             self._is_bad = True
         elif not self._is_bad:
             self._write(outcome)
@@ -206,8 +133,6 @@ class _Preparation:
     def _write(self, encoded: Encoded) -> None:
         """Append what is wanted of it, up to the boundary to the first file."""
         wanted = self._request.num_documents - self._num_documents
-        if wanted <= 0:
-            return
         if len(encoded.ends) >= wanted:
             encoded = encoded.first_documents(wanted)
         num_train = min(max(self._num_train - self._num_documents, 0), len(encoded.ends))

@@ -39,7 +39,8 @@ def is_complete(dataset_dir: Path) -> bool:
 
 def _prepare_stdlib(dataset_dir: Path) -> None:
     from preparation.documents import python_stdlib
-    from preparation.pipeline import PrepareOptions, prepare_dataset
+    from preparation.pipeline import prepare_dataset
+    from preparation.planning import PrepareOptions
 
     # In a place of its own: the nodes of a cluster may share the directory and come at once.
     own_dir = dataset_dir.parent / f".{dataset_dir.name}.{socket.gethostname()}-{os.getpid()}"

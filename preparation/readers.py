@@ -2,65 +2,63 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import gzip
 import io
 import json
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow
-import pyarrow.compute
-import pyarrow.parquet
 
-from preparation.cutting import LARGE_DOCUMENT, Piece, cut_document, find_cuts, piece_of
-from run_config import UserError
+from preparation.cutting import BadShard, Piece, cut_document, find_cuts, piece_of
+from preparation.parquet import parquet_pieces, text_bytes
 
 TASK_BYTES = 2**22  # of text in a task, roughly
-WHOLE_GROUP_BYTES = 2**26  # a parquet row group up to this size is read by a worker
-ROWS_AT_A_TIME = 64  # of a larger one: FineWeb's documents are kilobytes, its largest megabytes
+WHOLE_GROUP_BYTES = 2**24  # a parquet row group up to this size is read by a worker
 
 
-class BadShard(UserError):
-    """A shard that is damaged, or does not hold what it should."""
-
-
-class Task(Protocol):
+class Task(ABC):
     """What a worker encodes at a time. It is sent to another process."""
 
+    num_bytes: int  # of its text, roughly
+
+    @abstractmethod
     def pieces(self) -> Iterator[Piece]:
         """Read the text. Raises: BadShard."""
 
 
 @dataclass(frozen=True)
-class Texts:
+class Texts(Task):
     """Pieces that are in memory already."""
 
     texts: list[Piece]
+    num_bytes: int
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.texts
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class Unreadable(Task):
     """What could not even be cut into tasks."""
 
     reason: str
+    num_bytes: int = 0
 
     def pieces(self) -> Iterator[Piece]:
         raise BadShard(self.reason)
 
 
 @dataclass(frozen=True)
-class TextFiles:
+class TextFiles(Task):
     """Files of which each is a document."""
 
     paths: list[Path]
+    num_bytes: int
 
     def pieces(self) -> Iterator[Piece]:
         for path in self.paths:
@@ -71,7 +69,7 @@ class TextFiles:
 
 
 @dataclass(frozen=True)
-class JsonLines:
+class JsonLines(Task):
     """Whole lines of a JSON lines file, the first of which has this number."""
 
     path: Path
@@ -79,12 +77,16 @@ class JsonLines:
     lines: bytes
     text_column: str
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.lines)
+
     def pieces(self) -> Iterator[Piece]:
         for number, line in enumerate(io.BytesIO(self.lines), start=self.first_line):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[self.text_column]
+                text = json.loads(line.decode("utf-8", "replace"))[self.text_column]
                 text = "" if text is None else text  # as in parquet
                 data = text.encode("utf-8", "replace")  # JSON can hold half of a surrogate pair
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -95,15 +97,16 @@ class JsonLines:
 
 
 @dataclass(frozen=True)
-class ParquetGroups:
+class ParquetGroups(Task):
     """Row groups of a parquet file, small enough to be read by a worker."""
 
     path: Path
     groups: list[int]
     text_column: str
+    num_bytes: int
 
     def pieces(self) -> Iterator[Piece]:
-        return _parquet_pieces(self.path, self.groups, self.text_column)
+        return parquet_pieces(self.path, self.groups, self.text_column)
 
 
 def text_tasks(paths: Sequence[Path]) -> Iterator[Task]:
@@ -114,7 +117,7 @@ def text_tasks(paths: Sequence[Path]) -> Iterator[Task]:
         try:
             num_bytes = path.stat().st_size
             if small and size + num_bytes > TASK_BYTES:
-                yield TextFiles(small)
+                yield TextFiles(small, size)
                 small, size = [], 0
             if num_bytes > TASK_BYTES:
                 yield from _texts(_file_pieces(path))
@@ -123,7 +126,7 @@ def text_tasks(paths: Sequence[Path]) -> Iterator[Task]:
         except OSError as error:
             yield Unreadable(f"{path}: cannot be read: {error.strerror}")
     if small:
-        yield TextFiles(small)
+        yield TextFiles(small, size)
 
 
 def _file_pieces(path: Path) -> Iterator[Piece]:
@@ -144,7 +147,11 @@ def json_tasks(path: Path, text_column: str) -> Iterator[Task]:
     first_line = 1
     try:
         for block in _blocks_of_lines(path):
-            yield JsonLines(path, first_line, block, text_column)
+            task = JsonLines(path, first_line, block, text_column)
+            if task.num_bytes > 2 * TASK_BYTES:  # a large document, cut into several tasks
+                yield from _texts(task.pieces())
+            else:
+                yield task
             first_line += block.count(b"\n")
     except BadShard as error:
         yield Unreadable(str(error))
@@ -184,86 +191,16 @@ def parquet_tasks(path: Path, text_column: str) -> Iterator[Task]:
         for group, num_bytes in enumerate(text_bytes(path, text_column)):
             is_large = num_bytes > WHOLE_GROUP_BYTES
             if small and (is_large or size + num_bytes > TASK_BYTES):
-                yield ParquetGroups(path, small, text_column)
+                yield ParquetGroups(path, small, text_column, size)
                 small, size = [], 0
             if is_large:
-                yield from _texts(_parquet_pieces(path, [group], text_column))
+                yield from _texts(parquet_pieces(path, [group], text_column))
             else:
                 small, size = [*small, group], size + num_bytes
         if small:
-            yield ParquetGroups(path, small, text_column)
+            yield ParquetGroups(path, small, text_column, size)
     except BadShard as error:
         yield Unreadable(str(error))
-
-
-def text_bytes(file: Path | Any, text_column: str, *, name: str = "") -> list[int]:
-    """Give the bytes that the text takes in each row group, not compressed, by the footer.
-
-    Raises:
-        BadShard: it is no whole parquet file.
-        UserError: there is no such column.
-    """
-    with _naming(name or file):
-        footer = pyarrow.parquet.read_metadata(file)
-        columns = [footer.schema.column(i).path for i in range(footer.num_columns)]
-        if text_column not in columns:
-            raise UserError(f"{name or file}: has no column {text_column!r}; it has:"
-                            f" {', '.join(columns)[:100]}")
-        index = columns.index(text_column)
-        return [footer.row_group(i).column(index).total_uncompressed_size
-                for i in range(footer.num_row_groups)]
-
-
-def count_rows(file: Path | Any, *, name: str = "") -> int:
-    """Read a parquet file's count from its footer. Raises: BadShard."""
-    with _naming(name or file):
-        return pyarrow.parquet.read_metadata(file).num_rows
-
-
-@contextlib.contextmanager
-def _naming(name: Path | str) -> Iterator[None]:
-    """Turn what pyarrow raises for a damaged file into a BadShard that names it."""
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise BadShard(f"{name}: not a whole parquet file: {reason}") from None
-
-
-@functools.lru_cache(maxsize=2)  # a worker reads the same file again and again
-def _footer(path: Path) -> Any:
-    return pyarrow.parquet.read_metadata(path)
-
-
-def _parquet_pieces(path: Path, groups: list[int], text_column: str) -> Iterator[Piece]:
-    with _naming(path):
-        # Buffered and not read ahead: memory stays that of a few rows, whatever the group's size.
-        with pyarrow.parquet.ParquetFile(path, metadata=_footer(path), buffer_size=2**20,
-                                         pre_buffer=False,
-                                         page_checksum_verification=True) as file:
-            for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=groups,
-                                           columns=[text_column], use_threads=False):
-                yield from _column_pieces(_as_strings(batch.column(0), path))
-
-
-def _as_strings(column: pyarrow.Array, path: Path) -> pyarrow.Array:
-    kinds = pyarrow.types
-    kind = column.type.value_type if kinds.is_dictionary(column.type) else column.type
-    if kinds.is_string(column.type) or kinds.is_large_string(column.type):
-        return column
-    if kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_null(kind):
-        return column.cast(pyarrow.large_string())
-    raise BadShard(f"{path}: a document is of type {column.type}; wanted text")
-
-
-def _column_pieces(column: pyarrow.Array) -> Iterator[Piece]:
-    longest = pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
-    if longest <= LARGE_DOCUMENT:
-        for text in column.to_pylist():
-            yield Piece(text or "", True)
-        return
-    for value in column:  # a text of 100 MB is never turned into one string
-        yield from cut_document(memoryview(value.as_buffer()) if value.is_valid else b"")
 
 
 def _texts(pieces: Iterator[Piece]) -> Iterator[Task]:
@@ -273,7 +210,7 @@ def _texts(pieces: Iterator[Piece]) -> Iterator[Task]:
         batch.append(piece)
         size += len(piece.text)
         if size >= TASK_BYTES:
-            yield Texts(batch)
+            yield Texts(batch, size)
             batch, size = [], 0
     if batch:
-        yield Texts(batch)
+        yield Texts(batch, size)

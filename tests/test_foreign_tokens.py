@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import DatasetCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -13,6 +14,7 @@ from support import PROJECT_DIR, Workplace, run_command, succeeded
 
 from preparation import foreign_tokens
 from preparation.foreign_tokens import import_tokens
+from preparation.journal import Journal
 from run_config import UserError
 
 TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
@@ -49,6 +51,9 @@ def test_nanogpts_pair_can_be_trained_on(workplace: Workplace, tmp_path: Path) -
         assert file.metadata() == {"tokenizer": "bytes", "source": "train.bin",
                                    "num_documents": "4", "num_tokens": "1000",
                                    "max_token_id": "256"}
+    card = DatasetCard.load(out / "README.md")
+    assert card.data.to_dict()["size_categories"] == ["n<1K"] and "as they were in" in card.text
+    assert not list(out.parent.glob(".*"))
     workplace.add_run(train={"dataset": "mine", "min_train_tokens": 64})
     succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "1"))
 
@@ -83,6 +88,20 @@ def test_files_whose_counts_or_range_are_wrong(tmp_path: Path, train: bytes, mes
     with pytest.raises(UserError, match=message):
         import_tokens(source, tmp_path / "out", "bytes")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_two_imports_at_once_do_not_mix(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
+                                         "val.bin": TOKENS.tobytes()})
+    with Journal(tmp_path / "out"):
+        with pytest.raises(UserError, match="another process is preparing this dataset"):
+            import_tokens(source, tmp_path / "out", "gpt2")
+
+
+def test_other_options_have_no_meaning_with_import(tmp_path: Path) -> None:
+    result = run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"), "--import",
+                         str(tmp_path), str(tmp_path / "out"), "--max-documents", "10")
+    assert result.returncode == 2 and "only --tokenizer has a meaning" in result.stderr
 
 
 def test_missing_files_and_an_output_that_is_there(tmp_path: Path) -> None:

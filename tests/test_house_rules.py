@@ -23,10 +23,12 @@ ROWS = [
 PREPARATION_ROWS = [
     {"foreign_tokens", "providing"},
     {"pipeline"},
-    {"dataset_card", "hub"},
+    {"planning", "dataset_card", "hub"},
     {"documents", "encoding", "progress_display"},
     {"readers"},
-    {"cutting", "journal", "token_file_writer"},
+    {"parquet"},
+    {"cutting", "journal"},
+    {"token_file_writer"},
 ]
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
 PREPARATION_ROW_OF = {room: number for number, row in enumerate(PREPARATION_ROWS) for room in row}

@@ -24,7 +24,8 @@ from safetensors.numpy import load_file, save
 from support import PROJECT_DIR, Workplace, run_command, succeeded, torchrun_command
 
 from preparation.documents import find_documents
-from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.pipeline import prepare_dataset
+from preparation.planning import PrepareOptions
 
 PARTS = [[f"part {i} document {j} " + "x" * (j % 97) for j in range(300)] for i in range(3)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import shutil
 import signal
@@ -29,7 +30,8 @@ from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_orig
 from preparation import pipeline
 from preparation.documents import Source, TextsShard, find_documents, python_stdlib
 from preparation.journal import Journal
-from preparation.pipeline import PrepareOptions, num_training_documents, prepare_dataset
+from preparation.pipeline import prepare_dataset
+from preparation.planning import PrepareOptions, num_training_documents
 from preparation.providing import provide_dataset
 from preparation.token_file_writer import TokenFileWriter, token_file_header
 from run_config import UserError
@@ -251,17 +253,54 @@ def test_a_journal_cut_anywhere_is_read_up_to_its_last_whole_line(
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("num_bytes", [1, 100, 5000])
 def test_token_files_that_lack_what_the_journal_says_are_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     shards = [["a", "b"], ["c"], ["d"]]
-    monkeypatch.setattr(Journal, "publish", lambda *_: 1 / 0)
+    monkeypatch.setattr(pipeline, "write_card", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare_dataset(texts_source(*shards), tmp_path / "out", BYTES)
     monkeypatch.undo()
-    (tmp_path / ".out.partial" / "dataset" / "train.safetensors").write_bytes(b"")
+    path = tmp_path / ".out.partial" / "dataset" / "train.safetensors"
+    os.truncate(path, max(path.stat().st_size - num_bytes, 0))
     prepare_dataset(texts_source(*shards), tmp_path / "out", BYTES)
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
+
+
+def test_killed_while_it_tidies_up_it_can_be_made_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("preparation.journal.shutil.rmtree", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare_dataset(texts_source(["a", "b"]), tmp_path / "out", BYTES)
+    monkeypatch.undo()
+    assert decoded(tmp_path / "out" / "train.safetensors") == ["a"]
+    shutil.rmtree(tmp_path / "out")
+    prepare_dataset(texts_source(["a", "b"]), tmp_path / "out", BYTES)
+    assert decoded(tmp_path / "out" / "train.safetensors") == ["a"]
+
+
+def test_a_shard_that_is_mended_is_gone_on_with(tmp_path: Path) -> None:
+    parts = [[f"{i}-{j}-{random.Random(i * 99 + j).random()}" for j in range(50)] for i in range(3)]
+    folder = write_parquet(tmp_path / "source", *parts)
+    whole = (folder / "001.parquet").read_bytes()
+    corrupt(folder / "001.parquet", footer=False)
+    with pytest.raises(UserError, match="001.parquet: not a whole parquet file.*mend it"):
+        prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    (folder / "001.parquet").write_bytes(whole)
+    progress = prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    assert progress.bad_shards == [] and progress.train.num_documents == 148
+
+
+def test_a_shard_left_out_by_an_earlier_start_is_not_left_out_unasked(tmp_path: Path) -> None:
+    folder = write_parquet(tmp_path / "source", ["a", "b"], ["c"], ["d"])
+    corrupt(folder / "001.parquet", footer=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "publish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_dataset(find_documents(folder), tmp_path / "out",
+                            replace(BYTES, skip_bad_shards=True))
+    with pytest.raises(UserError, match="001.parquet: not a whole parquet file"):
+        prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
 
 
 def unfinished(source: Source, out: Path, options: PrepareOptions = BYTES) -> None:
@@ -502,6 +541,67 @@ def test_an_output_that_is_not_empty_is_refused_and_kept(tmp_path: Path, content
     assert (out if content == "file" else out / "mine").read_text() == "mine"
 
 
+def test_an_output_behind_a_link_and_one_that_cannot_be_replaced(
+    tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    prepare_dataset(texts_source(["a", "b"]), tmp_path / "link", BYTES)
+    assert decoded(tmp_path / "disk" / "train.safetensors") == ["a"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (Path("."), Path("/proc")):
+        with pytest.raises(UserError, match="mount point, or where you are; name a directory in"):
+            prepare_dataset(texts_source(["a", "b"]), output, BYTES)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_only_the_wanted_documents_are_read(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "x" * 1000}) for _ in range(20_000)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{broken"]))
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = pipeline.Encoder._submit
+        patch.setattr(pipeline.Encoder, "_submit",
+                      lambda *arguments: read.append(1) or original(*arguments))
+        progress = prepare_dataset(find_documents(tmp_path / "a.jsonl"), tmp_path / "out",
+                                   replace(BYTES, max_documents=10))
+    assert progress.train.num_documents == 9 and len(read) < 3
+
+
+def test_hidden_directories_and_datasets_are_not_read_as_documents(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for path in ("a.txt", "b.TXT", ".git/c.txt"):
+        (tmp_path / path).write_text("text")
+    prepare_dataset(find_documents(tmp_path), tmp_path / "out", BYTES)  # brings a README.md
+    assert find_documents(tmp_path).shards[0].facts().num_documents == 2
+
+
+@pytest.mark.parametrize("source", ["nowhere/x.jsonl", "a**b/*.jsonl", "x" * 300])
+def test_sources_that_cannot_even_be_looked_for_are_one_line(tmp_path: Path, source: str) -> None:
+    result = run_command(*COMMAND, source, str(tmp_path / "out"))
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith(f"Error: {source}"[:60])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_names_of_any_bytes_and_links_to_nowhere(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in (b"\xff.jsonl", b"two\nlines.jsonl"):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text('{"text": "a"}\n')
+    prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    (folder / "z.jsonl").symlink_to("nothing")
+    with pytest.raises(UserError, match="z.jsonl: is a link to nowhere"):
+        find_documents(folder)
+
+
+def test_a_share_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    result = run_command(*COMMAND, "python-stdlib", str(tmp_path / "out"),
+                         "--validation-fraction", "nan")
+    assert result.returncode == 2 and "wanted a number between 0 and 1" in result.stderr
+
+
 def test_an_empty_output_directory_is_used(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     prepare_dataset(texts_source(["a", "b"]), tmp_path / "out", BYTES)
@@ -515,7 +615,7 @@ def test_an_empty_output_directory_is_used(tmp_path: Path) -> None:
     (lambda d: pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"]}), d / "a.parquet"),
      "has no column 'text'; it has: body"),
     (lambda d: pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), d / "a.parquet"),
-     "a document is of type int64; wanted text"),
+     "column 'text' is of type int64; wanted text"),
     (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
      "holds both JSON lines and parquet"),
 ])
@@ -576,6 +676,25 @@ def test_memory_is_small_whatever_the_documents(tmp_path: Path) -> None:
     sentence = tokenizer.encode(large[:41 * 10])
     assert np.array_equal(second[:len(sentence) - 1], sentence[:-1])
     assert len(second) == 10 * 2_500_000 + len(tokenizer.encode(" 🎉")) + 1
+
+
+@pytest.mark.parametrize("kind", ["lines", "repeated", "groups"])
+def test_memory_is_small_with_many_workers_on_large_documents(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    if kind == "lines":
+        line = json.dumps({"text": "All work and no play. " * 4_500_000})
+        with (folder / "a.jsonl").open("w") as file:
+            file.writelines(f"{line}\n" for _ in range(3))
+    elif kind == "repeated":  # 18 MB once in the file, and once more for each of its rows
+        write_parquet(folder, ["All work and no play. " * 820_000] * 12)
+    else:
+        texts = [f"{i} All work and no play. " * 2000 for i in range(4000)]
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet",
+                                    row_group_size=1000, use_dictionary=False)
+    _, peak = peak_memory_of([*COMMAND, folder, tmp_path / "out", "--tokenizer", "bytes",
+                              "--workers", "4"])
+    assert peak < 2**30, f"{peak / 2**20:.0f} MiB"
 
 
 def test_memory_does_not_grow_with_the_input(corpus: Path, tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preparation import cutting, readers
-from preparation.cutting import cut_document
+from preparation.cutting import BadShard, cut_document
 from preparation.encoding import encode_task
 from preparation.readers import (
-    BadShard,
     JsonLines,
     Texts,
     Unreadable,
@@ -74,13 +73,13 @@ def test_a_cut_document_has_the_tokens_of_the_whole(text: str) -> None:
 def test_a_long_document_is_cut_often_and_only_in_space() -> None:
     text = "It is the reader's 1st naïve word — 中文 too.\n\n" * 200_000
     pieces = [piece.text for piece in cut_document(text.encode())]
-    assert len(pieces) == len(text.encode()) // 2**20 + 1
+    assert len(pieces) == len(text.encode()) // 2**18 + 1
     assert all(piece[0] in " \n" for piece in pieces[1:])
     assert "".join(pieces) == text
 
 
 def test_what_cannot_be_cut_in_space_is_cut_between_characters() -> None:
-    text = "🎉" * 2**20
+    text = "🎉" * 2**18
     pieces = [piece.text for piece in cut_document(text.encode())]
     assert len(pieces) == 2 and "".join(pieces) == text
 
@@ -120,7 +119,7 @@ def test_a_text_of_every_plane_is_read_from_every_format(tmp_path: Path) -> None
     assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == texts
     assert documents(json_tasks(tmp_path / "a.jsonl", "text")) == texts
     assert documents(json_tasks(tmp_path / "b.jsonl", "text")) == texts
-    encoded = encode_task(Texts([piece for piece in cut_document(PLANES.encode())]), "gpt2")
+    encoded = encode_task(Texts(list(cut_document(PLANES.encode())), 99), "gpt2")
     assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == PLANES
     assert encoded.sizes.tolist()[1:] == [len(PLANES.encode()), len(PLANES)]
 
@@ -154,7 +153,8 @@ def test_any_file_gives_its_documents_whatever_the_tasks(
 
 
 @pytest.mark.parametrize("kind", [
-    pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
 ])
 def test_columns_of_every_kind_of_text(tmp_path: Path, kind: pyarrow.DataType) -> None:
     column = pyarrow.array(["naïve", None, "b" * 10], pyarrow.string()).cast(kind)
@@ -169,10 +169,30 @@ def test_a_column_of_nothing_but_nulls(tmp_path: Path) -> None:
 
 def test_numbers_are_not_text(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    with pytest.raises(BadShard, match="a.parquet: a document is of type int64; wanted text"):
+    with pytest.raises(UserError, match="a.parquet: column 'text' is of type int64; wanted text"):
         documents(parquet_tasks(tmp_path / "a.parquet", "text"))
     with pytest.raises(UserError, match="has no column 'body'; it has: text"):
         list(parquet_tasks(tmp_path / "a.parquet", "body"))
+
+
+@pytest.mark.parametrize("neighbour", ["small", "large " * 2**17])
+def test_bytes_that_are_no_utf8_are_replaced_whatever_the_file(
+    tmp_path: Path, neighbour: str
+) -> None:
+    broken = pyarrow.array([b"a\xffb", neighbour.encode()], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_bytes(b"a\xffb")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\xffb"}')
+    assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == ["a\ufffdb", neighbour]
+    assert documents(text_tasks([tmp_path / "a.txt"])) == ["a\ufffdb"]
+    assert documents(json_tasks(tmp_path / "a.jsonl", "text")) == ["a\ufffdb"]
+
+
+@pytest.mark.parametrize("character", [" ", "\n", "x", "🎉", "中"])
+def test_a_million_times_the_same_character_is_encoded(character: str) -> None:
+    text = character * 1_500_000 + "a"
+    encoded = encode_task(Texts(list(cut_document(text.encode())), 99), "gpt2")
+    assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == text
 
 
 def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:

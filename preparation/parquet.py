@@ -1,0 +1,101 @@
+"""The text column of parquet files, a few rows at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+
+from preparation.cutting import LARGE_DOCUMENT, BadShard, Piece, cut_document
+from run_config import UserError
+
+ROWS_AT_A_TIME = 64  # of a parquet file, and fewer where they are large
+BATCH_BYTES = 2**22  # of those rows, roughly
+
+
+def text_bytes(file: Path | Any, text_column: str, *, name: str = "") -> list[int]:
+    """Give the bytes that the text takes in each row group, not compressed, by the footer.
+
+    Raises:
+        BadShard: it is no whole parquet file.
+        UserError: there is no such column.
+    """
+    with _naming(name or file):
+        footer = pyarrow.parquet.read_metadata(file)
+        schema = footer.schema.to_arrow_schema()
+        if text_column not in schema.names:
+            raise UserError(f"{name or file}: has no column {text_column!r}; it has:"
+                            f" {', '.join(schema.names)[:100]}")
+        kind = schema.field(text_column).type
+        if not _is_text(kind):
+            raise UserError(f"{name or file}: column {text_column!r} is of type {kind}; wanted"
+                            " text: --text-column")
+        paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
+        index = paths.index(text_column)
+        return [footer.row_group(i).column(index).total_uncompressed_size
+                for i in range(footer.num_row_groups)]
+
+
+def count_rows(file: Path | Any, *, name: str = "") -> int:
+    """Read a parquet file's count from its footer. Raises: BadShard."""
+    with _naming(name or file):
+        return pyarrow.parquet.read_metadata(file).num_rows
+
+
+@contextlib.contextmanager
+def _naming(name: Path | str) -> Iterator[None]:
+    """Turn what pyarrow raises for a damaged file into a BadShard that names it."""
+    try:
+        yield
+    except pyarrow.ArrowMemoryError:  # not the file's fault
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise BadShard(f"{name}: not a whole parquet file: {reason}") from None
+
+
+@functools.lru_cache(maxsize=2)  # a worker reads the same file again and again
+def _footer(path: Path) -> Any:
+    return pyarrow.parquet.read_metadata(path)
+
+
+def parquet_pieces(path: Path, groups: list[int], text_column: str) -> Iterator[Piece]:
+    """Read the documents of some row groups. Raises: BadShard."""
+    with _naming(path):
+        sizes = [_footer(path).row_group(group) for group in groups]
+        row_bytes = sum(size.total_byte_size for size in sizes) // max(
+            sum(size.num_rows for size in sizes), 1) + 1
+        num_rows = min(max(BATCH_BYTES // row_bytes, 1), ROWS_AT_A_TIME)
+        # Buffered and not read ahead: memory stays that of a few rows, whatever the group's size.
+        with pyarrow.parquet.ParquetFile(path, metadata=_footer(path), buffer_size=2**20,
+                                         pre_buffer=False,
+                                         page_checksum_verification=True) as file:
+            for batch in file.iter_batches(num_rows, row_groups=groups,
+                                           columns=[text_column], use_threads=False):
+                yield from _column_pieces(batch.column(0))
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    kinds = pyarrow.types
+    if kinds.is_dictionary(kind):
+        kind = kind.value_type
+    return any(is_kind(kind) for is_kind in (
+        kinds.is_string, kinds.is_large_string, kinds.is_string_view, kinds.is_null))
+
+
+def _column_pieces(column: pyarrow.Array) -> Iterator[Piece]:
+    if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+        column = column.cast(pyarrow.large_string())
+    longest = pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
+    if longest <= LARGE_DOCUMENT:
+        with contextlib.suppress(UnicodeDecodeError):
+            yield from [Piece(text or "", True) for text in column.to_pylist()]
+            return
+    for value in column:  # a text of 100 MB is never turned into one string
+        yield from cut_document(memoryview(value.as_buffer()) if value.is_valid else b"")
