@@ -123,7 +123,8 @@ class Journal:
         whole = self.path.with_suffix(".new")
         with whole.open("wb") as file:
             _write_line(file, request)  # with the shards that have been mended
-            _write_line(file, self.progress)
+            if self.progress.num_shards:
+                _write_line(file, self.progress)
         whole.replace(self.path)
         self.request = request
 
