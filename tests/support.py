@@ -78,8 +78,9 @@ class Workplace:
         generator = np.random.default_rng(0)
         for split, length in (("train", num_tokens), ("validation", 500)):
             steps = generator.integers(1, 4, size=length)
-            write_tokens(self.datasets_dir / name / f"{split}.safetensors",
-                         (np.cumsum(steps) % vocab_size).astype(np.uint16))
+            tokens = (np.cumsum(steps) % vocab_size).astype(np.uint16)
+            write_tokens(self.datasets_dir / name / f"{split}.safetensors", tokens,
+                         {"max_token_id": str(tokens.max())})
         return self.datasets_dir / name
 
     def arguments(self, *arguments: str) -> list[str]:

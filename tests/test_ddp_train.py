@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hub_stand_in import Hub, serving
 from safetensors.torch import load_file
 from support import (
     Workplace,
@@ -373,31 +374,15 @@ def test_help_needs_no_run() -> None:
     assert "Usage: ddp_train.py [OPTIONS] RUN [CHECKPOINT]" in result.stdout
 
 
-FAKE_HUB = '''
-import os, pathlib, shutil, time
-
-def snapshot_download(repo_id, *, repo_type, local_dir, allow_patterns):
-    with open(os.environ["HUB_CALLS"], "a") as calls:
-        print(repo_id, repo_type, os.environ["LOCAL_RANK"], file=calls)
-    time.sleep(1)
-    shutil.copytree(os.environ["HUB_DATASET"], local_dir, dirs_exist_ok=True)
-'''
-
-
 def test_a_dataset_on_the_hub_is_fetched_once_a_machine_before_the_start(
     finished: tuple[Workplace, str], workplace: Workplace
 ) -> None:
     run_dir = workplace.add_run(train={"dataset": "owner/tiny"})
-    package = workplace.root / "fake" / "huggingface_hub"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(FAKE_HUB)
-    (package / "errors.py").write_text("class HTTPError(Exception): pass")
-    calls = workplace.root / "calls"
-    succeeded(run_command(
-        *torchrun_command(2, "ddp_train.py"), *workplace.arguments("tiny"),
-        PYTHONPATH=str(package.parent), HUB_CALLS=str(calls),
-        HUB_DATASET=str(finished[0].datasets_dir / "tiny"),
-    ))
-    assert calls.read_text() == "owner/tiny dataset 0\n"
+    dataset_dir = finished[0].datasets_dir / "tiny"
+    files = {path.name: path.read_bytes() for path in dataset_dir.glob("*.safetensors")}
+    with serving(Hub(files, repository="owner/tiny")) as hub:
+        succeeded(run_command(*torchrun_command(2, "ddp_train.py"), *workplace.arguments("tiny"),
+                              **hub.environment(workplace.root / "home")))
+    assert [len(hub.downloads(name)) for name in sorted(files)] == [1, 1]
     assert (workplace.datasets_dir / "owner/tiny/validation.safetensors").is_file()
     assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
