@@ -222,7 +222,7 @@ def test_a_file_that_states_nothing_is_looked_through_once(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workplace.add_run()
-    dataset_dir = workplace.add_dataset()
+    dataset_dir = workplace.add_dataset(states_largest_id=False)
     run = load_run(workplace.runs_dir, "tiny")
     assert scans(monkeypatch, run, dataset_dir) == 2  # just written: a change could go unnoticed
     assert scans(monkeypatch, run, dataset_dir) == 2
@@ -243,7 +243,7 @@ def test_a_read_only_dataset_is_looked_through_each_time(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workplace.add_run()
-    dataset_dir = workplace.add_dataset()
+    dataset_dir = workplace.add_dataset(states_largest_id=False)
     for split in ("train", "validation"):
         os.utime(dataset_dir / f"{split}.safetensors", (0, 0))
         (dataset_dir / f".{split}.safetensors.scan.json").mkdir()  # cannot be written, even by root
