@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from run_config import Run, UserError
+from run_config import ModelConfig, Run, TrainConfig, UserError
+
+CACHED_LOGITS = 6 * 2**20  # of one piece: in float32 below the 32 MiB that glibc keeps for reuse
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,16 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
         context_length=run.model.context_length,
         num_steps=num_steps,
     )
+
+
+def head_chunk_tokens(model: ModelConfig, train: TrainConfig, *,
+                      is_eager_on_cpu: bool) -> int | None:
+    """Give the tokens of a piece in which head and loss are computed; None for all in one.
+
+    `head_chunks` says so; where it does not, an eager CPU takes as many as stay in its cache.
+    """
+    if train.head_chunks is None:
+        return max(1, CACHED_LOGITS // model.vocab_size) if is_eager_on_cpu else None
+    if train.head_chunks == 1:
+        return None
+    return -(-train.microbatch_size * model.context_length // train.head_chunks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from batch_plan import BatchPlan
 from gpt import GPTModel
 from run_config import ModelConfig, UserError
-from training_step import TrainingState
+from training_step import Snapshot, TrainingState
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-\d+(-\d+)?")
 PARTIAL_PREFIX = ".partial-"
@@ -58,24 +57,18 @@ class Checkpoint:
         return self.path.name
 
 
-def save_checkpoint(
-    checkpoints_dir: Path, state: TrainingState, meta: CheckpointMeta
-) -> Checkpoint:
+def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointMeta) -> Checkpoint:
     """Write a checkpoint aside, give it its name when it is whole, and renew the links. Rank 0."""
     name = _new_name(checkpoints_dir, meta.global_step)
     partial_dir = checkpoints_dir / f"{PARTIAL_PREFIX}{name}"
     partial_dir.mkdir(parents=True)
-    weights = {key: value.cpu() for key, value in state.model.state_dict().items()}
-    trainer = io.BytesIO()
-    torch.save(
-        {"optimizer": state.optimizer.state_dict(), "scaler": state.scaler.state_dict()}, trainer
-    )
-    _write(partial_dir / "model.safetensors", safetensors.torch.save(weights))
-    _write(partial_dir / "optimizer.pt", trainer.getbuffer())
-    _write(partial_dir / "meta.json", meta.model_dump_json(indent=2).encode())
-    _flush_directory(partial_dir)
+    safetensors.torch.save_file(snapshot.weights, partial_dir / "model.safetensors")
+    torch.save(snapshot.trainer, partial_dir / "optimizer.pt")
+    (partial_dir / "meta.json").write_text(meta.model_dump_json(indent=2))
+    for path in [*partial_dir.iterdir(), partial_dir]:
+        _flush(path)
     partial_dir.rename(checkpoints_dir / name)
-    _flush_directory(checkpoints_dir)
+    _flush(checkpoints_dir)
     renew_links(checkpoints_dir)
     return Checkpoint(checkpoints_dir / name, meta)
 
@@ -248,14 +241,7 @@ def _new_name(checkpoints_dir: Path, global_step: int) -> str:
     return unused
 
 
-def _write(path: Path, content: bytes | memoryview) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_directory(path: Path) -> None:
+def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

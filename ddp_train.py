@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from charting import draw_charts
+from checkpoint_writer import CheckpointWriter
 from checkpointing import (
     BEST,
     CheckpointMeta,
@@ -40,7 +42,6 @@ from checkpointing import (
     load_checkpoint,
     remove_partial_checkpoints,
     renew_links,
-    save_checkpoint,
     set_aside,
 )
 from expected_speed import SPEED_CHECK_STEPS, Speed, flops_per_token
@@ -50,6 +51,7 @@ from launching import (
     Agreement,
     Process,
     autocast,
+    choose_precision,
     default_num_processes,
     machine_facts,
     process_group,
@@ -141,14 +143,16 @@ def build_state(job: Job, process: Process) -> TrainingState:
 def train(trainer: Trainer) -> None:
     """Train a run to its end, or as far as this start may go. Every rank."""
     trainer.start()
+    trainer.compile()
     batches = trainer.batches()
     for global_step in trainer.steps():
         trainer.train_step(global_step, batches)
         trainer.report_if_due(global_step)
         if trainer.saves_after(global_step):
             trainer.wait_for_all()
+            validation_loss = trainer.validate_if_due(global_step)
             if trainer.process.is_main:
-                trainer.validate_save_and_chart(global_step)
+                trainer.save_and_chart(global_step, validation_loss)
             trainer.wait_for_all()
     batches.close()
     if trainer.process.is_main:
@@ -158,12 +162,14 @@ def train(trainer: Trainer) -> None:
 class Trainer:
     """What one process holds while it trains a run, and the steps it takes."""
 
+    step: TrainingStep
+
     def __init__(self, job: Job, process: Process, state: TrainingState,
                  clock: PhaseClock) -> None:
         self.job, self.run, self.config = job, job.run, job.run.train
         self.data, self.plan, self.process = job.data, job.plan, process
-        self.model, self.clock = state.model, clock
-        self.step = TrainingStep(state, self.config, process)
+        self.state, self.model, self.clock = state, state.model, clock
+        self.writer = CheckpointWriter(self.run.checkpoints_dir)
         self.last_step = self._last_step_of_this_start()
         self.stop_reason = "--max-steps" if job.options.max_steps else None
         self.budget = Budget(self.config, clock)
@@ -195,9 +201,15 @@ class Trainer:
             *(f"warning: {warning}" for warning in self.run.warnings),
             *batch_arithmetic(self.plan),
             f"{parameters:,} parameters, {self.plan.num_tokens / parameters:.1f} tokens for each;"
-            f" {self.step.precision} on {self.process.device.type}",
+            f" {choose_precision(self.config, self.process.device)} on {self.process.device.type}",
         ])
-        self.clock.enter(COMPILE)  # the first step pays for all that is done once
+        self.clock.enter(COMPILE)  # what is done once, up to the end of the first step
+
+    def compile(self) -> None:
+        """Make ready to take steps. A collective: every rank."""
+        self.step = TrainingStep(self.state, self.config, self.process)
+        if self.step.why_eager:
+            self.log.say(f"warning: compiling failed, so it trains slower: {self.step.why_eager}")
 
     def steps(self) -> Iterator[int]:
         """The global steps of this start; its end may move while they are taken."""
@@ -223,6 +235,9 @@ class Trainer:
         self.log.step()
         if global_step == self.job.first_step:
             loss.item()  # until the device is done
+            gc.collect()
+            gc.freeze()  # what is there by now stays: looking through it made for pauses
+            gc.disable()
             self.clock.enter(TRAINING)
             self.log.measure_from(global_step)
 
@@ -261,7 +276,7 @@ class Trainer:
             device_name=machine_facts(self.process, self.step.precision)["device"],
             precision=self.step.precision,
             attention_kernel=self.step.attention_kernel(),
-            is_compiled=False,
+            is_compiled=self.step.is_compiled,
             waiting_share=spent[WAITING] / seconds,
             microbatch_tokens=self.plan.tokens_per_microbatch,
             throttling=throttling(self.process.device),
@@ -269,6 +284,7 @@ class Trainer:
 
     def keep_to_budget(self, global_step: int) -> None:
         """Let rank 0's clock say where the run has to end. A collective: every rank."""
+        self.clock.longest_write = self.writer.longest_write_seconds
         pace = Pace.measured(
             self.clock, num_steps=global_step - self.job.first_step, plan=self.plan,
             train=self.config, num_parameters=self.model.num_parameters(),
@@ -307,7 +323,7 @@ class Trainer:
         return not self.budget.affords(pace.seconds(
             len(ahead), num_validations=sum(map(self.validates_after, due)),
             num_savings=sum(map(self.saves_after, due)) + saves_later,
-        ))
+        ) + pace.last_write)
 
     def validates_after(self, global_step: int) -> bool:
         return self.config.validates and self._is_due(global_step, self.config.validation_interval)
@@ -323,34 +339,43 @@ class Trainer:
         is_last = global_step == self.plan.num_steps - 1
         return is_last or (interval is not None and (global_step + 1) % interval == 0)
 
-    def validate_save_and_chart(self, global_step: int) -> None:
-        """Do rank 0's work between two barriers."""
-        train_loss = self.window.take_loss_since_checkpoint()
-        by_train_loss = not self.config.validates and self._is_due(
-            global_step, self.config.checkpoint_interval)
-        loss = train_loss if by_train_loss else None
-        if self.validates_after(global_step):
-            with self.clock.phase(VALIDATION) as phase:
-                loss = self.validate()
-            self.log.report_validation(global_step, loss, phase.seconds)
-        with self.clock.phase(CHECKPOINT):
-            self.save(global_step, loss, train_loss)
-        with self.clock.phase(CHART):
-            draw_charts(self.run.run_dir, read_metrics(self.run.metrics_path))
-        self.lays_out_next = self.config.fit_budget  # now that it is known what this costs
+    def validate_if_due(self, global_step: int) -> float | None:
+        """Validate where `validate_on` says so. A collective if that is `all`: every rank."""
+        validates_here = self.process.is_main or self.config.validate_on == "all"
+        if not (validates_here and self.validates_after(global_step)):
+            return None
+        with self.clock.phase(VALIDATION) as phase:
+            loss = self.validate()
+        self.log.report_validation(global_step, loss, phase.seconds)
+        return loss
 
     @torch.inference_mode()
     def validate(self) -> float:
         """Give the mean loss over the run's validation sequences, in nats a token."""
-        data = self.data.validation
-        batches = prefetch(data, range(len(data)), device=self.process.device)
+        data, shares = self.data.validation, self.config.validate_on == "all"
+        start, stride = (self.process.rank, self.process.world_size) if shares else (0, 1)
+        indices = range(start, len(data), stride)
+        batches = prefetch(data, indices, device=self.process.device)
         total = torch.zeros((), dtype=torch.float64, device=self.process.device)
         self.model.eval()
-        for _, token_ids, targets in self.log.validation_bar(batches, len(data)):
-            with autocast(self.step.precision, self.process.device):
-                total += self.model(token_ids, targets) * len(token_ids)
+        for _, token_ids, targets in self.log.validation_bar(batches, len(indices)):
+            total += self.step.validation_loss(token_ids, targets) * len(token_ids)
         self.model.train()
+        if shares:
+            dist.all_reduce(total)
         return total.item() / self.config.num_validation_sequences
+
+    def save_and_chart(self, global_step: int, validation_loss: float | None) -> None:
+        """Do rank 0's work between two barriers."""
+        train_loss = self.window.take_loss_since_checkpoint()
+        by_train_loss = not self.config.validates and self._is_due(
+            global_step, self.config.checkpoint_interval)
+        with self.clock.phase(CHECKPOINT):
+            self.save(global_step, train_loss if by_train_loss else validation_loss, train_loss)
+        with self.clock.phase(CHART):
+            draw_charts(self.run.run_dir, read_metrics(self.run.metrics_path))
+        gc.collect()  # what a chart is made of refers to itself
+        self.lays_out_next = self.config.fit_budget  # now that it is known what this costs
 
     def save(self, global_step: int, loss: float | None, train_loss: float) -> None:
         meta = CheckpointMeta(
@@ -363,10 +388,12 @@ class Trainer:
             num_steps=self.plan.num_steps if self.config.fit_budget else None,
             tokenizer=self.data.tokenizer_name,
         )
-        save_checkpoint(self.run.checkpoints_dir, self.step.state, meta)
+        self.writer.save(self.state, meta)
 
     def finish(self) -> None:
-        """Write and print how it ended. Rank 0."""
+        """Wait for the last checkpoint; write and print how it ended. Rank 0."""
+        with self.clock.phase(CHECKPOINT):
+            self.writer.wait()
         best = find_checkpoint(self.run.checkpoints_dir, BEST)
         end = RunEnd(
             global_step=self.last_step,
@@ -374,7 +401,11 @@ class Trainer:
             num_parameters=self.model.num_parameters(),
             best={"checkpoint": best.name, "global_step": best.meta.global_step,
                   "loss": best.meta.loss},
-            machine=machine_facts(self.process, self.step.precision),
+            checkpoints={"saved": self.writer.num_checkpoints,
+                         "stalled_seconds": self.clock.read_this_start()[CHECKPOINT],
+                         "longest_write_seconds": self.writer.longest_write_seconds},
+            machine=machine_facts(self.process, self.step.precision)
+            | {"compiled": self.step.is_compiled},
         )
         self.log.finish(end)
         self.print_sample()

@@ -9,14 +9,36 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from head_loss import chunked_head_loss
 from run_config import ModelConfig
 
 INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How the forward pass is computed: of the result this changes only the rounding.
+
+    Args:
+        residual_dtype: of the stream that the layers add to, if not the embeddings' own; bfloat16
+            needs autocast to it.
+        head_chunk_tokens: of a piece, where head and cross-entropy are computed in pieces.
+        activation_checkpointing: layers keep their inputs only, and run again in the backward pass.
+        head_multiple: rows of zeros fill the head up to a multiple of this in its matrix product.
+    """
+
+    residual_dtype: torch.dtype | None = None
+    head_chunk_tokens: int | None = None
+    activation_checkpointing: bool = False
+    head_multiple: int = 1
 
 
 class CausalSelfAttention(nn.Module):
@@ -67,12 +89,17 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # (B, T, C)
 
 
+def run_block(block: Block, x: Tensor) -> Tensor:
+    """Run one layer, (B, T, C) to (B, T, C)."""
+    return block(x)
+
+
 class GPTModel(nn.Module):
     """A GPT-2-class language model."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, options: ForwardOptions | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.options = config, options or ForwardOptions()
         self.token_embedding = nn.Embedding(config.vocab_size, config.emb_dim)
         self.position_embedding = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.drop_rate)
@@ -93,15 +120,46 @@ class GPTModel(nn.Module):
         Returns:
             Logits (B, T, V), in the autocast dtype if there is one; or the loss, () float32.
         """
+        x = self.transform(self.embed(token_ids))
+        if targets is None:
+            return self._logits(self.final_norm(x))
+        return self.loss(x, targets)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Begin the residual stream: (B, T) int64 to (B, T, C)."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)  # (T,)
         x = self.token_embedding(token_ids) + self.position_embedding(positions)  # (B, T, C)
         x = self.dropout(x)
+        return x if self.options.residual_dtype is None else x.to(self.options.residual_dtype)
+
+    def transform(
+        self, x: Tensor, run: Callable[[Block, Tensor], Tensor] = run_block
+    ) -> Tensor:
+        """Run all layers, (B, T, C) to (B, T, C), each through `run`."""
+        recomputes = self.options.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.final_norm(x), self.head_weight)  # (B, T, V)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            if recomputes:
+                x = checkpoint(run, block, x, use_reentrant=False,
+                               preserve_rng_state=self.config.drop_rate > 0)
+            else:
+                x = run(block, x)
+        return x
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """End the residual stream: (B, T, C) and targets (B, T) to the mean loss, () float32."""
+        x, targets = self.final_norm(x).flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
+        if self.options.head_chunk_tokens is not None:
+            return chunked_head_loss(x, self.head_weight, targets,
+                                     chunk_tokens=self.options.head_chunk_tokens)
+        return F.cross_entropy(self._logits(x).float(), targets)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        missing_rows = -self.config.vocab_size % self.options.head_multiple
+        if not missing_rows:
+            return F.linear(x, self.head_weight)
+        # The tensor cores want whole tiles. The rows are cut off again: a logit of zero has weight.
+        weight = F.pad(self.head_weight, (0, 0, 0, missing_rows))
+        return F.linear(x, weight)[..., : self.config.vocab_size]
 
     @property
     def head_weight(self) -> Tensor:

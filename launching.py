@@ -186,6 +186,7 @@ def process_group(process: Process) -> Iterator[None]:
     join_process_group(process, "training", timeout=COLLECTIVE_TIMEOUT)
     yield
     # Not after an error: taking the group down waits for the others, who wait for this process.
+    gc.unfreeze()
     gc.collect()  # DDP's threads must be gone before the group they use
     dist.destroy_process_group()
 

@@ -219,6 +219,7 @@ def _end_with_parent(connection: Connection) -> NoReturn:
 
 def _train_some_steps(order: Order) -> Trial:
     process, run = order.process, order.run
+    train = run.train.model_copy(update={"microbatch_size": order.microbatch_size})
     on_gpu = process.device.type == "cuda"
     if not on_gpu:
         share_cpu_cores(process)  # and so starts its threads before there is a limit
@@ -226,15 +227,15 @@ def _train_some_steps(order: Order) -> Trial:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     join_process_group(process, order.name, timeout=TRIAL_TIMEOUT)
     meter = (GpuMeter if on_gpu else CpuMeter)(process.device, order.memory_limit_gib)
-    state = build_training_state(run.model, run.train, process.device)
+    state = build_training_state(run.model, train, process.device)
     # A scale at which no step overflows and is skipped: else the optimizer would have no state yet.
     scaler = GradScaler(process.device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
-    step = TrainingStep(replace(state, scaler=scaler), run.train, process)
+    step = TrainingStep(replace(state, scaler=scaler), train, process)
     microbatches = _random_microbatches(order)
     for _ in range(STEPS_A_TRY):
         began = time.perf_counter()
         loss, _ = step.take(microbatches, num_microbatches=order.num_microbatches,
-                            learning_rate=run.train.learning_rate)
+                            learning_rate=train.learning_rate)
         loss.item()  # all of the step is done on the device
         seconds = time.perf_counter() - began
     tokens = (order.num_microbatches * order.microbatch_size * run.model.context_length

@@ -61,3 +61,12 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
+
+
+def skip_unless_finite(optimizer: AdamW, grad_norm: Tensor) -> None:
+    """Let the optimizer's next step do nothing if the gradient is not finite.
+
+    The device decides, nobody waits for it: the fused kernel leaves weights, moments and its count
+    of steps alone where `found_inf` is 1. That is the way of `GradScaler`, which sets its own.
+    """
+    optimizer.found_inf = (~grad_norm.isfinite()).float()

@@ -51,6 +51,7 @@ class PhaseClock:
         self._phase, self._since = STARTUP, self._now() if since is None else since
         self.usd_per_hour: float | None = None
         self.longest = dict.fromkeys(PHASES, 0.0)  # stay in each phase, in this start
+        self.longest_write = 0.0  # of a checkpoint, while training goes on
 
     def go_on_from(self, seconds: dict[str, float], usd: dict[str, float]) -> None:
         """Count what the starts before this one have spent."""
@@ -132,7 +133,8 @@ class Pace:
 
     step: float
     validation: float
-    saving: float  # a checkpoint and the charts
+    saving: float  # a checkpoint and the charts, as far as training stands still
+    last_write: float = 0.0  # of a checkpoint, that the end has to wait for
 
     @classmethod
     def measured(cls, clock: PhaseClock, *, num_steps: int, plan: BatchPlan, train: TrainConfig,
@@ -153,6 +155,7 @@ class Pace:
             validation=clock.longest[VALIDATION] or forward * num_batches,
             saving=clock.longest[CHECKPOINT] + clock.longest[CHART]
             or written / SLOW_DISK_BYTES_PER_SECOND,
+            last_write=2 * clock.longest_write,  # it may have to wait for the one before
         )
 
     def seconds(self, num_steps: int, *, num_validations: int = 0, num_savings: int = 0) -> float:
@@ -205,6 +208,7 @@ class Budget:
     def affordable_steps(self, pace: Pace) -> int:
         """Count the steps that fit into what is left, with a last validation and checkpoint."""
         ending = pace.seconds(0, num_validations=int(self._train.validates), num_savings=1)
+        ending += pace.last_write
         surprise = SURPRISE * (ending + pace.seconds(REPORT_INTERVAL))
         seconds = (self.seconds_left() - ending - surprise) * (1 - FIT_MARGIN)
         return max(0, int(seconds / pace.with_its_share(self._train)))

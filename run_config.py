@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+ResidualDtype = Literal["fp32", "bf16"]
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs break accumulation
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -63,6 +65,7 @@ class TrainConfig(_FrozenConfig):
     validation_interval: Count | None = None
     validation_batches: Count | None = None
     validation_sequences: Count | None = None
+    validate_on: Literal["rank0", "all"] = "rank0"
     checkpoint_interval: Count | None = None
     learning_rate: float = Field(default=4e-4, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -72,6 +75,11 @@ class TrainConfig(_FrozenConfig):
     warmup_period_percent: float = Field(default=0, ge=0, lt=100)
     use_amp: bool = True
     precision: Precision | None = None
+    residual_dtype: ResidualDtype | None = None
+    compile: bool | None = None
+    compile_mode: CompileMode = "default"
+    head_chunks: int | None = Field(default=None, ge=1, le=2**16)
+    activation_checkpointing: bool = False
     random_seed: int = Field(default=42, ge=0, lt=2**63)
     usd_per_hour: float | None = Field(default=None, gt=0)
     max_cost_usd: float | None = Field(default=None, gt=0)
@@ -100,6 +108,11 @@ class TrainConfig(_FrozenConfig):
             raise ValueError("fit_budget needs max_cost_usd or max_hours: set one")
         if not self.use_amp and self.precision in ("bf16", "fp16"):
             raise ValueError(f'use_amp is false but precision is "{self.precision}": drop one')
+        if self.compile is False and self.compile_mode != "default":
+            raise ValueError("compile is false but compile_mode is set: drop one")
+        if self.validate_on == "all" and not self.validates:
+            raise ValueError('validate_on is "all" but there is no validation: set'
+                             " validation_interval, or drop it")
         return self
 
     @property

@@ -37,7 +37,7 @@ PLAIN_LINE_SECONDS = 10  # between lines where there is no terminal to draw a ba
 ONCE_A_START = (STARTUP, DOWNLOAD, COMPILE, LOST)  # does not grow with the steps
 SHOWN_PHASES = {
     TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
-    CHECKPOINT: "checkpoints and charts", COMPILE: "first steps with compiling",
+    CHECKPOINT: "checkpoints and charts", COMPILE: "compiling and first steps",
     DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between starts",
 }
 
@@ -50,6 +50,7 @@ class RunEnd:
     stop_reason: str | None  # where the run is not finished
     num_parameters: int
     best: dict[str, Any]  # checkpoint, global_step, loss
+    checkpoints: dict[str, float]  # of this start: saved, stalled_seconds, longest_write_seconds
     machine: dict[str, Any]
 
 
@@ -121,14 +122,16 @@ class RunLog:
 
     def report_validation(self, global_step: int, loss: float, seconds: float) -> None:
         """Record and show one validation."""
+        if not self.is_active:
+            return
         self._record(global_step, {"validation_loss": loss, "validation_seconds": seconds})
         self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
                  f" | {seconds:.1f} s")
 
     def validation_bar(self, batches: Iterable[Any], total: int) -> Iterable[Any]:
-        """Show a second bar while validating. Rank 0."""
+        """Show a second bar while validating."""
         return tqdm(batches, total=total, unit="batch", desc="validating", leave=False,
-                    disable=None, dynamic_ncols=True)
+                    disable=None if self.is_active else True, dynamic_ncols=True)
 
     def finish(self, end: RunEnd) -> None:
         """Write `summary.json` and print what it says."""
@@ -187,6 +190,7 @@ def _summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dic
         "train_loss": _last(records, "train_loss"),
         "validation_loss": _last(records, "validation_loss"),
         "best": end.best,
+        "checkpoints": end.checkpoints,
         "seconds": seconds,
         "usd": usd | {"total": sum(usd.values())} if usd else None,
         "tokens_per_second": tokens / (_step_seconds(seconds) + seconds[COMPILE]),
@@ -200,7 +204,7 @@ def _summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dic
 
 def _summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     """Word a summary for a person."""
-    best = summary["best"]
+    best, saved = summary["best"], summary["checkpoints"]
     losses = f"training loss {_loss(summary['train_loss'])}"
     if summary["validation_loss"] is not None:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
@@ -212,6 +216,9 @@ def _summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
         f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} a second while"
         f" training, {summary['tokens_per_second_overall']:,.0f} with everything else",
+        f"checkpoints: {saved['saved']} in this start; training stood still for"
+        f" {saved['stalled_seconds']:.2f} s, while the longest was being written for"
+        f" {saved['longest_write_seconds']:.2f} s",
         f"best checkpoint: {run.checkpoints_dir / best['checkpoint']}"
         f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})",
     ]

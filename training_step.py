@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from acceleration import (
+    ByLayer,
+    Whole,
+    choose_forward_options,
+    chooses_compile,
+    compiled_validation_loss,
+    keep_compiled_code,
+    why_not,
+)
 from gpt import GPTModel
 from launching import (
     Process,
@@ -22,7 +33,12 @@ from launching import (
     set_matmul_precision,
     share_cpu_cores,
 )
-from optimization import build_optimizer, clip_gradients, set_learning_rate
+from optimization import (
+    build_optimizer,
+    clip_gradients,
+    set_learning_rate,
+    skip_unless_finite,
+)
 from run_config import ModelConfig, TrainConfig
 from token_dataset import Microbatch
 
@@ -40,33 +56,113 @@ class TrainingState:
     scaler: GradScaler
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A training state as it was at one moment, in host memory."""
+
+    weights: dict[str, Tensor]
+    trainer: dict[str, Any]  # the states of optimizer and scaler
+
+
+class SnapshotBuffers:
+    """Host memory that one snapshot after another is taken into: the last one is gone with it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, state: TrainingState) -> Snapshot:
+        """Copy a state. Waits for the device, as short as its connection allows."""
+        weights = {name: self._copy(f"weights/{name}", tensor)
+                   for name, tensor in state.model.state_dict().items()}
+        optimizer = state.optimizer.state_dict()
+        optimizer["state"] = {
+            index: {name: self._copy(f"optimizer/{index}/{name}", tensor)
+                    for name, tensor in of_parameter.items()}
+            for index, of_parameter in optimizer["state"].items()
+        }
+        snapshot = Snapshot(weights, {"optimizer": optimizer, "scaler": state.scaler.state_dict()})
+        if any(tensor.is_cuda for tensor in state.model.parameters()):
+            torch.cuda.synchronize()
+        return snapshot
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Copy one tensor; from a GPU into pages that stay where they are, at its full speed."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return self._buffers[name].copy_(tensor.detach(), non_blocking=True)
+
+
 def build_training_state(
     model_config: ModelConfig, train: TrainConfig, device: torch.device
 ) -> TrainingState:
     """Build a model, the same on every rank, and its optimizer, as they are before step 0."""
+    keep_compiled_code()
     torch.manual_seed(train.random_seed)
-    model = GPTModel(model_config).to(device)
+    model = GPTModel(model_config, choose_forward_options(model_config, train, device)).to(device)
     scaler = GradScaler(device.type, enabled=choose_precision(train, device) == "fp16")
     return TrainingState(model, build_optimizer(model, train), scaler)
 
 
 class TrainingStep:
-    """Takes the global steps of one process."""
+    """Takes the global steps of one process. To build one compiles the model. Every rank.
+
+    Attributes:
+        is_compiled: whether it is.
+        why_eager: what compiling tripped over, on the first rank where it did; else empty.
+    """
 
     def __init__(self, state: TrainingState, train: TrainConfig, process: Process) -> None:
         share_cpu_cores(process)
         self.state, self.train, self.process = state, train, process
         self.precision = choose_precision(train, process.device)
         set_matmul_precision(self.precision)
-        self.parallel_model = self._parallel(state.model)
+        self.is_compiled, self.why_eager = False, ""
+        loss: nn.Module = state.model
+        self._full_validation_loss = loss
+        if chooses_compile(train, process.device):
+            loss = (Whole if process.world_size == 1 else ByLayer)(state.model, train)
+            self.why_eager = self._agree(why_not(lambda: self._try(loss)))
+            self.is_compiled = not self.why_eager
+        if self.is_compiled:
+            self._full_validation_loss = compiled_validation_loss(state.model, train)
+        self.parallel_model = self._parallel(loss if self.is_compiled else state.model)
 
-    def _parallel(self, model: GPTModel) -> nn.Module:
+    def _try(self, loss: nn.Module) -> None:
+        """Have the training loss compiled, before DDP counts its backward passes."""
+        shape = (2, self.train.microbatch_size, self.state.model.config.context_length)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=self.process.device)
+        try:
+            with autocast(self.precision, self.process.device):
+                value = loss(*tokens)
+            value.backward()
+        finally:
+            self.state.model.zero_grad()
+
+    def _agree(self, reason: str) -> str:
+        """Give the first rank's reason that has one: all go the same way."""
+        reasons = [reason]
+        if self.process.world_size > 1:
+            reasons *= self.process.world_size
+            dist.all_gather_object(reasons, reason)
+        return next((reason for reason in reasons if reason), "")
+
+    def _parallel(self, loss: nn.Module) -> nn.Module:
         if self.process.world_size == 1:
-            return model  # nobody to share gradients with: DDP would only cost time
+            return loss  # nobody to share gradients with: DDP would only cost time
         device_ids = [self.process.device] if self.process.device.type == "cuda" else None
         return DistributedDataParallel(
-            model, device_ids=device_ids, gradient_as_bucket_view=True
+            loss, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
         )
+
+    def validation_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """Give the mean loss of one microbatch, () float32; the last one may be smaller.
+
+        Call it in evaluation mode, without gradients. Any rank.
+        """
+        is_full = len(token_ids) == self.train.microbatch_size
+        loss = self._full_validation_loss if is_full else self.state.model
+        with autocast(self.precision, self.process.device):
+            return loss(token_ids, targets)
 
     def attention_kernel(self) -> str:
         """Name the kernel that PyTorch chooses for this model's attention in training."""
@@ -93,6 +189,7 @@ class TrainingStep:
         loss = self._accumulate_gradients(microbatches, num_microbatches)
         scaler.unscale_(optimizer)
         grad_norm = clip_gradients(self.state.model, self.train.clipping_max_norm)
+        skip_unless_finite(optimizer, grad_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -115,6 +212,6 @@ class TrainingStep:
         return step_loss
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
-        if is_last or self.parallel_model is self.state.model:
+        if is_last or self.process.world_size == 1:
             return nullcontext()
         return self.parallel_model.no_sync()

@@ -38,7 +38,8 @@ def main() -> None:
             shapes.items(), ("fp32", "bf16"), (0.0, 0.1), sizes):
         model = ModelConfig(**shape, drop_rate=drop_rate, qkv_bias=False)
         train = TrainConfig(dataset="none", checkpoint_interval=1, precision=precision,
-                            microbatch_size=size, gradient_accumulation_steps=accumulation)
+                            microbatch_size=size, gradient_accumulation_steps=accumulation,
+                            compile=False)
         measured = peak_of_training(model, train, process)
         setting = Setting(model, train, precision, num_processes=1, on_gpu=on_gpu)
         off = peak_memory(setting, size).total / measured - 1

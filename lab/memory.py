@@ -1,13 +1,15 @@
 """The memory that training takes, by part, from a run's configs alone.
 
 Counted are the tensors that the trainer holds (what PyTorch calls allocated memory), at the
-fullest moment of a step from the second on. Letters as in `gpt.py`; H heads, L layers.
+fullest moment of a step from the second on, where the model is not compiled: compiled, it keeps
+fewer activations and no float32 logits. Letters as in `gpt.py`; H heads, L layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from batch_plan import head_chunk_tokens
 from run_config import ModelConfig, Precision, TrainConfig
 
 FLOAT32 = 4
@@ -46,6 +48,12 @@ class Setting:
         """Bytes of an activation in matrix products."""
         return 2 if self.precision in ("bf16", "fp16") else FLOAT32
 
+    @property
+    def residual(self) -> int:
+        """Bytes of an element of the residual stream."""
+        by_default = "bf16" if self.on_gpu and self.precision == "bf16" else "fp32"
+        return 2 if (self.train.residual_dtype or by_default) == "bf16" else FLOAT32
+
 
 def num_parameters(model: ModelConfig) -> int:
     """Count the parameters of `GPTModel` without building one."""
@@ -60,7 +68,11 @@ def num_parameters(model: ModelConfig) -> int:
 
 def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Give the fullest moment of a step: in the loss's backward pass, or later in small steps."""
-    moments = (_in_the_loss, _in_the_head, _in_the_optimizer)
+    moments = [_in_the_loss, _in_the_head, _in_the_optimizer]
+    if _chunk_tokens(setting, microbatch_size) is not None:
+        moments = [_in_a_piece, _behind_the_pieces, _in_the_optimizer]
+    if setting.train.activation_checkpointing:
+        moments.append(_in_a_layer)
     return max((moment(setting, microbatch_size) for moment in moments),
                key=lambda memory: memory.total)
 
@@ -97,6 +109,42 @@ def _in_the_head(setting: Setting, microbatch_size: int) -> Memory:
     gradient = (FLOAT32 + (setting.element if setting.element < FLOAT32 else 0)) * V * C
     logits = setting.element * V * tokens + gradient
     return _held(setting, microbatch_size, logits=logits, all_gradients=False)
+
+
+def _chunk_tokens(setting: Setting, microbatch_size: int) -> int | None:
+    train = setting.train.model_copy(update={"microbatch_size": microbatch_size})
+    return head_chunk_tokens(setting.model, train,
+                             is_eager_on_cpu=not setting.on_gpu and not train.compile)
+
+
+def _in_a_piece(setting: Setting, microbatch_size: int) -> Memory:
+    """Of one piece there are logits and probabilities, or their gradient and what it makes of the
+    head; of all pieces the gradients of the head and of its input."""
+    V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
+    tokens = microbatch_size * setting.model.context_length
+    n = min(_chunk_tokens(setting, microbatch_size), tokens)
+    product = e * V * C if e < FLOAT32 else 0
+    widened = FLOAT32 if e < FLOAT32 and not setting.on_gpu else 0  # before the softmax
+    piece = max((FLOAT32 + e + widened) * n * V, e * n * V + product)
+    whole = e * tokens * C + (FLOAT32 * tokens * C if e < FLOAT32 else 0) + FLOAT32 * V * C
+    return _held(setting, microbatch_size, logits=piece + whole, all_gradients=False)
+
+
+def _behind_the_pieces(setting: Setting, microbatch_size: int) -> Memory:
+    """The head's gradient, and its input's as it was made, scaled, and widened."""
+    V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
+    tokens = microbatch_size * setting.model.context_length
+    gradients = (2 * e + (FLOAT32 if e < FLOAT32 else 0)) * tokens * C + FLOAT32 * V * C
+    return _held(setting, microbatch_size, logits=gradients, all_gradients=False)
+
+
+def _in_a_layer(setting: Setting, microbatch_size: int) -> Memory:
+    """With checkpointing one layer's activations are there again, and the stream's gradient."""
+    tokens = microbatch_size * setting.model.context_length
+    V, C = setting.model.vocab_size, setting.model.emb_dim
+    again = _layer_bytes(setting) + (FLOAT32 + setting.residual) * C
+    return _held(setting, microbatch_size, logits=tokens * again + FLOAT32 * V * C,
+                 all_gradients=False)
 
 
 def _in_the_optimizer(setting: Setting, microbatch_size: int) -> Memory:
@@ -139,18 +187,29 @@ def _accumulates(setting: Setting, microbatch_size: int) -> bool:
 
 def _activation_bytes(setting: Setting) -> float:
     """Count what a token's forward pass keeps for its backward pass."""
+    model, C = setting.model, setting.model.emb_dim
+    ends = _norm_bytes(setting) + IDS
+    if model.drop_rate:
+        ends += C if setting.on_gpu else FLOAT32 * C
+    if setting.train.activation_checkpointing:
+        return model.n_layers * setting.residual * C + ends
+    return model.n_layers * _layer_bytes(setting) + ends
+
+
+def _norm_bytes(setting: Setting) -> float:
+    """A norm's input, its output as the next product takes it, and two statistics."""
+    return (setting.residual + setting.element) * setting.model.emb_dim + 2 * FLOAT32
+
+
+def _layer_bytes(setting: Setting) -> float:
     model, e = setting.model, setting.element
-    C, H, L, T = model.emb_dim, model.n_heads, model.n_layers, model.context_length
-    norm = (FLOAT32 + e) * C + 2 * FLOAT32  # input, output as the next product takes it, statistics
+    C, H, T = model.emb_dim, model.n_heads, model.context_length
     attention = (3 + 1) * e * C + FLOAT32 * H  # q, k, v; output; log-sum-exp
     mlp = (4 + 4) * e * C  # before and after GELU
-    layer = 2 * norm + attention + mlp
-    ends = norm + IDS
+    layer = 2 * _norm_bytes(setting) + attention + mlp
     if model.drop_rate and setting.on_gpu:
         layer += 2 * C  # a byte for each value that may be dropped
-        ends += C
     elif model.drop_rate:  # without a GPU: factors instead, and attention in the open, in float32
         layer += 2 * e * C
         layer += 3 * FLOAT32 * H * T - FLOAT32 * H + 3 * (FLOAT32 - e) * C
-        ends += FLOAT32 * C
-    return L * layer + ends
+    return layer

@@ -218,7 +218,7 @@ def test_a_global_batch_that_does_not_divide_is_one_line(workplace: Workplace) -
 
 
 class Simulated(Trainer):
-    """A trainer whose steps, validations and checkpoints only pass time."""
+    """A trainer whose steps, validations and checkpoints, and their writing, only pass time."""
 
     def __init__(self, seconds: dict[str, float], *, limit: float, fit_budget: bool) -> None:
         self.seconds, self.now = seconds, 30.0
@@ -233,9 +233,14 @@ class Simulated(Trainer):
         self.log = SimpleNamespace(lay_out=lambda plan: None)
         self.model = SimpleNamespace(num_parameters=lambda: 10**8)
         self.last_step, self.stop_reason = 2999, None
+        self.writer, self.written_at = SimpleNamespace(longest_write_seconds=0.0), 0.0
 
     def _from_main(self, number: int) -> int:
         return number
+
+    def look_at_writer(self) -> None:
+        if 0 < self.written_at <= self.now:
+            self.writer.longest_write_seconds = self.seconds["write"]
 
     def run(self) -> float:
         """Train; give the seconds it took."""
@@ -248,27 +253,33 @@ class Simulated(Trainer):
                 self.clock.enter("training")
             if since_report == 10 or self.saves_after(step):
                 since_report = 0
+                self.look_at_writer()
                 if step < self.last_step:
                     self.keep_to_budget(step)
             if self.saves_after(step):
                 for phase, is_due in (("validation", self.validates_after(step)),
                                       ("checkpoint", True)):
                     with self.clock.phase(phase):
+                        if phase == "checkpoint":
+                            self.now = max(self.now, self.written_at)
+                            self.look_at_writer()
                         self.now += self.seconds[phase] if is_due else 0
+                self.written_at = self.now + self.seconds["write"]
                 self.lays_out_next = self.config.fit_budget
-        return self.now
+        return max(self.now, self.written_at)
 
 
 @pytest.mark.parametrize("fit_budget", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(step=st.floats(0.1, 10), validation=st.floats(0, 90), checkpoint=st.floats(0.1, 20),
-       extra=st.floats(0, 3))
+       write=st.floats(0, 30), extra=st.floats(0, 3))
 def test_no_limit_is_passed_whatever_falls_due(
-    fit_budget: bool, step: float, validation: float, checkpoint: float, extra: float
+    fit_budget: bool, step: float, validation: float, checkpoint: float, write: float, extra: float
 ) -> None:
-    seconds = {"step": step, "validation": validation, "checkpoint": checkpoint}
+    seconds = {"step": step, "validation": validation, "checkpoint": checkpoint, "write": write}
     # Enough to learn in what validations and checkpoints take; then it ends anywhere.
-    limit = 60 + 60 * step + 2 * (validation + checkpoint) + extra * (50 * step + validation)
+    limit = 60 + 60 * step + 2 * (validation + checkpoint) + 6 * write
+    limit += extra * (50 * step + validation)
     trainer = Simulated(seconds, limit=limit, fit_budget=fit_budget)
     taken = trainer.run()
     assert taken <= limit

@@ -24,7 +24,7 @@ from checkpointing import (
 from gpt import GPTModel
 from optimization import build_optimizer
 from run_config import ModelConfig, TrainConfig, UserError
-from training_step import TrainingState
+from training_step import SnapshotBuffers, TrainingState
 
 MODEL = ModelConfig(**TINY_MODEL)
 
@@ -42,7 +42,7 @@ def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
 def save(checkpoints_dir: Path, global_step: int, loss: float | None = 1.0) -> Checkpoint:
     meta = CheckpointMeta(global_step=global_step, tokens=0, loss=loss, train_loss=loss,
                           seconds={}, tokenizer=None)
-    return save_checkpoint(checkpoints_dir, state(global_step), meta)
+    return save_checkpoint(checkpoints_dir, SnapshotBuffers().take(state(global_step)), meta)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:

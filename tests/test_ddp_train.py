@@ -18,6 +18,7 @@ from hub_stand_in import Hub, serving
 from safetensors.torch import load_file
 from support import (
     Workplace,
+    forked,
     read_lines,
     run_command,
     succeeded,
@@ -386,3 +387,63 @@ def test_a_dataset_on_the_hub_is_fetched_once_a_machine_before_the_start(
     assert [len(hub.downloads(name)) for name in sorted(files)] == [1, 1]
     assert (workplace.datasets_dir / "owner/tiny/validation.safetensors").is_file()
     assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
+
+
+COMPILED = {"compile": True, "validation_batches": None, "validation_sequences": 5}  # 2, 2 and 1
+
+
+def compilations(workplace: Workplace, num_processes: int, *arguments: str) -> tuple[list, str]:
+    output = succeeded(forked("tests/torchrun_workers.py", [
+        "count-compilations", str(workplace.root), *workplace.arguments("tiny", *arguments),
+    ], num_processes=num_processes)).stdout
+    counts = [json.loads(found) for found in re.findall(r"^compiled: (.*)$", output, re.MULTILINE)]
+    return counts, output
+
+
+@pytest.mark.parametrize(("num_processes", "graphs_in_training"), [(1, 1), (2, 2)])
+def test_nothing_is_compiled_again_after_the_first_validation(
+    workplace: Workplace, num_processes: int, graphs_in_training: int
+) -> None:
+    workplace.add_dataset()
+    workplace.add_run(train=COMPILED)
+    for arguments in (["--max-steps", "6"], []):  # and none more after resuming
+        counts, output = compilations(workplace, num_processes, *arguments)
+        assert len(counts) >= 2 and all(count == counts[0] for count in counts)
+        # A layer and the loss, or the whole; and the whole in evaluation.
+        assert counts[0]["stats"]["unique_graphs"] == graphs_in_training + 1
+        assert counts[0]["graph_break"] == {}
+        assert f"graphs in the end: {graphs_in_training + 1}" in output
+
+
+def test_compiled_or_not_it_learns_the_same_on_any_number_of_processes(
+    workplace: Workplace
+) -> None:
+    workplace.add_dataset()
+    curves = {}
+    for name, num_processes, keys in (
+        ("eager", 1, {"gradient_accumulation_steps": 4}), ("compiled", 2, COMPILED),
+        ("all", 2, {"validate_on": "all", "activation_checkpointing": True, "head_chunks": 3}),
+    ):
+        run_dir = workplace.add_run(name, model={"drop_rate": 0.0}, train=COMPILED | {
+            "compile": False} | keys)
+        result = succeeded(workplace.torchrun(num_processes, name))
+        assert "warning: compiling failed" not in result.stdout
+        records = read_lines(run_dir / "metrics.jsonl")
+        curves[name] = [record[key] for record in records
+                        for key in ("train_loss", "validation_loss") if key in record]
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert summary["machine"]["compiled"] == (name == "compiled")
+    assert len(curves["eager"]) == 6
+    for name in ("compiled", "all"):
+        np.testing.assert_allclose(curves[name], curves["eager"], rtol=1e-4)
+
+
+def test_what_checkpoints_cost_is_said(finished: tuple[Workplace, str]) -> None:
+    place, output = finished
+    summary = json.loads((place.runs_dir / "tiny" / "summary.json").read_text())
+    assert summary["checkpoints"]["saved"] == 3
+    stalled = summary["checkpoints"]["stalled_seconds"]
+    assert 0 < stalled == pytest.approx(summary["seconds"]["checkpoint"], abs=1e-6)
+    assert 0 < summary["checkpoints"]["longest_write_seconds"]
+    assert (f"checkpoints: 3 in this start; training stood still for {stalled:.2f} s, while the"
+            " longest was being written for ") in output

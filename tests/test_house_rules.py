@@ -11,11 +11,12 @@ from support import PROJECT_DIR
 # Each room imports only from rows below its own; the lab from all of the trainer, never back.
 ROWS = [
     {"ddp_train", "prepare_dataset"},
-    {"job", "microbatch_search"},
+    {"job", "microbatch_search", "checkpoint_writer"},
     {"checkpointing", "microbatch_trial"},
     {"training_step", "charting", "run_log", "sampling", "preparation"},
+    {"acceleration"},
     {"gpt", "token_dataset", "optimization", "tokenizer", "launching", "run_metrics"},
-    {"run_clock", "command_line", "expected_speed"},
+    {"run_clock", "command_line", "expected_speed", "head_loss"},
     {"batch_plan", "curve_fits", "memory_meters"},
     {"run_config"},
 ]
@@ -80,7 +81,7 @@ def test_files_and_functions_stay_small(path: Path) -> None:
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 50, node.name
             is_command = any("command" in ast.unparse(d) for d in node.decorator_list)
-            positional = [a for a in node.args.args if a.arg not in ("self", "cls")]
+            positional = [a for a in node.args.args if a.arg not in ("self", "cls", "ctx")]
             parameters = len(positional) + len(node.args.kwonlyargs)
             assert is_command or parameters <= 5, f"{node.name} has {parameters} parameters"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import TINY_MODEL, TINY_TRAIN, Workplace, forked, succeeded
@@ -43,7 +45,11 @@ def test_parameters_are_counted_without_a_model(tie_weights: bool, qkv_bias: boo
     {"microbatch_size": 6, "gradient_accumulation_steps": 2, "drop_rate": 0.1},
     {"microbatch_size": 3, "gradient_accumulation_steps": 1, "tie_weights": True,
      "qkv_bias": True},
-], ids=["one", "six", "accumulated with dropout", "tied"])
+    {"microbatch_size": 6, "gradient_accumulation_steps": 1, "head_chunks": 1},
+    {"microbatch_size": 6, "gradient_accumulation_steps": 2, "head_chunks": 3},
+    {"microbatch_size": 6, "gradient_accumulation_steps": 1, "activation_checkpointing": True},
+], ids=["one", "six", "accumulated with dropout", "tied", "head in one", "head in three",
+        "layers recomputed"])
 def test_the_model_is_within_a_tenth_of_the_measured_peak(
     shape: str, precision: str, changes: dict
 ) -> None:
@@ -52,6 +58,26 @@ def test_the_model_is_within_a_tenth_of_the_measured_peak(
     measured = peak_of_training(model, train, process)
     setting = Setting(model, train, precision, num_processes=1, on_gpu=False)
     assert peak_memory(setting, train.microbatch_size).total == pytest.approx(measured, rel=0.1)
+
+
+def test_a_bfloat16_residual_stream_counts_half() -> None:
+    model, train = configs(MANY_TOKENS, precision="bf16", microbatch_size=6,
+                           gradient_accumulation_steps=1, residual_dtype="bf16")
+    process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    measured = peak_of_training(model, train, process)
+    setting = Setting(model, train, "bf16", num_processes=1, on_gpu=False)
+    wide = replace(setting, train=train.model_copy(update={"residual_dtype": "fp32"}))
+    assert peak_memory(setting, 6).total == pytest.approx(measured, rel=0.05)
+    assert peak_memory(wide, 6).total > 1.08 * peak_memory(setting, 6).total
+
+
+@pytest.mark.parametrize("lever", [{"head_chunks": 8}, {"activation_checkpointing": True}])
+def test_the_original_model_fits_a_small_card_with_either_lever(lever: dict) -> None:
+    model, train = configs(GPT2_SMALL, microbatch_size=8, gradient_accumulation_steps=12)
+    small = train.model_copy(update=lever)
+    sizes = [largest_microbatch(Setting(model, t, "bf16", num_processes=1), 10.76)
+             for t in (train, small)]
+    assert sizes[0] < sizes[1] and sizes[1] >= 8
 
 
 def test_with_several_processes_the_buckets_count(workplace: Workplace) -> None:
@@ -99,7 +125,7 @@ def test_the_model_is_within_a_tenth_on_a_gpu(
     precision: str, microbatch_size: int, drop_rate: float
 ) -> None:
     model, train = configs(GPT2_SMALL, precision=precision, drop_rate=drop_rate,
-                           microbatch_size=microbatch_size)
+                           microbatch_size=microbatch_size, compile=False)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
     measured = peak_of_training(model, train, process)
     predicted = peak_memory(Setting(model, train, precision, num_processes=1), microbatch_size)

@@ -32,6 +32,7 @@ from run_config import load_run
 LIMITS = ("0.12", "0.2", "0.29")
 WORDY_MODEL = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "n_layers": 1,
                "drop_rate": 0.0}
+IN_ONE = {"head_chunks": 1}  # in pieces they would take next to nothing
 
 
 class Memory:
@@ -195,7 +196,7 @@ def search_and_try_all(workplace: Workplace, num_processes: int, limits: str) ->
 
 
 def test_the_true_maximum_is_found_on_real_memory(workplace: Workplace) -> None:
-    workplace.add_run(model=WORDY_MODEL)  # accumulates two microbatches; there is no dataset
+    workplace.add_run(model=WORDY_MODEL, train=IN_ONE)  # it accumulates; there is no data
     before = workplace.files()
     found = {(num_processes, limit): search_and_try_all(workplace, num_processes, limit)
              for num_processes in (1, 2) for limit in LIMITS}
@@ -206,13 +207,13 @@ def test_the_true_maximum_is_found_on_real_memory(workplace: Workplace) -> None:
 
 
 def test_the_limit_holds_where_gradients_are_not_accumulated(workplace: Workplace) -> None:
-    workplace.add_run(model=WORDY_MODEL, train={"gradient_accumulation_steps": 1})
+    workplace.add_run(model=WORDY_MODEL, train=IN_ONE | {"gradient_accumulation_steps": 1})
     assert search_and_try_all(workplace, 2, "0.25,0.13") == search_and_try_all(
         workplace, 2, "0.13")
 
 
 def test_the_process_with_the_least_memory_decides_and_none_hangs(workplace: Workplace) -> None:
-    workplace.add_run(model=WORDY_MODEL)
+    workplace.add_run(model=WORDY_MODEL, train=IN_ONE)
     assert search_and_try_all(workplace, 2, "0.25,0.12") == search_and_try_all(
         workplace, 2, "0.12,0.25") == search_and_try_all(workplace, 2, "0.12")
 
@@ -232,7 +233,7 @@ def test_a_model_that_only_fails_in_the_optimizers_first_step_does_not_fit(
 
 
 def test_the_microbatch_found_is_saved(workplace: Workplace) -> None:
-    path = workplace.add_run(model=WORDY_MODEL, train={
+    path = workplace.add_run(model=WORDY_MODEL, train=IN_ONE | {
         "global_batch_size": 12, "gradient_accumulation_steps": None, "microbatch_size": 5,
     }) / "train.json"  # 5 does not divide 12: the search is there to mend it
     output = succeeded(search(workplace, 2, "--memory-limit-gib", "0.45", "--save")).stdout
@@ -254,7 +255,7 @@ def test_the_microbatch_found_is_saved(workplace: Workplace) -> None:
 def test_a_search_that_cannot_be_made_is_one_line(
     workplace: Workplace, arguments: list[str], message: str
 ) -> None:
-    workplace.add_run(model=WORDY_MODEL)
+    workplace.add_run(model=WORDY_MODEL, train=IN_ONE)
     before = workplace.files()
     result = workplace.torchrun(2, "tiny", *arguments)
     lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
@@ -271,7 +272,7 @@ def test_the_script_starts_torchrun_for_a_search_too(workplace: Workplace) -> No
 
 
 def test_no_process_outlives_a_search_that_was_killed(workplace: Workplace) -> None:
-    workplace.add_run(model=WORDY_MODEL)
+    workplace.add_run(model=WORDY_MODEL, train=IN_ONE)
     mark = f"MARK_{uuid.uuid4().hex}"
     command = [*torchrun_command(2, "ddp_train.py"), *workplace.arguments(
         "tiny", "--find-max-microbatch", "--memory-limit-gib", "20")]

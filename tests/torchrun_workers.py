@@ -12,8 +12,11 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+import acceleration
+import checkpoint_writer
 import ddp_train
 import run_clock
 from benchmarks.memory_model import peak_of_training
@@ -32,6 +35,9 @@ def main() -> None:
     name, root = sys.argv[1], Path(sys.argv[2])
     if name == "train-in-fake-time":
         train_in_fake_time()
+        return
+    if name == "count-compilations":
+        count_compilations()
         return
     process = this_process()
     print_result = print if process.is_main else (lambda *_: None)
@@ -71,6 +77,7 @@ def count_all_reduces(root: Path, process) -> list[int]:
     clock = PhaseClock()
     job = prepare(options, process, clock, lambda step, part: part())
     trainer = Trainer(job, process, build_state(job, process), clock)
+    trainer.compile()
     counted, after_each = [0], []
 
     def hook(group, bucket):
@@ -100,7 +107,32 @@ def train_in_fake_time() -> None:
     """Be ddp_train.py where a look at the clock takes a millisecond, and nothing else any."""
     ticks = itertools.count()
     run_clock.time = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
+    checkpoint_writer.time = SimpleNamespace(perf_counter=lambda: 0.0)
     ddp_train.STARTED = 0.0
+    del sys.argv[1:3]
+    ddp_train.main()
+
+
+def count_compilations() -> None:
+    """Be ddp_train.py, quick at compiling; after each validation rank 0 says what was compiled."""
+    compile_with = acceleration.torch.compile
+    acceleration.torch.compile = lambda function, **options: compile_with(
+        function, backend="aot_eager", **options)
+    save_and_chart = Trainer.save_and_chart
+
+    def say(trainer: Trainer, *arguments: object) -> None:
+        save_and_chart(trainer, *arguments)
+        counts = {kind: dict(counters[kind]) for kind in ("frames", "stats", "graph_break")}
+        trainer.log.say(f"compiled: {json.dumps(counts)}")
+
+    Trainer.save_and_chart = say
+    finish = Trainer.finish
+
+    def finish_and_say(trainer: Trainer) -> None:
+        finish(trainer)
+        trainer.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
+
+    Trainer.finish = finish_and_say
     del sys.argv[1:3]
     ddp_train.main()
 

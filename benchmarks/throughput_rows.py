@@ -1,0 +1,259 @@
+"""The systems that `throughput.py` compares: each one a function that takes global steps.
+
+All start from the same weights, read the same tokens and take the same global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from gpt import GPTModel
+from launching import Process, autocast
+from run_config import ModelConfig, TrainConfig
+from token_dataset import Microbatch
+from training_step import TrainingStep, build_training_state
+
+LEARNING_RATE, WEIGHT_DECAY, SEED = 4e-4, 0.1, 42
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    system: str  # a key of SYSTEMS
+    changes: dict[str, Any] = field(default_factory=dict)  # ours: keys of train.json
+    num_processes: int = 1
+    num_threads: int | None = None  # all cores, if None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one fresh process measures."""
+
+    row: Row
+    model: ModelConfig
+    microbatch_size: int  # of a process
+    global_batch_size: int
+    num_steps: int
+    device_type: str
+
+    def num_microbatches(self, world_size: int) -> int:
+        return self.global_batch_size // (self.microbatch_size * world_size)
+
+
+@dataclass(frozen=True)
+class System:
+    """Something that trains."""
+
+    step: Callable[[Iterator[Microbatch]], Tensor]  # one global step; gives its loss, ()
+    precision: str
+    is_compiled: bool = False
+
+
+def microbatches(order: Order, process: Process) -> Iterator[Microbatch]:
+    """Give a process its tokens: noisy steps upwards, which can be learnt, by place in the run."""
+    model, size = order.model, order.microbatch_size
+    for step in range(order.num_steps):
+        generator = torch.Generator().manual_seed(step)
+        steps = torch.randint(1, 4, (order.global_batch_size, model.context_length + 1),
+                              generator=generator)
+        steps[:, 0] = torch.randint(model.vocab_size, (order.global_batch_size,),
+                                    generator=generator)
+        tokens = (steps.cumsum(1) % model.vocab_size).to(process.device)
+        for part in tokens.split(size)[process.rank :: process.world_size]:
+            yield Microbatch(step, part[:, :-1].contiguous(), part[:, 1:].contiguous())
+
+
+def ours(order: Order, process: Process) -> System:
+    """This trainer, as a run would have it, but for the decay of norms and biases."""
+    train = TrainConfig(**{
+        "dataset": "none", "microbatch_size": order.microbatch_size, "checkpoint_interval": 1,
+        "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "random_seed": SEED,
+        "decay_norms_and_biases": True,
+    } | order.row.changes)
+    state = build_training_state(order.model, train, process.device)
+    step = TrainingStep(state, train, process)
+
+    def take(batches: Iterator[Microbatch]) -> Tensor:
+        return step.take(batches, num_microbatches=order.num_microbatches(process.world_size),
+                         learning_rate=LEARNING_RATE)[0]
+
+    return System(take, step.precision, step.is_compiled)
+
+
+def original(order: Order, process: Process) -> System:
+    """The original system's way: eager, a mask, norms and GELU in single operations, fp16."""
+    model = NaiveGPT(initial_model(order.model)).to(process.device)
+    precision = "fp16" if process.device.type == "cuda" else "fp32"
+    torch.set_float32_matmul_precision("high")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    # Its scale of 65,536 would skip steps here: one at which none is makes the curves comparable.
+    scaler = GradScaler(process.device.type, init_scale=2.0**10, enabled=precision == "fp16")
+    return System(_plain_step(order, process, _Plain(model, optimizer, scaler, precision)),
+                  precision)
+
+
+def hugging_face(order: Order, process: Process) -> System:
+    """GPT2LMHeadModel of `transformers`, with its SDPA, compiled; the loop of a person who knows.
+
+    bf16 on a GPU, fp32 on a CPU.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=order.model.vocab_size, n_positions=order.model.context_length,
+        n_embd=order.model.emb_dim, n_layer=order.model.n_layers, n_head=order.model.n_heads,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
+        use_cache=False, attn_implementation="sdpa",
+    )
+    model = GPT2LMHeadModel(config)
+    model.load_state_dict(hugging_face_weights(initial_model(order.model)))
+    model.to(process.device).train()
+    precision = "bf16" if process.device.type == "cuda" else "fp32"
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY,
+                                  fused=True)
+
+    @torch.compile(dynamic=False)
+    def loss_of(token_ids: Tensor, targets: Tensor) -> Tensor:
+        logits = model(token_ids).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    plain = _Plain(model, optimizer, GradScaler(enabled=False), precision, loss_of, reads=False)
+    return System(_plain_step(order, process, plain), precision, is_compiled=True)
+
+
+SYSTEMS = {"ours": ours, "original": original, "hugging face": hugging_face}
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """The parts of a plain training loop."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: GradScaler
+    precision: str
+    loss_of: Callable[[Tensor, Tensor], Tensor] | None = None  # the model's logits, if None
+    reads: bool = True  # each loss at once
+
+
+def _plain_step(order: Order, process: Process,
+                plain: _Plain) -> Callable[[Iterator[Microbatch]], Tensor]:
+    loss_of = plain.loss_of or (lambda token_ids, targets: F.cross_entropy(
+        plain.model(token_ids).flatten(0, 1), targets.flatten()))
+    in_low_precision = plain.precision in ("bf16", "fp16")
+
+    def step(batches: Iterator[Microbatch]) -> Tensor:
+        num_microbatches, losses = order.num_microbatches(1), []
+        plain.optimizer.zero_grad()
+        for _ in range(num_microbatches):
+            _, token_ids, targets = next(batches)
+            with autocast(plain.precision, process.device) if in_low_precision else nullcontext():
+                loss = loss_of(token_ids, targets) / num_microbatches
+            plain.scaler.scale(loss).backward()
+            losses.append(torch.tensor(loss.item()) if plain.reads else loss.detach())
+        plain.scaler.step(plain.optimizer)
+        plain.scaler.update()
+        return torch.stack(losses).sum()
+
+    return step
+
+
+def initial_model(config: ModelConfig) -> GPTModel:
+    """Build the model whose weights all systems start from."""
+    torch.manual_seed(SEED)
+    return GPTModel(config)
+
+
+def hugging_face_weights(model: GPTModel) -> dict[str, Tensor]:
+    """Name a model's weights as `transformers` does; its matrices are transposed."""
+    weights = {
+        "transformer.wte.weight": model.token_embedding.weight,
+        "transformer.wpe.weight": model.position_embedding.weight,
+        "transformer.ln_f.weight": model.final_norm.weight,
+        "transformer.ln_f.bias": model.final_norm.bias,
+        "lm_head.weight": model.head_weight,
+    }
+    for number, block in enumerate(model.blocks):
+        qkv = block.attention.qkv
+        parts = {
+            "ln_1": (block.attention_norm.weight, block.attention_norm.bias),
+            "attn.c_attn": (qkv.weight.T, torch.zeros(len(qkv.weight))),
+            "attn.c_proj": (block.attention.output.weight.T, block.attention.output.bias),
+            "ln_2": (block.mlp_norm.weight, block.mlp_norm.bias),
+            "mlp.c_fc": (block.mlp.up.weight.T, block.mlp.up.bias),
+            "mlp.c_proj": (block.mlp.output.weight.T, block.mlp.output.bias),
+        }
+        for name, (weight, bias) in parts.items():
+            weights[f"transformer.h.{number}.{name}.weight"] = weight
+            weights[f"transformer.h.{number}.{name}.bias"] = bias
+    return weights
+
+
+class NaiveNorm(nn.Module):
+    """Layer norm, an operation at a time."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.scale, self.shift = norm.weight, norm.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(dim=-1, keepdim=True)
+        variance = x.var(dim=-1, keepdim=True, unbiased=False)
+        return self.scale * ((x - mean) / torch.sqrt(variance + 1e-5)) + self.shift
+
+
+class NaiveBlock(nn.Module):
+    """A layer with three projections, attention in the open, and a mask that is kept."""
+
+    def __init__(self, block: nn.Module, context_length: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(NaiveNorm(n) for n in (block.attention_norm, block.mlp_norm))
+        parts = block.attention.qkv.weight.detach().chunk(3)
+        self.projections = nn.ParameterList(nn.Parameter(part.clone()) for part in parts)
+        self.n_heads, self.output = block.attention.n_heads, block.attention.output
+        self.up, self.down = block.mlp.up, block.mlp.output
+        mask = torch.triu(torch.ones(context_length, context_length), diagonal=1)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norms[0](x))
+        y = self.up(self.norms[1](x))
+        inner = torch.sqrt(torch.tensor(2.0 / torch.pi)) * (y + 0.044715 * torch.pow(y, 3))
+        return x + self.down(0.5 * y * (1 + torch.tanh(inner)))
+
+    def attend(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        heads = (B, T, self.n_heads, C // self.n_heads)
+        q, k, v = (F.linear(x, weight).view(heads).transpose(1, 2) for weight in self.projections)
+        scores = q @ k.transpose(2, 3)  # (B, H, T, T)
+        scores.masked_fill_(self.mask.bool()[:T, :T], -torch.inf)
+        weights = torch.softmax(scores / k.shape[-1] ** 0.5, dim=-1)
+        return self.output((weights @ v).transpose(1, 2).contiguous().view(B, T, C))
+
+
+class NaiveGPT(nn.Module):
+    """The same network as `GPTModel`, and the same weights, as the original system computes it."""
+
+    def __init__(self, model: GPTModel) -> None:
+        super().__init__()
+        self.token_embedding, self.position_embedding = (model.token_embedding,
+                                                         model.position_embedding)
+        self.blocks = nn.Sequential(*(NaiveBlock(block, model.config.context_length)
+                                      for block in model.blocks))
+        self.final_norm, self.head = NaiveNorm(model.final_norm), model.head
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        x = self.token_embedding(token_ids) + self.position_embedding(positions)
+        return self.head(self.final_norm(self.blocks(x)))  # (B, T, V)

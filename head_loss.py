@@ -1,0 +1,94 @@
+"""Head and cross-entropy in pieces, so that the logits of a whole microbatch never exist.
+
+Letters as in `gpt.py`; N tokens of a microbatch, n of a piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def chunked_head_loss(x: Tensor, weight: Tensor, targets: Tensor, *,
+                      chunk_tokens: int) -> Tensor:
+    """Give the mean cross-entropy of `x @ weight.T`, () float32, piece by piece.
+
+    The gradients are made in the forward pass, while a piece's logits are still in the cache:
+    nothing is computed twice. PyTorch's own `linear_cross_entropy` would do as much, but gives the
+    loss in the dtype of the matrix product: bf16 has two digits of it.
+
+    Args:
+        x: (N, C), the normalised end of the residual stream.
+        weight: (V, C), the output head.
+        targets: (N,) int64.
+        chunk_tokens: n, of every piece but the last.
+
+    Source: Hsu et al. 2024, "Liger Kernel", section 3.2, for gradients in the forward pass.
+    """
+    dtype = autocast_dtype(x)
+    with torch.autocast(x.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            return _ChunkedHeadLoss.apply(x, weight, targets, chunk_tokens, dtype)
+        return _losses(x, weight, targets, chunk_tokens, dtype)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Give the dtype that a matrix product of `x` would have here."""
+    device_type = x.device.type
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else x.dtype
+
+
+def _losses(x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
+            dtype: torch.dtype) -> Tensor:
+    x, weight_t = x.to(dtype), weight.to(dtype).T  # (N, C), (C, V)
+    total = torch.zeros((), device=x.device)
+    for some, wanted in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        total = total + _log_probabilities(some, weight_t, wanted)[1]
+    return total / len(x)
+
+
+def _log_probabilities(x: Tensor, weight_t: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Give a piece's log-probabilities, (n, V) float32, and the sum of its losses, ()."""
+    log_probabilities = torch.log_softmax(x @ weight_t, dim=1, dtype=torch.float32)
+    return log_probabilities, -log_probabilities.gather(1, targets[:, None]).sum()
+
+
+def _logit_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Give the gradient of a piece's logits, (n, V) in their dtype, and the sum of its losses."""
+    log_probabilities, loss = _log_probabilities(x, weight.T, targets)
+    grad = log_probabilities.exp_()  # the probabilities, less 1 at a token's target
+    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
+    return grad.to(x.dtype), loss
+
+
+class _ChunkedHeadLoss(torch.autograd.Function):
+    """The mean loss, and with it the gradients of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
+                dtype: torch.dtype) -> Tensor:
+        ctx.x_dtype = x.dtype
+        x, low_weight = x.to(dtype), weight.to(dtype)  # (N, C), (V, C)
+        x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), device=x.device)
+        for some, some_grad, wanted in zip(x.split(chunk_tokens), x_grad.split(chunk_tokens),
+                                           targets.split(chunk_tokens), strict=True):
+            grad, loss = _logit_gradients(some, low_weight, wanted)
+            total += loss
+            some_grad.copy_(grad @ low_weight)
+            if dtype == torch.float32:
+                weight_grad.addmm_(grad.T, some)
+            else:
+                weight_grad += grad.T @ some
+            del grad  # before the next piece's is made
+        ctx.save_for_backward(x_grad, weight_grad)
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad, weight_grad = ctx.saved_tensors
+        scale = loss_grad / len(x_grad)
+        return (x_grad * scale).to(ctx.x_dtype), weight_grad.mul_(scale), None, None, None

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+import torch
+from support import TINY_MODEL, TINY_TRAIN
+
+import acceleration
+from acceleration import choose_forward_options, chooses_compile, why_not
+from gpt import ForwardOptions, GPTModel
+from launching import Process, autocast
+from run_config import ModelConfig, TrainConfig, UserError
+from token_dataset import Microbatch
+from training_step import TrainingStep, build_training_state
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+GPT2_WORDS = {"vocab_size": 50257, "context_length": 64}
+
+
+def options_for(device: torch.device, precision: str, monkeypatch: pytest.MonkeyPatch,
+                **keys: object) -> ForwardOptions:
+    monkeypatch.setattr(acceleration, "choose_precision", lambda train, device: precision)
+    model = ModelConfig(**TINY_MODEL | GPT2_WORDS)
+    return choose_forward_options(model, TrainConfig(**TINY_TRAIN | keys), device)
+
+
+def test_the_defaults_are_the_devices_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = options_for(GPU, "bf16", monkeypatch)
+    assert on_gpu == ForwardOptions(residual_dtype=torch.bfloat16, head_multiple=128)
+    assert options_for(GPU, "fp16", monkeypatch) == ForwardOptions(head_multiple=128)
+    assert options_for(GPU, "fp32", monkeypatch) == ForwardOptions()
+    assert options_for(CPU, "bf16", monkeypatch) == ForwardOptions(head_chunk_tokens=125)
+    assert options_for(CPU, "bf16", monkeypatch, compile=True) == ForwardOptions()
+    train = TrainConfig(**TINY_TRAIN)
+    assert chooses_compile(train, GPU) and not chooses_compile(train, CPU)
+
+
+def test_what_the_run_asks_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True}
+    assert options_for(GPU, "bf16", monkeypatch, **asked) == ForwardOptions(
+        head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128)  # of 128 tokens
+    train = TrainConfig(**TINY_TRAIN | {"compile": False})
+    assert not chooses_compile(train, GPU)
+
+
+def test_a_bfloat16_stream_needs_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match='residual_dtype is "bf16", but the precision here is fp32'):
+        options_for(CPU, "fp32", monkeypatch, residual_dtype="bf16")
+
+
+def model_with(options: ForwardOptions, **changes: object) -> GPTModel:
+    torch.manual_seed(0)
+    return GPTModel(ModelConfig(**TINY_MODEL | {"drop_rate": 0.0} | changes), options)
+
+
+def loss_and_gradients(model: GPTModel, precision: str = "fp32") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    token_ids, targets = torch.randint(257, (2, 3, 16), generator=generator)
+    torch.manual_seed(2)
+    with autocast(precision, CPU):
+        loss = model(token_ids, targets)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("drop_rate", [0.0, 0.2])
+@pytest.mark.parametrize("options", [
+    ForwardOptions(head_multiple=128), ForwardOptions(head_chunk_tokens=5),
+    ForwardOptions(activation_checkpointing=True),
+    ForwardOptions(head_chunk_tokens=48, activation_checkpointing=True),
+], ids=["padded", "chunked", "recomputed", "both"])
+def test_no_option_changes_the_result(options: ForwardOptions, drop_rate: float) -> None:
+    plain = loss_and_gradients(model_with(ForwardOptions(), drop_rate=drop_rate))
+    for found, wanted in zip(
+            loss_and_gradients(model_with(options, drop_rate=drop_rate)), plain, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_leaves_logits_and_weights_as_they_are() -> None:
+    plain, padded = model_with(ForwardOptions()), model_with(ForwardOptions(head_multiple=128))
+    token_ids = torch.arange(16)[None]
+    torch.testing.assert_close(padded(token_ids), plain(token_ids))
+    assert {k: v.shape for k, v in padded.state_dict().items()} == {
+        k: v.shape for k, v in plain.state_dict().items()}
+
+
+def test_a_bfloat16_stream_is_one_and_costs_little() -> None:
+    seen = []
+    model = model_with(ForwardOptions(residual_dtype=torch.bfloat16))
+    model.blocks[1].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    narrow = loss_and_gradients(model, "bf16")[0]
+    assert seen == [torch.bfloat16]
+    assert abs(narrow - loss_and_gradients(model_with(ForwardOptions()))[0]) < 0.02
+
+
+def test_recomputing_keeps_less() -> None:
+    def saved_bytes(options: ForwardOptions) -> int:
+        total = [0]
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: (total.__setitem__(0, total[0] + t.nbytes), t)[1], lambda t: t):
+            model_with(options, n_layers=6)(*torch.zeros(2, 4, 16, dtype=torch.int64))
+        return total[0]
+
+    assert saved_bytes(ForwardOptions(activation_checkpointing=True)) < 0.4 * saved_bytes(
+        ForwardOptions())
+
+
+def step_of(**changes: object) -> TrainingStep:
+    train = TrainConfig(**TINY_TRAIN | {"compile": True} | changes)
+    process = Process(rank=0, local_rank=0, world_size=1, device=CPU)
+    model = ModelConfig(**TINY_MODEL | {"drop_rate": 0.0})
+    return TrainingStep(build_training_state(model, train, CPU), train, process)
+
+
+def losses_of(step: TrainingStep, num_steps: int = 4) -> list[float]:
+    def microbatches():
+        generator = torch.Generator().manual_seed(3)
+        while True:
+            yield Microbatch(0, *torch.randint(257, (2, 2, 16), generator=generator))
+
+    batches = microbatches()
+    return [step.take(batches, num_microbatches=2, learning_rate=1e-2)[0].item()
+            for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("failure", [
+    RuntimeError("no compiler found\nsecond line"), OSError("no compiler found"),
+    subprocess.CalledProcessError(1, "no compiler found"),
+])
+def test_where_compiling_fails_it_trains_without(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def broken(function, **_):
+        def fail(*_):
+            raise failure
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    step = step_of()
+    assert not step.is_compiled and "no compiler found" in step.why_eager
+    assert "\n" not in step.why_eager
+    monkeypatch.undo()
+    assert losses_of(step) == losses_of(step_of(compile=False, head_chunks=1))
+    assert step.validation_loss(*torch.zeros(2, 2, 16, dtype=torch.int64)).isfinite()
+
+
+def test_a_full_device_is_no_fault_of_the_compiler() -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        why_not(fail)
+
+
+def test_the_compiled_code_is_kept_where_it_outlives_a_reboot(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    acceleration.keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(acceleration.COMPILE_CACHE_DIR)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    acceleration.keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+
+
+def test_compiled_it_trains_and_validates_the_same() -> None:
+    step, plain = step_of(), step_of(compile=False)
+    assert step.is_compiled and not step.why_eager
+    torch.testing.assert_close(losses_of(step), losses_of(plain), rtol=1e-4, atol=0)
+    tokens = torch.arange(64).view(2, 2, 16)
+    for found in (step, plain):
+        found.state.model.eval()
+    with torch.inference_mode():
+        for size in (2, 1):  # a whole microbatch, and a smaller last one
+            part = tokens[:, :size]
+            torch.testing.assert_close(step.validation_loss(*part), plain.validation_loss(*part),
+                                       rtol=1e-3, atol=0)

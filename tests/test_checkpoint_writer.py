@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support import TINY_MODEL, TINY_TRAIN
+
+import checkpoint_writer
+from checkpoint_writer import CheckpointWriter
+from checkpointing import CheckpointMeta, find_checkpoint, list_checkpoints, load_checkpoint
+from run_config import ModelConfig, TrainConfig
+from training_step import TrainingState, build_training_state
+
+CPU = torch.device("cpu")
+
+
+def state() -> TrainingState:
+    built = build_training_state(ModelConfig(**TINY_MODEL), TrainConfig(**TINY_TRAIN), CPU)
+    take_step(built)
+    return built
+
+
+def take_step(built: TrainingState) -> None:
+    built.model(torch.arange(16)[None], torch.arange(16)[None]).backward()
+    built.optimizer.step()
+    built.optimizer.zero_grad()
+
+
+def meta(global_step: int) -> CheckpointMeta:
+    return CheckpointMeta(global_step=global_step, tokens=0, loss=1.0, train_loss=1.0, seconds={},
+                          tokenizer=None)
+
+
+class Gate:
+    """Writes only while it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.entered, self.inside, self.most = (
+            threading.Event(), threading.Event(), 0, 0)
+        self.save = checkpoint_writer.save_checkpoint
+        monkeypatch.setattr(checkpoint_writer, "save_checkpoint", self)
+
+    def __call__(self, *arguments: object) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.entered.set()
+        assert self.opened.wait(timeout=30)
+        self.save(*arguments)
+        self.inside -= 1
+
+
+def test_training_goes_on_while_it_writes_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, writer, trained = Gate(monkeypatch), CheckpointWriter(tmp_path), state()
+    as_it_was = {name: value.clone() for name, value in trained.model.state_dict().items()}
+    writer.save(trained, meta(0))
+    assert gate.entered.wait(timeout=30)
+    take_step(trained)  # it returned, and nothing is written yet
+    assert not list_checkpoints(tmp_path)
+    gate.opened.set()
+    writer.wait()
+    loaded = state()
+    load_checkpoint(find_checkpoint(tmp_path, "latest"), loaded)
+    for name, value in loaded.model.state_dict().items():
+        assert torch.equal(value, as_it_was[name]), name
+    assert loaded.optimizer.state_dict()["state"][0]["step"] == 1
+    assert writer.num_checkpoints == 1 and writer.longest_write_seconds > 0
+
+
+def test_two_never_overlap_and_the_second_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, writer, trained = Gate(monkeypatch), CheckpointWriter(tmp_path), state()
+    writer.save(trained, meta(0))
+    second = threading.Thread(target=writer.save, args=(trained, meta(1)))
+    second.start()
+    second.join(timeout=0.3)
+    assert second.is_alive()  # its snapshot would spoil what is being written
+    gate.opened.set()
+    second.join(timeout=30)
+    writer.wait()
+    assert gate.most == 1
+    assert [found.meta.global_step for found in list_checkpoints(tmp_path)] == [0, 1]
+
+
+def test_an_error_of_a_write_is_not_lost_and_what_was_whole_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, trained = CheckpointWriter(tmp_path), state()
+    writer.save(trained, meta(0))
+    writer.wait()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    writer.save(trained, meta(1))
+    with pytest.raises(OSError, match="No space left"):
+        writer.save(trained, meta(2))
+    monkeypatch.undo()
+    assert find_checkpoint(tmp_path, "latest").meta.global_step == 0
+    load_checkpoint(find_checkpoint(tmp_path, "latest"), state())
