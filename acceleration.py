@@ -39,6 +39,8 @@ def choose_forward_options(
         head_chunk_tokens=head_chunk_tokens(model, train, is_eager_on_cpu=is_eager_on_cpu),
         activation_checkpointing=train.activation_checkpointing,
         head_multiple=HEAD_MULTIPLE if on_gpu and precision in ("bf16", "fp16") else 1,
+        attention_in_blocks=is_eager_on_cpu and precision in ("bf16", "fp16"),
+
     )
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from run_config import ModelConfig, Run, TrainConfig, UserError
 
-CACHED_LOGITS = 6 * 2**20  # of one piece: in float32 below the 32 MiB that glibc keeps for reuse
+CACHED_LOGITS = 2**23  # of one piece, with which a CPU is quickest: larger ones take more memory
+BLOCK_ROWS = 128  # of attention's scores, on a CPU
 
 
 @dataclass(frozen=True)
@@ -132,3 +133,9 @@ def head_chunk_tokens(model: ModelConfig, train: TrainConfig, *,
     if train.head_chunks == 1:
         return None
     return -(-train.microbatch_size * model.context_length // train.head_chunks)
+
+
+def attention_blocks(context_length: int) -> list[tuple[int, int]]:
+    """Cut the rows of attention's scores into blocks: the first row of each, and the one behind."""
+    starts = range(0, context_length, BLOCK_ROWS)
+    return [(start, min(start + BLOCK_ROWS, context_length)) for start in starts]

@@ -60,6 +60,7 @@ from launching import (
     this_process,
     throttling,
 )
+from memory_meters import keep_freed_memory
 from microbatch_search import search
 from optimization import learning_rate_at
 from run_clock import (
@@ -121,6 +122,8 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
         search(run, process, agreement, memory_limit_gib=options.memory_limit_gib,
                save=options.save)
         return
+    if process.device.type == "cpu":
+        keep_freed_memory()
     job = prepare(options, process, clock, agreement.on)
     agreement.same("job", (job.run.model, job.run.train, job.plan, job.first_step))
     if job.is_finished:

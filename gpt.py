@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from block_attention import block_attention
 from head_loss import chunked_head_loss
 from run_config import ModelConfig
 
@@ -33,21 +34,24 @@ class ForwardOptions:
         head_chunk_tokens: of a piece, where head and cross-entropy are computed in pieces.
         activation_checkpointing: layers keep their inputs only, and run again in the backward pass.
         head_multiple: rows of zeros fill the head up to a multiple of this in its matrix product.
+        attention_in_blocks: by `block_attention`, instead of a kernel of PyTorch's choice.
     """
 
     residual_dtype: torch.dtype | None = None
     head_chunk_tokens: int | None = None
     activation_checkpointing: bool = False
     head_multiple: int = 1
+    attention_in_blocks: bool = False
 
 
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a token sees itself and what came before it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, options: ForwardOptions) -> None:
         super().__init__()
         self.n_heads = config.n_heads
         self.drop_rate = config.drop_rate
+        self.in_blocks = options.attention_in_blocks
         self.qkv = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
         self.output = nn.Linear(config.emb_dim, config.emb_dim)
 
@@ -55,9 +59,11 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_heads, C // self.n_heads)  # (B, T, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
-        # No mask tensor: with one, PyTorch could not choose its flash kernels.
         dropout = self.drop_rate if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        if self.in_blocks:
+            y = block_attention(q, k, v, drop_rate=dropout)
+        else:  # no mask tensor: with one, PyTorch could not choose its flash kernels
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.output(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
 
@@ -76,10 +82,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then MLP, each normalised first and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, options: ForwardOptions) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.emb_dim)
-        self.attention = CausalSelfAttention(config)
+        self.attention = CausalSelfAttention(config, options)
         self.mlp_norm = nn.LayerNorm(config.emb_dim)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.drop_rate)
@@ -103,7 +109,8 @@ class GPTModel(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.emb_dim)
         self.position_embedding = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.drop_rate)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(
+            Block(config, self.options) for _ in range(config.n_layers))
         self.final_norm = nn.LayerNorm(config.emb_dim)
         if not config.tie_weights:
             self.head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)

@@ -43,25 +43,45 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def _losses(x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
             dtype: torch.dtype) -> Tensor:
-    x, weight_t = x.to(dtype), weight.to(dtype).T  # (N, C), (C, V)
+    x, pieces = x.to(dtype), _Pieces(weight.to(dtype), min(chunk_tokens, len(x)))
     total = torch.zeros((), device=x.device)
     for some, wanted in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        total = total + _log_probabilities(some, weight_t, wanted)[1]
+        total = total + pieces.log_probabilities(some, wanted)[1]
     return total / len(x)
 
 
-def _log_probabilities(x: Tensor, weight_t: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Give a piece's log-probabilities, (n, V) float32, and the sum of its losses, ()."""
-    log_probabilities = torch.log_softmax(x @ weight_t, dim=1, dtype=torch.float32)
-    return log_probabilities, -log_probabilities.gather(1, targets[:, None]).sum()
+class _Pieces:
+    """What one piece after another is computed in.
 
+    To take memory anew for each costs a CPU more than to fill it: the system clears it first.
+    """
 
-def _logit_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the gradient of a piece's logits, (n, V) in their dtype, and the sum of its losses."""
-    log_probabilities, loss = _log_probabilities(x, weight.T, targets)
-    grad = log_probabilities.exp_()  # the probabilities, less 1 at a token's target
-    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
-    return grad.to(x.dtype), loss
+    def __init__(self, weight: Tensor, chunk_tokens: int) -> None:
+        self.weight = weight  # (V, C), in the dtype of the matrix products
+        self._logits = weight.new_empty(chunk_tokens, len(weight))
+        self._log_probabilities = torch.empty_like(self._logits, dtype=torch.float32)
+        self._wide = self._logits  # in float32
+        if weight.dtype != torch.float32:
+            self._wide = torch.empty_like(self._log_probabilities)
+
+    def log_probabilities(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Give a piece's log-probabilities, (n, V) float32, and the sum of its losses, ()."""
+        n = len(x)
+        logits = torch.mm(x, self.weight.T, out=self._logits[:n])
+        if logits.dtype != torch.float32:
+            logits = self._wide[:n].copy_(logits)
+        log_probabilities = torch.log_softmax(logits, 1, out=self._log_probabilities[:n])
+        return log_probabilities, -log_probabilities.gather(1, targets[:, None]).sum()
+
+    def logit_gradients(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the gradients of a piece's logits, (n, V) in their dtype, and the sum of its losses.
+
+        They are its probabilities, less 1 at each target.
+        """
+        log_probabilities, loss = self.log_probabilities(x, targets)
+        grad = log_probabilities.exp_()
+        grad.scatter_add_(1, targets[:, None], grad.new_full((len(x), 1), -1.0))
+        return self._logits[: len(x)].copy_(grad), loss
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
@@ -70,20 +90,17 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
                 dtype: torch.dtype) -> Tensor:
-        ctx.x_dtype = x.dtype
-        x, low_weight = x.to(dtype), weight.to(dtype)  # (N, C), (V, C)
+        ctx.x_dtype, x = x.dtype, x.to(dtype)  # (N, C)
+        pieces = _Pieces(weight.to(dtype), min(chunk_tokens, len(x)))
         x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        product = torch.empty_like(pieces.weight)
         total = torch.zeros((), device=x.device)
         for some, some_grad, wanted in zip(x.split(chunk_tokens), x_grad.split(chunk_tokens),
                                            targets.split(chunk_tokens), strict=True):
-            grad, loss = _logit_gradients(some, low_weight, wanted)
+            grad, loss = pieces.logit_gradients(some, wanted)
             total += loss
-            some_grad.copy_(grad @ low_weight)
-            if dtype == torch.float32:
-                weight_grad.addmm_(grad.T, some)
-            else:
-                weight_grad += grad.T @ some
-            del grad  # before the next piece's is made
+            torch.mm(grad, pieces.weight, out=some_grad)
+            weight_grad += torch.mm(grad.T, some, out=product)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 

@@ -165,7 +165,9 @@ class TrainingStep:
             return loss(token_ids, targets)
 
     def attention_kernel(self) -> str:
-        """Name the kernel that PyTorch chooses for this model's attention in training."""
+        """Name the kernel that this model's attention has in training."""
+        if self.state.model.options.attention_in_blocks:
+            return "blocks"
         model, drop_rate = self.state.model.config, self.state.model.config.drop_rate
         shape = (1, model.n_heads, model.context_length, model.emb_dim // model.n_heads)
         with autocast(self.precision, self.process.device):

@@ -35,8 +35,6 @@ def main() -> None:
     if started_by_torchrun():
         process = this_process()
         join_process_group(process, "benchmark", timeout=COLLECTIVE_TIMEOUT)
-    if order.row.num_threads is not None:
-        torch.set_num_threads(order.row.num_threads)
     result = measure(order, process)
     if process.is_main:
         result_path.write_text(json.dumps(result))
@@ -63,6 +61,8 @@ def measure(order: Order, process: Process) -> dict[str, object]:
     on_gpu, seconds = process.device.type == "cuda", []
     began = time.perf_counter()
     system = SYSTEMS[order.row.system](order, process)
+    if order.row.num_threads is not None:
+        torch.set_num_threads(order.row.num_threads)
     batches, losses = microbatches(order, process), []
     for number in range(order.num_steps):
         if not on_gpu or number == WARM_UP_STEPS:

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 
 from gpt import GPTModel
 from launching import Process, autocast
+from memory_meters import keep_freed_memory
 from run_config import ModelConfig, TrainConfig
 from token_dataset import Microbatch
 from training_step import TrainingStep, build_training_state
@@ -80,6 +81,8 @@ def ours(order: Order, process: Process) -> System:
         "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "random_seed": SEED,
         "decay_norms_and_biases": True,
     } | order.row.changes)
+    if process.device.type == "cpu":
+        keep_freed_memory()  # as ddp_train.py does
     state = build_training_state(order.model, train, process.device)
     step = TrainingStep(state, train, process)
 
@@ -132,7 +135,18 @@ def hugging_face(order: Order, process: Process) -> System:
     return System(_plain_step(order, process, plain), precision, is_compiled=True)
 
 
-SYSTEMS = {"ours": ours, "original": original, "hugging face": hugging_face}
+def plain(order: Order, process: Process) -> System:
+    """Our model in a plain loop in float32, for the steps between the original's way and ours."""
+    model = initial_model(order.model).to(process.device)
+    torch.set_float32_matmul_precision("high")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY,
+                                  fused=order.row.changes["fused"])
+    parts = _Plain(model, optimizer, GradScaler(enabled=False), "fp32",
+                   reads=order.row.changes["reads"])
+    return System(_plain_step(order, process, parts), "fp32")
+
+
+SYSTEMS = {"ours": ours, "original": original, "hugging face": hugging_face, "plain": plain}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from batch_plan import head_chunk_tokens
+from batch_plan import attention_blocks, head_chunk_tokens
 from run_config import ModelConfig, Precision, TrainConfig
 
 FLOAT32 = 4
@@ -47,6 +47,10 @@ class Setting:
     def element(self) -> int:
         """Bytes of an activation in matrix products."""
         return 2 if self.precision in ("bf16", "fp16") else FLOAT32
+
+    @property
+    def is_eager_on_cpu(self) -> bool:
+        return not self.on_gpu and not self.train.compile
 
     @property
     def residual(self) -> int:
@@ -114,18 +118,16 @@ def _in_the_head(setting: Setting, microbatch_size: int) -> Memory:
 def _chunk_tokens(setting: Setting, microbatch_size: int) -> int | None:
     train = setting.train.model_copy(update={"microbatch_size": microbatch_size})
     return head_chunk_tokens(setting.model, train,
-                             is_eager_on_cpu=not setting.on_gpu and not train.compile)
+                             is_eager_on_cpu=setting.is_eager_on_cpu)
 
 
 def _in_a_piece(setting: Setting, microbatch_size: int) -> Memory:
-    """Of one piece there are logits and probabilities, or their gradient and what it makes of the
-    head; of all pieces the gradients of the head and of its input."""
+    """Of one piece there are logits, wide ones and probabilities; and a piece's part in the head's
+    gradient, that gradient, and the one of the head's input."""
     V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
     tokens = microbatch_size * setting.model.context_length
     n = min(_chunk_tokens(setting, microbatch_size), tokens)
-    product = e * V * C if e < FLOAT32 else 0
-    widened = FLOAT32 if e < FLOAT32 and not setting.on_gpu else 0  # before the softmax
-    piece = max((FLOAT32 + e + widened) * n * V, e * n * V + product)
+    piece = (2 * FLOAT32 + (e if e < FLOAT32 else 0)) * n * V + e * V * C
     whole = e * tokens * C + (FLOAT32 * tokens * C if e < FLOAT32 else 0) + FLOAT32 * V * C
     return _held(setting, microbatch_size, logits=piece + whole, all_gradients=False)
 
@@ -204,12 +206,15 @@ def _norm_bytes(setting: Setting) -> float:
 def _layer_bytes(setting: Setting) -> float:
     model, e = setting.model, setting.element
     C, H, T = model.emb_dim, model.n_heads, model.context_length
-    attention = (3 + 1) * e * C + FLOAT32 * H  # q, k, v; output; log-sum-exp
+    attention = (3 + 1) * e * C  # q, k, v; output
+    if setting.is_eager_on_cpu and e < FLOAT32:
+        # Its weights; with dropout the factors too, and the weights that are left.
+        scores = sum((stop - start) * stop for start, stop in attention_blocks(T))
+        attention += (3 if model.drop_rate else 1) * e * H * scores / T
+    elif model.drop_rate and not setting.on_gpu:  # in the open
+        attention += 3 * FLOAT32 * H * T
+    else:
+        attention += FLOAT32 * H  # log-sum-exp
     mlp = (4 + 4) * e * C  # before and after GELU
-    layer = 2 * _norm_bytes(setting) + attention + mlp
-    if model.drop_rate and setting.on_gpu:
-        layer += 2 * C  # a byte for each value that may be dropped
-    elif model.drop_rate:  # without a GPU: factors instead, and attention in the open, in float32
-        layer += 2 * e * C
-        layer += 3 * FLOAT32 * H * T - FLOAT32 * H + 3 * (FLOAT32 - e) * C
-    return layer
+    dropout = 2 * C * (1 if setting.on_gpu else e) if model.drop_rate else 0  # bytes, or factors
+    return 2 * _norm_bytes(setting) + attention + mlp + dropout

@@ -16,7 +16,7 @@ ROWS = [
     {"training_step", "charting", "run_log", "sampling", "preparation"},
     {"acceleration"},
     {"gpt", "token_dataset", "optimization", "tokenizer", "launching", "run_metrics"},
-    {"run_clock", "command_line", "expected_speed", "head_loss"},
+    {"run_clock", "command_line", "expected_speed", "head_loss", "block_attention"},
     {"batch_plan", "curve_fits", "memory_meters"},
     {"run_config"},
 ]

@@ -68,7 +68,7 @@ def test_a_bfloat16_residual_stream_counts_half() -> None:
     setting = Setting(model, train, "bf16", num_processes=1, on_gpu=False)
     wide = replace(setting, train=train.model_copy(update={"residual_dtype": "fp32"}))
     assert peak_memory(setting, 6).total == pytest.approx(measured, rel=0.05)
-    assert peak_memory(wide, 6).total > 1.08 * peak_memory(setting, 6).total
+    assert peak_memory(wide, 6).total > 1.05 * peak_memory(setting, 6).total
 
 
 @pytest.mark.parametrize("lever", [{"head_chunks": 8}, {"activation_checkpointing": True}])
