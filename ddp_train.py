@@ -10,10 +10,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import NoReturn
 
+STARTED = time.perf_counter()
+if __name__ == "__main__":
+    gc.disable()  # looking through what is imported takes a tenth of a start
+
 from command_line import Options, read_command_line
 from run_config import UserError, load_run
-
-STARTED = time.perf_counter()
 
 
 def stop_with(error: UserError) -> NoReturn:
@@ -240,7 +242,6 @@ class Trainer:
             loss.item()  # until the device is done
             gc.collect()
             gc.freeze()  # what is there by now stays: looking through it made for pauses
-            gc.disable()
             self.clock.enter(TRAINING)
             self.log.measure_from(global_step)
 

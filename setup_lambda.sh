@@ -32,7 +32,7 @@ else
 fi
 
 say "Python packages"
-uv sync
+uv sync --compile-bytecode # else eight processes do it at once, in the first minute that is paid for
 
 say "what PyTorch sees of this machine"
 uv run python - <<'PYTHON'

@@ -150,8 +150,8 @@ class TrainingStep:
         if self.process.world_size == 1:
             return loss  # nobody to share gradients with: DDP would only cost time
         device_ids = [self.process.device] if self.process.device.type == "cuda" else None
-        return DistributedDataParallel(
-            loss, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
+        return DistributedDataParallel(  # a model without buffers: there are none to broadcast
+            loss, device_ids=device_ids, gradient_as_bucket_view=True
         )
 
     def validation_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:

@@ -110,15 +110,9 @@ def hugging_face(order: Order, process: Process) -> System:
 
     bf16 on a GPU, fp32 on a CPU.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=order.model.vocab_size, n_positions=order.model.context_length,
-        n_embd=order.model.emb_dim, n_layer=order.model.n_layers, n_head=order.model.n_heads,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
-        use_cache=False, attn_implementation="sdpa",
-    )
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(hugging_face_config(order.model))
     model.load_state_dict(hugging_face_weights(initial_model(order.model)))
     model.to(process.device).train()
     precision = "bf16" if process.device.type == "cuda" else "fp32"
@@ -187,6 +181,18 @@ def initial_model(config: ModelConfig) -> GPTModel:
     """Build the model whose weights all systems start from."""
     torch.manual_seed(SEED)
     return GPTModel(config)
+
+
+def hugging_face_config(model: ModelConfig) -> Any:
+    """Give the `transformers.GPT2Config` of a model without dropout."""
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=model.vocab_size, n_positions=model.context_length, n_embd=model.emb_dim,
+        n_layer=model.n_layers, n_head=model.n_heads, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, tie_word_embeddings=False, use_cache=False,
+        bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
+    )
 
 
 def hugging_face_weights(model: GPTModel) -> dict[str, Tensor]:

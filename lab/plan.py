@@ -94,7 +94,7 @@ def _memory_lines(run: Run) -> list[str]:
         largest = [largest_microbatch(setting, usable_gib(card)) for setting in settings]
         shown = "".join(f"{size or 'none':>10}" for size in largest)
         lines.append(f"  {f'{card} GiB':38}{shown}")
-    return lines
+    return [*lines, "counted for code that is not compiled; the search measures what is"]
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,15 @@ def _file_tokens(run: Run, tokens: int | None) -> int:
 
 
 def _hours(run: Run, plan: BatchPlan, machine: Machine, *, mfu: float) -> float:
-    """Give the hours of training, and of validation on one GPU while the others wait."""
+    """Give the hours of training, and of validation: on one GPU while the others wait, or on all.
+    """
     flops = mfu * machine.gpu.peak(_precision(run.train))
     per_token = flops_per_token(run.model)
     training = plan.num_tokens * per_token / (flops * machine.num_gpus)
     sequences = run.train.num_validation_sequences * _num_validations(run, plan)
-    validation = sequences * plan.context_length * per_token * FORWARD_SHARE / flops
+    num_validating = machine.num_gpus if run.train.validate_on == "all" else 1
+    validation = (sequences * plan.context_length * per_token * FORWARD_SHARE
+                  / (flops * num_validating))
     return (training + validation) / 3600
 
 

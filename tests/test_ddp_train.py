@@ -49,7 +49,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, str]:
     workplace = Workplace(tmp_path_factory.mktemp("finished"))
     workplace.add_run()
     workplace.add_dataset()
-    return workplace, succeeded(workplace.typed_torchrun(2, "tiny")).stdout
+    result = succeeded(workplace.typed_torchrun(2, "tiny"))
+    assert "Warning" not in result.stderr
+    return workplace, result.stdout
 
 
 def test_a_finished_run_leaves_its_files(finished: tuple[Workplace, str]) -> None:

@@ -88,6 +88,7 @@ def test_every_lever_changes_the_parameters_it_names() -> None:
 def test_checkpoints_hold_parameters_only_and_no_mask() -> None:
     model = tiny_model()
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+    assert not list(model.buffers())  # nor does DDP have any to broadcast
 
 
 def test_dropout_is_drawn_in_training_and_not_in_eval() -> None:

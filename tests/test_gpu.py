@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import Workplace, read_lines, succeeded, write_tokens
 
 from batch_plan import BatchPlan
-from token_dataset import Microbatches, TokenFile, prefetch
+from launching import Process
+from run_config import ModelConfig, TrainConfig
+from token_dataset import Microbatch, Microbatches, TokenFile, prefetch
+from training_step import TrainingStep, build_training_state
 
 pytestmark = pytest.mark.gpu
+
+MODEL = ModelConfig(vocab_size=50257, context_length=256, emb_dim=256, n_heads=4, n_layers=4,
+                    drop_rate=0.0, qkv_bias=False)
 
 
 def test_microbatches_arrive_whole_on_the_device(tmp_path) -> None:
@@ -41,3 +50,57 @@ def test_a_run_trains_stops_and_resumes(workplace: Workplace, precision: str) ->
                if "validation_loss" in r] for n in ("whole", "parts")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][-1] < losses[0][0]
+
+
+def step_of(**changes: object) -> TrainingStep:
+    train = TrainConfig(**{"dataset": "none", "microbatch_size": 8, "checkpoint_interval": 1,
+                           "clipping_max_norm": 1.0} | changes)
+    process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
+    return TrainingStep(build_training_state(MODEL, train, process.device), train, process)
+
+
+def noisy_steps_upwards() -> Iterator[Microbatch]:
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        steps = torch.randint(1, 4, (8, MODEL.context_length + 1), generator=generator)
+        tokens = (steps.cumsum(1) % MODEL.vocab_size).cuda()
+        yield Microbatch(0, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def losses_of(step: TrainingStep, num_steps: int) -> torch.Tensor:
+    batches = noisy_steps_upwards()
+    return torch.stack([step.take(batches, num_microbatches=1, learning_rate=4e-4)[0]
+                        for _ in range(num_steps)]).cpu()
+
+
+def test_the_fast_path_is_the_default_and_learns_as_float32_does() -> None:
+    fast, plain = step_of(), step_of(precision="fp32", compile=False, residual_dtype="fp32")
+    assert fast.is_compiled and fast.precision == "bf16" and not plain.is_compiled
+    assert fast.attention_kernel() == "flash"
+    assert plain.state.model.options.head_multiple == 1 < fast.state.model.options.head_multiple
+    losses, expected = losses_of(fast, 20), losses_of(plain, 20)
+    assert expected[-1] < expected[0] - 0.5
+    torch.testing.assert_close(losses, expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("changes", [{}, {"compile": False}, {"head_chunks": 4},
+                                     {"activation_checkpointing": True, "compile": False}])
+def test_a_step_never_waits_for_the_device(changes: dict) -> None:
+    step, batches = step_of(**changes), noisy_steps_upwards()
+    ready = [next(batches) for _ in range(6)]
+    step.take(iter(ready[:2]), num_microbatches=2, learning_rate=1e-3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.take(iter(ready[2:4]), num_microbatches=2, learning_rate=1e-3)
+        step.take(iter(ready[4:]), num_microbatches=2, learning_rate=1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_checkpoint_has_the_vocabulary_s_rows(workplace: Workplace) -> None:
+    workplace.add_dataset()
+    workplace.add_run("tiny", model={"vocab_size": 50257}, train={"precision": "bf16"})
+    succeeded(workplace.typed_torchrun(1, "tiny", "--max-steps", "2"))
+    weights = load_file(workplace.runs_dir / "tiny/checkpoints/latest/model.safetensors")
+    assert weights["head.weight"].shape == weights["token_embedding.weight"].shape == (50257, 16)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}

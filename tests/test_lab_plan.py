@@ -77,18 +77,19 @@ def test_hours_follow_from_flops_and_dollars_from_hours(workplace: Workplace) ->
 
 def test_validation_on_one_gpu_costs_the_time_of_all(workplace: Workplace) -> None:
     hours = []
-    for name, interval in (("seldom", 10**6), ("often", 10)):
+    for name, interval, where, validating_gpus in (
+            ("seldom", 10**6, "rank0", 1), ("shared", 10, "all", 8), ("often", 10, "rank0", 1)):
         workplace.add_run(name, model=BIG, train={
-            "min_train_tokens": 10**9, "validation_interval": interval,
+            "min_train_tokens": 10**9, "validation_interval": interval, "validate_on": where,
             "validation_batches": 30, "precision": "bf16"})
         run = load_run(workplace.runs_dir, name)
         found = estimate(run, parse_machine("x=8xH100@10"), tokens=None)
         hours.append(found.hours[0])
         flops = 854.44e6 / 3 * 30 * 2 * 1024 * -(-found.plan.num_steps // interval)
-        validating = flops / (989e12 * 0.41) / 3600
+        validating = flops / (989e12 * 0.41) / 3600 / validating_gpus
         assert found.hours[0] == pytest.approx(
             found.plan.num_tokens * 854.44e6 / (8 * 989e12 * 0.41) / 3600 + validating, rel=1e-3)
-    assert hours[1] > hours[0]
+    assert hours[0] < hours[1] < hours[2]
 
 
 @pytest.mark.parametrize(("budget", "within", "perhaps"), [

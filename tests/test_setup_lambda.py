@@ -53,7 +53,8 @@ def calls(box: dict[str, str]) -> str:
 def test_a_fresh_box_is_made_ready_and_a_second_time_does_no_harm(box: dict[str, str]) -> None:
     first = run_setup(box)
     assert first.returncode == 0, first.stderr
-    assert "curl" in calls(box) and "fonts-humor-sans" in calls(box) and "uv sync" in calls(box)
+    assert "curl" in calls(box) and "fonts-humor-sans" in calls(box)
+    assert "uv sync --compile-bytecode" in calls(box)
     last_line = first.stdout.strip().splitlines()[-1]
     assert last_line == "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py demo"
     second = run_setup(box)
