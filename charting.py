@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
+SPIKE_REPORTS = 20  # that a report is compared with
+SPIKE_DEVIATIONS, SPIKE_LEAST = 6.0, 0.1  # how far above them it has to lie; the least in nats
 MAX_POINTS = 400  # a long run's records are averaged down to what a picture can show
 
 Records = list[dict[str, Any]]
@@ -64,6 +66,11 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="smallest to largest")
     axes.plot(x, mean, color="tab:blue", label="training")
+    spikes = find_spikes(steps)
+    if spikes:
+        axes.plot([record["global_step"] + 1 for record in spikes],
+                  [record["train_loss"] for record in spikes], color="tab:orange", marker="v",
+                  linestyle="none", label=f"spikes: {len(spikes)}")
     _add_usd_axis(axes, steps)
     if validations:
         x, mean = _columns(validations, "validation_loss")
@@ -72,6 +79,19 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
         axes.plot(best["global_step"] + 1, best["validation_loss"], color="black", marker="*",
                   markersize=14, linestyle="none",
                   label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}")
+
+
+def find_spikes(steps: Records) -> Records:
+    """Find the reports whose loss lies far above those before it, by their median deviation."""
+    losses = np.array([record["train_loss"] for record in steps])
+    spikes = []
+    for place in range(SPIKE_REPORTS, len(losses)):
+        before = losses[place - SPIKE_REPORTS : place]
+        middle = np.median(before)
+        deviation = 1.4826 * np.median(np.abs(before - middle))  # a standard deviation's worth
+        if losses[place] - middle > max(SPIKE_LEAST, SPIKE_DEVIATIONS * deviation):
+            spikes.append(steps[place])
+    return spikes
 
 
 def _add_usd_axis(axes: Axes, steps: Records) -> None:
@@ -98,6 +118,9 @@ def _interpolate(values: Any, x: Any, y: Any) -> Any:
 
 
 def _plot_grad_norms(axes: Axes, steps: Records) -> None:
+    skipped = sum(record.get("skipped_steps", 0) for record in steps)
+    if skipped:
+        axes.plot([], [], linestyle="none", label=f"steps skipped, not finite: {skipped}")
     x, mean = _columns(steps, "grad_norm")
     _, high = _columns(steps, "grad_norm_max", pool=np.max)
     axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0, label="largest")

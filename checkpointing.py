@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
-import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,14 +15,15 @@ from pickle import UnpicklingError
 import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from batch_plan import BatchPlan
+from failpoints import failpoint
 from gpt import GPTModel
+from manifest import find_damage, flush, write_manifest
 from run_config import ModelConfig, UserError
 from training_step import Snapshot, TrainingState
 
-CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-\d+(-\d+)?")
+CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 PARTIAL_PREFIX = ".partial-"
 LATEST, BEST = "latest", "best"
 # What the readers of damaged files were seen to raise: the unpickler trips over anything.
@@ -43,6 +44,10 @@ class CheckpointMeta(BaseModel):
     usd: dict[str, float] = {}  # by phase; empty where the machine's price was not known
     num_steps: int | None = None  # of the schedule, where `fit_budget` has laid it out
     tokenizer: str | None
+    owes_validation: bool = False  # a signal came before it: the next start makes up for it
+    model: ModelConfig
+    random_seed: int
+    data: dict[str, str]  # by split, what tells one token file from another
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,67 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointMeta) -> Checkpoint:
-    """Write a checkpoint aside, give it its name when it is whole, and renew the links. Rank 0."""
+    """Write a checkpoint aside, give it its name when it is whole, and renew the links. Rank 0.
+
+    Raises:
+        OSError: it could not be written; nothing half-written stays.
+    """
     name = _new_name(checkpoints_dir, meta.global_step)
     partial_dir = checkpoints_dir / f"{PARTIAL_PREFIX}{name}"
-    partial_dir.mkdir(parents=True)
-    safetensors.torch.save_file(snapshot.weights, partial_dir / "model.safetensors")
-    torch.save(snapshot.trainer, partial_dir / "optimizer.pt")
-    (partial_dir / "meta.json").write_text(meta.model_dump_json(indent=2))
-    for path in [*partial_dir.iterdir(), partial_dir]:
-        _flush(path)
-    partial_dir.rename(checkpoints_dir / name)
-    _flush(checkpoints_dir)
+    try:
+        _write(partial_dir, snapshot, meta)
+        failpoint("save.rename")
+        partial_dir.rename(checkpoints_dir / name)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        shutil.rmtree(partial_dir, ignore_errors=True)
+        raise _as_os_error(error) from None
+    flush(checkpoints_dir)
+    failpoint("save.links")
     renew_links(checkpoints_dir)
     return Checkpoint(checkpoints_dir / name, meta)
+
+
+def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
+    """Write a checkpoint's files, each on the disk itself before the manifest vouches for it."""
+    directory.mkdir(parents=True)
+    failpoint("save.weights")
+    safetensors.torch.save_file(snapshot.weights, directory / "model.safetensors")
+    failpoint("save.trainer")
+    torch.save(snapshot.trainer, directory / "optimizer.pt")
+    failpoint("save.meta")
+    (directory / "meta.json").write_text(meta.model_dump_json(indent=2))
+    for path in directory.iterdir():
+        flush(path)
+    failpoint("save.manifest")
+    write_manifest(directory, global_step=meta.global_step, tokens=meta.tokens)
+    flush(directory)
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """Find the full disk behind what the writers of files make of it."""
+    if isinstance(error, OSError):
+        return error
+    # PyTorch's writer says only that a file has not the length it wanted.
+    is_full = "No space left" in str(error) or "unexpected pos" in str(error)
+    return OSError(errno.ENOSPC if is_full else errno.EIO, str(error)[:120])
+
+
+def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> None:
+    """Remove all but the newest checkpoints, the best one and those protected. Rank 0.
+
+    Nothing is removed unless the newest one proves to be whole.
+    """
+    checkpoints = list_checkpoints(checkpoints_dir)
+    if len(checkpoints) <= keep or find_damage(checkpoints[-1].path, thoroughly=True):
+        return
+    stay = {checkpoint.name for checkpoint in checkpoints[-keep:]} | set(protected)
+    stay.add(best_of(checkpoints).name)
+    for checkpoint in checkpoints:
+        if checkpoint.name not in stay:
+            failpoint("save.prune")
+            doomed = checkpoint.path.with_name(f"{PARTIAL_PREFIX}{checkpoint.name}")
+            checkpoint.path.rename(doomed)  # gone in one step, whatever comes next
+            shutil.rmtree(doomed)
 
 
 def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
@@ -104,37 +157,64 @@ def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
 
 
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
-    """Find the whole checkpoints, by global step: clocks can go backwards."""
+    """Find the checkpoints that look whole, by global step: clocks can go backwards."""
     found = []
     for path in _named_as_checkpoints(checkpoints_dir):
         try:
-            text = (path / "meta.json").read_text()
-            found.append(Checkpoint(path, CheckpointMeta.model_validate_json(text)))
-        except (OSError, ValueError):
-            continue  # damaged
+            found.append(open_checkpoint(path))
+        except UserError:
+            continue
     return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
+
+
+def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
+    """Read where a checkpoint stands. Raises: UserError if it is damaged."""
+    damage = find_damage(path, thoroughly=thoroughly)
+    if not damage:
+        try:
+            text = (path / "meta.json").read_text()
+            return Checkpoint(path, CheckpointMeta.model_validate_json(text))
+        except (OSError, ValueError):
+            damage = "meta.json cannot be read"
+    raise UserError(f"{path}: damaged: {damage}")
+
+
+def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Find the checkpoint to go on from, every byte of it checked; and what is wrong with later
+    ones.
+
+    Raises:
+        UserError: there are checkpoints, and not one is whole: to start over would lose the run.
+    """
+    warnings: list[str] = []
+    for path in reversed(_named_as_checkpoints(checkpoints_dir)):
+        try:
+            return open_checkpoint(path, thoroughly=True), warnings
+        except UserError as error:
+            warnings.append(str(error))
+    if warnings:
+        raise UserError(f"{warnings[0]}; and no other checkpoint is whole: restore one, or start"
+                        " over with --fresh")
+    return None, warnings
 
 
 def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
     """Find `latest` or `best` (none if there is no checkpoint yet), or one by its name.
 
     Raises:
-        UserError: there is none of that name, or a directory among them is damaged: to pass it by
-            could mean to start a run over.
+        UserError: there is none of that name, or it is damaged.
     """
-    checkpoints = list_checkpoints(checkpoints_dir)
-    for path in _named_as_checkpoints(checkpoints_dir):
-        if path not in {checkpoint.path for checkpoint in checkpoints}:
-            raise UserError(f"{path}: its meta.json is missing or cannot be read; restore it, or"
-                            " move that directory away")
     if name == LATEST:
-        return checkpoints[-1] if checkpoints else None
+        return newest_whole(checkpoints_dir)[0]
     if name == BEST:
-        return best_of(checkpoints)
-    for checkpoint in checkpoints:
-        if checkpoint.name == name:
-            return checkpoint
-    known = ", ".join(checkpoint.name for checkpoint in checkpoints[-3:])
+        best = best_of(list_checkpoints(checkpoints_dir))
+        return best and open_checkpoint(best.path, thoroughly=True)
+    if CHECKPOINT_NAME.fullmatch(name) and (checkpoints_dir / name).is_dir():
+        try:
+            return open_checkpoint(checkpoints_dir / name, thoroughly=True)
+        except UserError as error:
+            raise UserError(f"{error}; name another checkpoint") from None
+    known = ", ".join(checkpoint.name for checkpoint in list_checkpoints(checkpoints_dir)[-3:])
     raise UserError(f"{checkpoints_dir}: no checkpoint {name[:60]!r};"
                     f" it has {known or 'none'}; wanted latest, best or a directory's name")
 
@@ -146,45 +226,6 @@ def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
         key=lambda checkpoint: math.inf if checkpoint.meta.loss is None else checkpoint.meta.loss,
         default=None,
     )
-
-
-def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Compare a checkpoint's tensor names and shapes with a model's, without loading either.
-
-    Raises:
-        UserError: the file is damaged, or was written by a model of another shape.
-    """
-    path = checkpoint.path / "model.safetensors"
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
-                        " name another checkpoint") from None
-    with torch.device("meta"):
-        wanted = {key: tuple(value.shape) for key, value in GPTModel(model).state_dict().items()}
-    for key in sorted(found.keys() | wanted.keys()):
-        if found.get(key) != wanted.get(key):
-            raise UserError(
-                f"{path}: {key} is {found.get(key, 'absent')}, but model.json makes it"
-                f" {wanted.get(key, 'absent')}; restore model.json, or start over with --fresh"
-            )
-
-
-def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
-    """Refuse to go on with another global batch: data would be read twice, or left out.
-
-    Raises:
-        UserError: the checkpoint's tokens are not those of its steps under this plan.
-    """
-    num_steps = checkpoint.meta.global_step + 1
-    if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
-        raise UserError(
-            f"{checkpoint.path}: was trained with {checkpoint.meta.tokens // num_steps} tokens a"
-            f" step, this start has {plan.tokens_per_step}; change gradient_accumulation_steps or"
-            " the number of processes, or set global_batch_size to"
-            f" {checkpoint.meta.tokens // num_steps // plan.context_length}; or use --fresh"
-        )
 
 
 def renew_links(checkpoints_dir: Path) -> None:
@@ -202,21 +243,22 @@ def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def set_aside(run_dir: Path, choose: Callable[[Checkpoint], bool]) -> Path | None:
-    """Move chosen checkpoints and a copy of the run's records out of the way. Rank 0.
+def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
+    """Move checkpoints from a step on, damaged ones too, and a copy of the run's records. Rank 0.
 
     Nothing is deleted. Gives the directory they are in now, or None if there was none to move.
     """
     checkpoints_dir = run_dir / "checkpoints"
-    chosen = [checkpoint for checkpoint in list_checkpoints(checkpoints_dir) if choose(checkpoint)]
+    named = _named_as_checkpoints(checkpoints_dir)
+    chosen = [path for path in named if _step_of(path) >= from_step]
     if not chosen:
         return None
     aside_dir = run_dir / "set-aside" / time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
-    (aside_dir / "checkpoints").mkdir(parents=True)
+    (aside_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
         shutil.copy2(path, aside_dir / path.name)
-    for checkpoint in chosen:
-        checkpoint.path.rename(aside_dir / "checkpoints" / checkpoint.name)
+    for path in chosen:
+        path.rename(aside_dir / "checkpoints" / path.name)
     for link in (checkpoints_dir / LATEST, checkpoints_dir / BEST):
         link.unlink(missing_ok=True)
     renew_links(checkpoints_dir)
@@ -228,8 +270,14 @@ def _reason(error: Exception) -> str:
 
 
 def _named_as_checkpoints(checkpoints_dir: Path) -> list[Path]:
-    paths = checkpoints_dir.glob("*-iteration-*")
-    return [path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)]
+    """Find what bears a checkpoint's name, by global step, whole or not."""
+    paths = [path for path in checkpoints_dir.glob("*-iteration-*")
+             if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return sorted(paths, key=lambda path: (_step_of(path), path.name))
+
+
+def _step_of(path: Path) -> int:
+    return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
 
 
 def _new_name(checkpoints_dir: Path, global_step: int) -> str:
@@ -239,14 +287,6 @@ def _new_name(checkpoints_dir: Path, global_step: int) -> str:
         copies += 1
         unused = f"{name}-{copies}"
     return unused
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _replace_link(link: Path, target: str) -> None:

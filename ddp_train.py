@@ -4,53 +4,69 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from typing import NoReturn
 
 STARTED = time.perf_counter()
+LAST_WRITE_SECONDS = 5  # that a checkpoint under way has where another process has failed
 if __name__ == "__main__":
     gc.disable()  # looking through what is imported takes a tenth of a start
 
 from command_line import Options, read_command_line
 from run_config import UserError, load_run
+from run_lock import LockedError, end_with_parent, lock_run
 
 
 def stop_with(error: UserError) -> NoReturn:
     print(f"Error: {error}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(error.status)
 
 
-# Before torch is imported: --help and a typing error are answered at once. Processes of torchrun
-# check later, together, so that one of them speaks for all.
-if __name__ == "__main__" and "RANK" not in os.environ:
+# Before torch is imported: --help, a typing error and a run that is being trained already are
+# answered at once. What else is wrong, processes of torchrun find later, together, so that one of
+# them speaks for all.
+if __name__ == "__main__":
+    rank = os.environ.get("RANK")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
+    if rank is not None:
+        end_with_parent()
     try:
-        options = read_command_line()
-        load_run(options.runs_dir, options.run)
+        if rank in (None, "0"):
+            options = read_command_line()
+            run_dir = load_run(options.runs_dir, options.run).run_dir
+            if not options.find_max_microbatch:
+                lock = lock_run(run_dir)  # until this process ends
+                if rank is None:
+                    os.close(lock)  # the processes of torchrun need it
     except UserError as error:
-        stop_with(error)
+        if rank is None or isinstance(error, LockedError):
+            stop_with(error)
 
 import torch
 import torch.distributed as dist
 
+from agreement import AgreedError, Agreement
+from batch_plan import BatchPlan
 from charting import draw_charts
 from checkpoint_writer import CheckpointWriter
 from checkpointing import (
-    BEST,
     CheckpointMeta,
-    find_checkpoint,
+    best_of,
+    list_checkpoints,
     load_checkpoint,
     remove_partial_checkpoints,
     renew_links,
     set_aside,
 )
+from ending import Ending
+from evaluation import mean_loss
 from expected_speed import SPEED_CHECK_STEPS, Speed, flops_per_token
-from job import Job, prepare
+from failpoints import failpoint
+from job import Alone, Job, prepare
 from launching import (
-    AgreedError,
-    Agreement,
     Process,
     autocast,
     choose_precision,
@@ -69,19 +85,18 @@ from run_clock import (
     CHART,
     CHECKPOINT,
     COMPILE,
-    REPORT_INTERVAL,
     TRAINING,
     VALIDATION,
     WAITING,
-    Budget,
     Pace,
     PhaseClock,
 )
-from run_log import RunEnd, RunLog, batch_arithmetic
+from run_log import RunLog, batch_arithmetic
 from run_metrics import StepWindow, finite_or_none, read_metrics
-from sampling import SamplingOptions, generate_tokens
+from run_summary import RunEnd, settle
+from sampling import sample_text
+from supervision import DISK, NUMBERS, Supervisor
 from token_dataset import Microbatch, prefetch
-from tokenizer import decode, load_tokenizer
 from training_step import TrainingState, TrainingStep, build_training_state
 
 
@@ -96,7 +111,8 @@ def main() -> None:
             sys.exit(launch(read_command_line(), clock))
     except AgreedError as error:
         agreement.tell_once(f"Error: {error}")
-        sys.exit(2)
+        sys.stdout.flush()
+        os._exit(error.status)  # at once: taking a process group down may wait for the others
     except UserError as error:
         stop_with(error)
 
@@ -107,12 +123,13 @@ def launch(options: Options, clock: PhaseClock) -> int:
     if not options.find_max_microbatch:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         alone = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
-        job = prepare(options, alone, clock, lambda step, part: part())
+        job = prepare(options, alone, clock, Alone())
         if job.is_finished:
             print(job.finished_line())
             return 0
     clock.hand_over()
-    return start_torchrun(__file__, sys.argv[1:], num_processes=num_processes)
+    status = start_torchrun(__file__, sys.argv[1:], num_processes=num_processes)
+    return settle(load_run(options.runs_dir, options.run), status)
 
 
 def work(agreement: Agreement, clock: PhaseClock) -> None:
@@ -126,15 +143,25 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
         return
     if process.device.type == "cpu":
         keep_freed_memory()
-    job = prepare(options, process, clock, agreement.on)
-    agreement.same("job", (job.run.model, job.run.train, job.plan, job.first_step))
+    job = prepare(options, process, clock, agreement)
+    agreement.same("job", job.identity())
     if job.is_finished:
         if process.is_main:
             print(job.finished_line())
         return
     state = agreement.on("state", lambda: build_state(job, process))
-    with process_group(process):
-        train(Trainer(job, process, state, clock))
+    supervisor = Supervisor(process, agreement.connect("supervision"), clock,
+                            job.run.heartbeat_path)
+    supervisor.start()
+    try:
+        with process_group(process, agreement.connect("group"), job.run.train) as control:
+            train(Trainer(job, state, supervisor, control))
+        supervisor.leave()
+    except AgreedError:  # all ranks have come to it together
+        supervisor.leave()
+        raise
+    except BaseException as error:
+        supervisor.fail(error)
 
 
 def build_state(job: Job, process: Process) -> TrainingState:
@@ -152,50 +179,49 @@ def train(trainer: Trainer) -> None:
     batches = trainer.batches()
     for global_step in trainer.steps():
         trainer.train_step(global_step, batches)
+        trainer.ending.heed_signals(global_step)
         trainer.report_if_due(global_step)
-        if trainer.saves_after(global_step):
-            trainer.wait_for_all()
-            validation_loss = trainer.validate_if_due(global_step)
-            if trainer.process.is_main:
-                trainer.save_and_chart(global_step, validation_loss)
-            trainer.wait_for_all()
+        if trainer.ending.saves_after(global_step):
+            trainer.validate_and_save(global_step)
     batches.close()
     if trainer.process.is_main:
         trainer.finish()
 
 
 class Trainer:
-    """What one process holds while it trains a run, and the steps it takes."""
+    """What one process holds while it trains a run, and the steps it takes.
+
+    Args:
+        group: of all processes, for what waits longer than a collective on their devices may.
+    """
 
     step: TrainingStep
 
-    def __init__(self, job: Job, process: Process, state: TrainingState,
-                 clock: PhaseClock) -> None:
-        self.job, self.run, self.config = job, job.run, job.run.train
-        self.data, self.plan, self.process = job.data, job.plan, process
-        self.state, self.model, self.clock = state, state.model, clock
-        self.writer = CheckpointWriter(self.run.checkpoints_dir)
-        self.last_step = self._last_step_of_this_start()
-        self.stop_reason = "--max-steps" if job.options.max_steps else None
-        self.budget = Budget(self.config, clock)
-        self.lays_out_next = self.config.fit_budget
+    def __init__(self, job: Job, state: TrainingState, supervisor: Supervisor,
+                 group: dist.ProcessGroup) -> None:
+        self.job, self.run, self.config, self.data = job, job.run, job.run.train, job.data
+        self.process, self.clock = supervisor.process, supervisor.clock
+        self.state, self.model, self.supervisor, self.group = state, state.model, supervisor, group
+        self.writer = CheckpointWriter(
+            self.run.checkpoints_dir, keep=self.config.keep_checkpoints,
+            protected=[job.resume_from.name] if job.resume_from else [])
+        self.ending = Ending(job, clock=self.clock, supervisor=supervisor, group=group,
+                             pace=self.pace)
         self.judges_speed = True
-        self.log = RunLog(self.run, self.plan, clock=clock, is_active=process.is_main)
-        self.window = StepWindow(process.device)
+        self.log = RunLog(self.run, job.plan, clock=self.clock, is_active=self.process.is_main)
+        self.window = StepWindow(self.process.device)
 
-    def _last_step_of_this_start(self) -> int:
-        max_steps = self.job.options.max_steps or self.plan.num_steps
-        return min(self.plan.num_steps, self.job.first_step + max_steps) - 1
+    @property
+    def plan(self) -> BatchPlan:
+        return self.ending.plan
 
     def start(self) -> None:
         """Put old records aside where the run does not go on from its end; say what begins."""
+        self.supervisor.before_leaving = self.break_off
         if self.process.is_main:
             remove_partial_checkpoints(self.run.checkpoints_dir)
             renew_links(self.run.checkpoints_dir)
-            aside_dir = set_aside(
-                self.run.run_dir,
-                lambda checkpoint: checkpoint.meta.global_step >= self.job.first_step,
-            )
+            aside_dir = set_aside(self.run.run_dir, from_step=self.job.first_step)
             if aside_dir is not None:
                 self.log.say(f"earlier checkpoints from step {self.job.first_step} on are"
                              f" now in {aside_dir}")
@@ -203,11 +229,11 @@ class Trainer:
                 self.log.say(f"going on from {self.job.resume_from.path}")
         parameters = self.model.num_parameters()
         self.log.start(self.job.first_step, [
-            *(f"warning: {warning}" for warning in self.run.warnings),
+            *(f"warning: {warning}" for warning in [*self.run.warnings, *self.job.warnings]),
             *batch_arithmetic(self.plan),
             f"{parameters:,} parameters, {self.plan.num_tokens / parameters:.1f} tokens for each;"
             f" {choose_precision(self.config, self.process.device)} on {self.process.device.type}",
-        ])
+        ], owes_validation=self.job.owes_validation)
         self.clock.enter(COMPILE)  # what is done once, up to the end of the first step
 
     def compile(self) -> None:
@@ -215,11 +241,21 @@ class Trainer:
         self.step = TrainingStep(self.state, self.config, self.process)
         if self.step.why_eager:
             self.log.say(f"warning: compiling failed, so it trains slower: {self.step.why_eager}")
+        if self.job.owes_validation:  # a signal came before it, in an earlier start
+            self.validate_and_save(self.job.first_step - 1)
+
+    def break_off(self, status: str, reason: str) -> None:
+        """Leave in a hurry, but not before a checkpoint that is being written is whole."""
+        if self.process.is_main:
+            self.writer.wait(timeout=LAST_WRITE_SECONDS)
+            self.log.mark(status, reason)
 
     def steps(self) -> Iterator[int]:
         """The global steps of this start; its end may move while they are taken."""
         global_step = self.job.first_step
-        while global_step <= self.last_step:
+        while global_step <= self.ending.last_step:
+            self.supervisor.sign(global_step)
+            failpoint("train")
             yield global_step
             global_step += 1
 
@@ -227,8 +263,8 @@ class Trainer:
         """This process's microbatches from here on, one read ahead."""
         steps = range(self.job.first_step, self.data.plan.num_steps)
         indices = self.plan.microbatch_indices(self.process.rank, steps=steps)
-        return self.clock.waiting_for(
-            prefetch(self.data.train, indices, device=self.process.device))
+        batches = prefetch(self.data.train, indices, device=self.process.device)
+        return self.clock.waiting_for(self.supervisor.signing(batches))
 
     def train_step(self, global_step: int, batches: Iterator[Microbatch]) -> None:
         """Take one global step. Every rank; after the first, nothing here waits for the device."""
@@ -244,30 +280,57 @@ class Trainer:
             gc.freeze()  # what is there by now stays: looking through it made for pauses
             self.clock.enter(TRAINING)
             self.log.measure_from(global_step)
+            self.supervisor.expect_signs(self.config.hang_timeout_seconds)
 
     def learning_rate(self, global_step: int) -> float:
         return learning_rate_at(self.config, global_step, num_steps=self.plan.num_steps)
 
     def wait_for_all(self) -> None:
-        """Wait for the slowest process. A collective: every rank."""
-        with self.clock.phase(WAITING):
-            dist.barrier()
+        """Wait for the slowest process, however long it takes. A collective: every rank."""
+        with self.clock.phase(WAITING), self.supervisor.waiting():
+            dist.barrier(self.group)
 
     def report_if_due(self, global_step: int) -> None:
         """Report after every few steps, and before a checkpoint, so that it splits no average.
 
         A collective: every rank.
         """
-        if not (self.window.is_full or self.saves_after(global_step)):
+        if not (self.window.is_full or self.ending.saves_after(global_step)):
             return
         summary = self.window.summarise()
         self.log.report_steps(global_step, self.learning_rate(global_step), summary)
+        self.tell_write_failure()
+        self.check_numbers(global_step)
         num_steps = global_step - self.job.first_step  # measured, after the first
         if self.process.is_main and self.judges_speed and num_steps + 1 >= SPEED_CHECK_STEPS:
             self.judges_speed = False
             self.log.say(self.speed(num_steps).line())
-        if self.budget.is_limited and global_step < self.last_step:
-            self.keep_to_budget(global_step)
+        self.ending.keep_to_budget(global_step, self.log)
+
+    def check_numbers(self, global_step: int) -> None:
+        """Stop a run that has gone astray, while its last checkpoint is good. Every rank.
+
+        Raises:
+            AgreedError: too many steps in a row were skipped.
+        """
+        skipped = self.window.skipped_in_a_row
+        if skipped and skipped >= self.config.max_skipped_steps:
+            reason = (f"{self.run.run_dir}: the gradient of {skipped} steps in a row, up to step"
+                      f" {global_step + 1:,}, was not finite; go on from an earlier checkpoint"
+                      " with a lower learning_rate, or with precision bf16 or fp32")
+            self.break_off("failed", reason)
+            raise AgreedError(reason, status=NUMBERS)
+
+    def tell_write_failure(self) -> None:
+        if failure := self.writer.take_failure():
+            self.log.say(f"warning: {failure}; training goes on, and the next one is tried:"
+                         f" make room in {self.run.checkpoints_dir}")
+
+    def pace(self, num_steps: int) -> Pace:
+        """Measure what the parts of the run take, from the last `num_steps`. Rank 0's counts."""
+        self.clock.longest_write = self.writer.longest_write_seconds
+        return Pace.measured(self.clock, num_steps=num_steps, plan=self.plan, train=self.config,
+                             num_parameters=self.model.num_parameters())
 
     def speed(self, num_steps: int) -> Speed:
         """Tell how fast the last `num_steps` of this start were."""
@@ -286,103 +349,52 @@ class Trainer:
             throttling=throttling(self.process.device),
         )
 
-    def keep_to_budget(self, global_step: int) -> None:
-        """Let rank 0's clock say where the run has to end. A collective: every rank."""
-        self.clock.longest_write = self.writer.longest_write_seconds
-        pace = Pace.measured(
-            self.clock, num_steps=global_step - self.job.first_step, plan=self.plan,
-            train=self.config, num_parameters=self.model.num_parameters(),
-        )
-        if self.config.fit_budget:
-            self.lay_out(self._from_main(self._fitting_steps(global_step, pace)))
-        if self._from_main(int(self._is_spent_after(global_step, pace))):
-            self.last_step = global_step
-            self.stop_reason = self.budget.nearest_limit()
-
-    def _from_main(self, number: int) -> int:
-        decided = torch.tensor(number, device=self.process.device)
-        dist.broadcast(decided, src=0)
-        return int(decided.item())
-
-    def _fitting_steps(self, global_step: int, pace: Pace) -> int:
-        """Count the steps that the budget has room for, once they can be judged. Rank 0."""
-        is_judged = global_step - self.job.first_step + 1 >= 2 * REPORT_INTERVAL
-        if not (self.lays_out_next and is_judged):
-            return self.plan.num_steps
-        self.lays_out_next = False
-        affordable = self.budget.affordable_steps(pace)
-        return min(self.data.plan.num_steps, global_step + 1 + affordable)
-
-    def lay_out(self, num_steps: int) -> None:
-        """Let the schedule end after another number of steps. Every rank."""
-        if num_steps != self.plan.num_steps:
-            self.plan = replace(self.plan, num_steps=num_steps)
-            self.last_step = self._last_step_of_this_start()
-            self.log.lay_out(self.plan)
-
-    def _is_spent_after(self, global_step: int, pace: Pace) -> bool:
-        ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
-        due = [global_step, *ahead]  # what this step brings comes after its report
-        saves_later = self.last_step not in ahead
-        return not self.budget.affords(pace.seconds(
-            len(ahead), num_validations=sum(map(self.validates_after, due)),
-            num_savings=sum(map(self.saves_after, due)) + saves_later,
-        ) + pace.last_write)
-
-    def validates_after(self, global_step: int) -> bool:
-        return self.config.validates and self._is_due(global_step, self.config.validation_interval)
-
-    def saves_after(self, global_step: int) -> bool:
-        return (
-            self.validates_after(global_step)
-            or self._is_due(global_step, self.config.checkpoint_interval)
-            or global_step == self.last_step
-        )
-
-    def _is_due(self, global_step: int, interval: int | None) -> bool:
-        is_last = global_step == self.plan.num_steps - 1
-        return is_last or (interval is not None and (global_step + 1) % interval == 0)
+    def validate_and_save(self, global_step: int) -> None:
+        """Do what is due between two steps. A collective: every rank."""
+        self.wait_for_all()
+        validation_loss = self.validate_if_due(global_step)
+        self.ending.heed_signals(global_step)  # one may have cut the validation short
+        if self.process.is_main:
+            self.save_and_chart(global_step, validation_loss)
+        self.wait_for_all()
 
     def validate_if_due(self, global_step: int) -> float | None:
-        """Validate where `validate_on` says so. A collective if that is `all`: every rank."""
+        """Validate where `validate_on` says so. A collective if that is `all`: every rank.
+
+        Gives the mean loss; None where it is not due, not here, or cut short by a signal.
+        """
         validates_here = self.process.is_main or self.config.validate_on == "all"
-        if not (validates_here and self.validates_after(global_step)):
+        if not (validates_here and self.ending.validates_after(global_step)):
             return None
         with self.clock.phase(VALIDATION) as phase:
-            loss = self.validate()
-        self.log.report_validation(global_step, loss, phase.seconds)
+            loss = mean_loss(
+                self.step, self.data.validation, shares=self.config.validate_on == "all",
+                watched=lambda batches, count: self.log.validation_bar(
+                    self.supervisor.signing(batches), count),
+                is_cut_short=lambda: bool(self.supervisor.stop_signal))
+        if loss is not None:
+            self.log.report_validation(global_step, loss, phase.seconds)
         return loss
-
-    @torch.inference_mode()
-    def validate(self) -> float:
-        """Give the mean loss over the run's validation sequences, in nats a token."""
-        data, shares = self.data.validation, self.config.validate_on == "all"
-        start, stride = (self.process.rank, self.process.world_size) if shares else (0, 1)
-        indices = range(start, len(data), stride)
-        batches = prefetch(data, indices, device=self.process.device)
-        total = torch.zeros((), dtype=torch.float64, device=self.process.device)
-        self.model.eval()
-        for _, token_ids, targets in self.log.validation_bar(batches, len(indices)):
-            total += self.step.validation_loss(token_ids, targets) * len(token_ids)
-        self.model.train()
-        if shares:
-            dist.all_reduce(total)
-        return total.item() / self.config.num_validation_sequences
 
     def save_and_chart(self, global_step: int, validation_loss: float | None) -> None:
         """Do rank 0's work between two barriers."""
         train_loss = self.window.take_loss_since_checkpoint()
-        by_train_loss = not self.config.validates and self._is_due(
+        by_train_loss = not self.config.validates and self.ending.is_due(
             global_step, self.config.checkpoint_interval)
         with self.clock.phase(CHECKPOINT):
             self.save(global_step, train_loss if by_train_loss else validation_loss, train_loss)
         with self.clock.phase(CHART):
-            draw_charts(self.run.run_dir, read_metrics(self.run.metrics_path))
+            try:
+                failpoint("chart")
+                draw_charts(self.run.run_dir, read_metrics(self.run.metrics_path))
+            except Exception as error:  # whatever it is: the training is worth more
+                self.log.say(f"warning: no charts: {type(error).__name__}: {error}")
         gc.collect()  # what a chart is made of refers to itself
-        self.lays_out_next = self.config.fit_budget  # now that it is known what this costs
+        self.ending.lays_out_next = self.config.fit_budget  # now it is known what this costs
 
     def save(self, global_step: int, loss: float | None, train_loss: float) -> None:
-        meta = CheckpointMeta(
+        is_owed = self.ending.validates_after(global_step) and loss is None
+        self.writer.save(self.state, CheckpointMeta(
             global_step=global_step,
             tokens=(global_step + 1) * self.plan.tokens_per_step,
             loss=finite_or_none(loss),
@@ -391,38 +403,40 @@ class Trainer:
             usd=self.clock.usd(),
             num_steps=self.plan.num_steps if self.config.fit_budget else None,
             tokenizer=self.data.tokenizer_name,
-        )
-        self.writer.save(self.state, meta)
+            owes_validation=is_owed,
+            model=self.run.model,
+            random_seed=self.config.random_seed,
+            data=self.data.fingerprints,
+        ))
+        self.tell_write_failure()
 
     def finish(self) -> None:
-        """Wait for the last checkpoint; write and print how it ended. Rank 0."""
+        """Wait for the last checkpoint; write and print how it ended. Rank 0.
+
+        Raises:
+            UserError: the last checkpoint could not be written.
+        """
         with self.clock.phase(CHECKPOINT):
-            self.writer.wait()
-        best = find_checkpoint(self.run.checkpoints_dir, BEST)
-        end = RunEnd(
-            global_step=self.last_step,
-            stop_reason=self.stop_reason,
+            self.writer.retry()
+        best = best_of(list_checkpoints(self.run.checkpoints_dir))
+        self.log.finish(RunEnd(
+            global_step=self.ending.last_step,
+            stop_reason=self.ending.reason,
             num_parameters=self.model.num_parameters(),
-            best={"checkpoint": best.name, "global_step": best.meta.global_step,
-                  "loss": best.meta.loss},
+            best=best and {"checkpoint": best.name, "global_step": best.meta.global_step,
+                           "loss": best.meta.loss},
             checkpoints={"saved": self.writer.num_checkpoints,
                          "stalled_seconds": self.clock.read_this_start()[CHECKPOINT],
                          "longest_write_seconds": self.writer.longest_write_seconds},
             machine=machine_facts(self.process, self.step.precision)
             | {"compiled": self.step.is_compiled},
-        )
-        self.log.finish(end)
-        self.print_sample()
-
-    def print_sample(self) -> None:
-        """Print what the model makes up, where its tokenizer is known."""
+        ))
+        if self.writer.is_behind:
+            raise UserError(f"{self.writer.take_failure()}; make room in {self.run.run_dir} and"
+                            " type the same command: it goes on from the last whole one", DISK)
         if self.data.tokenizer_name is not None:
-            tokenizer = load_tokenizer(self.data.tokenizer_name)
             with autocast(self.step.precision, self.process.device):
-                ids = generate_tokens(self.model, [tokenizer.eot_token],
-                                      SamplingOptions(max_new_tokens=400))
-            self.log.say(f"sample:\n{decode(tokenizer, ids)}")
-
+                self.log.say(f"sample:\n{sample_text(self.model, self.data.tokenizer_name)}")
 
 if __name__ == "__main__":
     main()

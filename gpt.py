@@ -100,6 +100,12 @@ def run_block(block: Block, x: Tensor) -> Tensor:
     return block(x)
 
 
+def num_parameters(config: ModelConfig) -> int:
+    """Count a model's parameters without making room for them."""
+    with torch.device("meta"):
+        return GPTModel(config).num_parameters()
+
+
 class GPTModel(nn.Module):
     """A GPT-2-class language model."""
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
+from agreement import Agreement
 from batch_plan import BatchPlan
-from checkpointing import (
-    LATEST,
-    Checkpoint,
-    check_position,
-    check_weights_fit,
-    find_checkpoint,
-)
+from checkpointing import LATEST, Checkpoint, find_checkpoint, newest_whole, open_checkpoint
 from command_line import Options
+from gpt import num_parameters
 from launching import Process
+from manifest import digest_of
 from preparation.providing import provide_dataset
-from run_clock import DOWNLOAD, Budget, PhaseClock
+from resuming import check_identity, check_position, check_weights_fit
+from run_clock import BYTES_PER_PARAMETER_SAVED, DOWNLOAD, Budget, PhaseClock
 from run_config import Run, UserError, load_run
 from run_metrics import spent_before
 from token_dataset import RunData, check_token_range, open_run_data
 
-Step = Callable[[str, Callable[[], Any]], Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Job:
     data: RunData
     resume_from: Checkpoint | None
     options: Options
+    warnings: tuple[str, ...] = ()
 
     @property
     def plan(self) -> BatchPlan:
@@ -50,20 +51,39 @@ class Job:
     def is_finished(self) -> bool:
         return self.first_step >= self.plan.num_steps
 
+    @property
+    def owes_validation(self) -> bool:
+        """Whether a signal kept an earlier start from validating at its end."""
+        return bool(self.resume_from and self.resume_from.meta.owes_validation)
+
+    def identity(self) -> object:
+        """Give what has to be the same on all processes."""
+        checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
+        return self.run.model, self.run.train, self.data.plan, self.data.fingerprints, checkpoint
+
     def finished_line(self) -> str:
         return (f"{self.run.name} is complete: {self.plan.num_steps:,} steps,"
                 f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
 
 
-def prepare(options: Options, process: Process, clock: PhaseClock, step: Step) -> Job:
-    """Check everything that can be checked before the first collective. Every rank.
+class Alone:
+    """Stands for `Agreement` where there is one process."""
 
-    Args:
-        step: runs one part of it on every rank, see `Agreement.on`.
+    def on(self, step: str, work: Callable[[], T]) -> T:
+        return work()
+
+    def from_main(self, step: str, work: Callable[[], str]) -> str:
+        return work()
+
+
+def prepare(options: Options, process: Process, clock: PhaseClock,
+            agreement: Agreement | Alone) -> Job:
+    """Check everything that can be checked before the first collective. Every rank.
 
     Raises:
         UserError: on every rank, whichever found it.
     """
+    step = agreement.on
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
     dataset_dir = options.datasets_dir / run.train.dataset
@@ -72,28 +92,55 @@ def prepare(options: Options, process: Process, clock: PhaseClock, step: Step) -
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     step("token ids", lambda: check_token_range(run, data) if process.is_main_of_node else None)
-    resume_from = step("checkpoint", lambda: find_resume_point(run, options, data.plan))
-    job = Job(run, data, resume_from, options)
+    name, *warnings = json.loads(agreement.from_main(
+        "checkpoint", lambda: json.dumps(choose_checkpoint(run, options))))
+    resume_from = step("resuming", lambda: check_resume_point(run, name, data) if name else None)
+    job = Job(run, data, resume_from, options, tuple(warnings))
     if resume_from is not None:
         clock.go_on_from(resume_from.meta.seconds, resume_from.meta.usd)
     if not options.fresh:
         clock.count_lost(*spent_before(run.metrics_path, run.summary_path))
     clock.usd_per_hour = run.train.usd_per_hour
     step("budget", lambda: check_budget(job, clock))
+    step("room", lambda: check_room(job) if process.is_main else None)
     return job
 
 
-def find_resume_point(run: Run, options: Options, plan: BatchPlan) -> Checkpoint | None:
-    """Find the checkpoint that the run goes on from, and check that it fits."""
+def choose_checkpoint(run: Run, options: Options) -> list[str]:
+    """Name the checkpoint that the run goes on from, or nothing; with warnings of damaged ones."""
     if options.fresh:
-        return None
-    checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint or LATEST)
+        return [""]
+    if options.checkpoint in (None, LATEST):
+        checkpoint, damaged = newest_whole(run.checkpoints_dir)
+        instead = f"{checkpoint.name} is used instead" if checkpoint else ""
+        warnings = [f"{line}; {instead}" for line in damaged]
+    else:
+        checkpoint, warnings = find_checkpoint(run.checkpoints_dir, options.checkpoint), []
     if checkpoint is None and options.checkpoint:
         raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; start without naming one")
-    if checkpoint is not None:
-        check_weights_fit(checkpoint, run.model)
-        check_position(checkpoint, plan)
+    return [checkpoint.name if checkpoint else "", *warnings]
+
+
+def check_resume_point(run: Run, name: str, data: RunData) -> Checkpoint:
+    """Open a checkpoint, every byte of which rank 0 has seen, and check that it fits the run."""
+    checkpoint = open_checkpoint(run.checkpoints_dir / name)
+    check_identity(checkpoint, run, data.fingerprints)
+    check_weights_fit(checkpoint, run.model)
+    check_position(checkpoint, data.plan)
     return checkpoint
+
+
+def check_room(job: Job) -> None:
+    """Refuse to train what could not be saved.
+
+    Raises:
+        UserError: the disk has no room for the next checkpoint.
+    """
+    free = shutil.disk_usage(job.run.run_dir).free
+    needed = num_parameters(job.run.model) * BYTES_PER_PARAMETER_SAVED
+    if not job.is_finished and free < needed:
+        raise UserError(f"{job.run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
+                        f" disk has {free / 1e9:,.2f} GB free; make room, or set --runs-dir")
 
 
 def check_budget(job: Job, clock: PhaseClock) -> None:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from run_config import Precision, TrainConfig, UserError
 
-# Rank 0 validates, saves and charts while the others wait in a barrier.
-COLLECTIVE_TIMEOUT = timedelta(hours=1)
-# A dataset of 20 GiB may come in over a slow line before the first collective.
-START_TIMEOUT = timedelta(days=2)
+# Rank 0 may validate and save for as long as it takes while the others wait.
+CONTROL_TIMEOUT = timedelta(days=2)
 THROTTLE_REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,16 +66,28 @@ def num_gpus() -> int:
 
 
 def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> int:
-    """Run a script under torchrun on this machine; give the exit status of what failed first."""
+    """Run a script under torchrun on this machine; give the exit status of what failed first.
+
+    That is 128 and the signal's number where this process was asked to stop.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would, which warns about it
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # one line says all
     command = ["--standalone", f"--nproc-per-node={num_processes}", script, *arguments]
     try:
         run(parse_args(command))
     except ChildFailedError as error:
-        return abs(error.get_first_failure()[1].exitcode)
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0 and num_processes == 1:  # nobody else has told of it
+            print(f"Error: rank {rank} was killed, or crashed: {failure.signal_name()}",
+                  file=sys.stderr, flush=True)
+        return abs(failure.exitcode)
+    except SignalException as error:
+        return 128 + error.sigval
     return 0
 
 
@@ -101,109 +110,34 @@ def this_process() -> Process:
     )
 
 
-class AgreedError(UserError):
-    """A mistake that every rank has heard of, so that one can speak for all."""
-
-
-class Agreement:
-    """All processes finish a step of preparation together, or all stop with the same error.
-
-    It goes through torchrun's key-value store, before there is a process group: however long one
-    process takes, no collective times out, and none is left waiting.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-        self._store, _, _ = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
-
-    def on(self, step: str, work: Callable[[], T]) -> T:
-        """Do this process's part of a step. Every rank.
-
-        Raises:
-            AgreedError: on every rank, the mistake of the lowest rank that has one.
-        """
-        result, failure = None, ""
-        try:
-            result = work()
-        except UserError as error:
-            failure = str(error)
-        except BaseException as error:  # told to the others on its way out, whatever it is
-            self._publish(step, f"rank {self._rank} failed: {type(error).__name__}: {error}")
-            raise
-        self._raise_if_any(step, failure)
-        return result
-
-    def same(self, step: str, found: object) -> None:
-        """Make sure that all processes have found the same. Every rank.
-
-        Raises:
-            AgreedError: one differs from rank 0, so that they would not train the same run.
-        """
-        if self._rank == 0:
-            self._store.set(f"{step}/found", repr(found))
-        self._store.wait([f"{step}/found"], START_TIMEOUT)
-        differs = self._store.get(f"{step}/found").decode() != repr(found)
-        self._raise_if_any(step, f"rank {self._rank} reads another run than rank 0; make its"
-                           " configs, dataset and checkpoints the same" if differs else "")
-
-    def gather(self, step: str, text: str) -> list[str]:
-        """Give every process's text, by rank, once all have come to this step. Every rank."""
-        self._publish(step, text)
-        keys = [f"{step}/{rank}" for rank in range(self._world_size)]
-        self._store.wait(keys, START_TIMEOUT)
-        return [self._store.get(key).decode() for key in keys]
-
-    def raise_flag(self, name: str) -> None:
-        """Let the other processes know of something, whenever they look. Any rank."""
-        self._store.set(f"{name}/flag", "")
-
-    def is_flagged(self, name: str) -> bool:
-        """Tell if any process has raised a flag; never waits for one. Any rank."""
-        return self._store.check([f"{name}/flag"])
-
-    def _publish(self, step: str, text: str) -> None:
-        self._store.set(f"{step}/{self._rank}", text)
-
-    def _raise_if_any(self, step: str, failure: str) -> None:
-        reason = next((text for text in self.gather(step, failure) if text), "")
-        if reason:
-            raise AgreedError(reason)
-
-    def tell_once(self, message: str) -> None:
-        """Let rank 0 speak for all. Nobody leaves before: torchrun ends the others with the first.
-
-        Every rank.
-        """
-        if self._rank == 0:
-            print(message, file=sys.stderr, flush=True)
-            self._store.set("told", "")
-        self._store.wait(["told"], timedelta(seconds=20))
-
-
 @contextmanager
-def process_group(process: Process) -> Iterator[None]:
-    """Join the process group and leave it in the end. Every rank."""
-    join_process_group(process, "training", timeout=COLLECTIVE_TIMEOUT)
-    yield
+def process_group(process: Process, store: dist.Store,
+                  train: TrainConfig) -> Iterator[dist.ProcessGroup]:
+    """Join the process group and leave it in the end. Every rank.
+
+    Gives a second group, of gloo, for what waits longer than a collective may.
+    """
+    join_process_group(process, store,
+                       timeout=timedelta(seconds=train.collective_timeout_seconds))
+    yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     # Not after an error: taking the group down waits for the others, who wait for this process.
     gc.unfreeze()
     gc.collect()  # DDP's threads must be gone before the group they use
     dist.destroy_process_group()
 
 
-def join_process_group(process: Process, name: str, *, timeout: timedelta) -> None:
-    """Join a process group (nccl with GPUs, else gloo) through torchrun's store. Every rank.
+def join_process_group(process: Process, store: dist.Store, *, timeout: timedelta) -> None:
+    """Join a process group: nccl with GPUs, else gloo. Every rank.
 
     Args:
-        name: of this group among all that meet in the same store, one after another.
+        store: where the processes meet; with keys of its own, nobody else's.
     """
     on_gpu = process.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(process.device)
-    store, rank, world_size = next(dist.rendezvous("env://"))
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=dist.PrefixStore(name, store), timeout=timeout,
-        rank=rank, world_size=world_size, device_id=process.device if on_gpu else None,
+        "nccl" if on_gpu else "gloo", store=store, timeout=timeout, rank=process.rank,
+        world_size=process.world_size, device_id=process.device if on_gpu else None,
     )
 
 

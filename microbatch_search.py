@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agreement import Agreement
 from batch_plan import nearest_divisors
 from curve_fits import Line, fit_line
 from expected_speed import CARDS_GIB, usable_gib
-from launching import Agreement, Process
+from launching import Process
 from microbatch_trial import Trial, Trials
 from run_config import RENAMED_KEYS, Run, UserError
 from run_metrics import write_aside

@@ -27,7 +27,8 @@ from typing import NoReturn
 import torch
 from torch.amp import GradScaler
 
-from launching import AgreedError, Agreement, Process, join_process_group, share_cpu_cores
+from agreement import AgreedError, Agreement, open_store
+from launching import Process, join_process_group, share_cpu_cores
 from memory_meters import CpuMeter, GpuMeter, map_every_tensor
 from run_config import Run
 from token_dataset import Microbatch
@@ -100,7 +101,8 @@ class Trials:
         order = Order(
             run=self._run, process=self._process, microbatch_size=microbatch_size,
             num_microbatches=_microbatches_in_a_step(self._run, self._process.world_size),
-            name=f"trial-{self._count}", memory_limit_gib=self._memory_limit_gib,
+            name=f"{self._agreement.name}/trial-{self._count}",
+            memory_limit_gib=self._memory_limit_gib,
         )
         outcomes = self._run_children(order)
         found = [json.loads(outcome) for outcome in outcomes]
@@ -225,7 +227,7 @@ def _train_some_steps(order: Order) -> Trial:
         share_cpu_cores(process)  # and so starts its threads before there is a limit
     # The store is there already, wherever torchrun has put it: not for a child to open anew.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    join_process_group(process, order.name, timeout=TRIAL_TIMEOUT)
+    join_process_group(process, open_store(order.name), timeout=TRIAL_TIMEOUT)
     meter = (GpuMeter if on_gpu else CpuMeter)(process.device, order.memory_limit_gib)
     state = build_training_state(run.model, train, process.device)
     # A scale at which no step overflows and is skipped: else the optimizer would have no state yet.

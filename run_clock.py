@@ -66,6 +66,11 @@ class PhaseClock:
         if lost_usd > 0:
             self._earlier_usd[LOST] = self._earlier_usd.get(LOST, 0.0) + lost_usd
 
+    @property
+    def current(self) -> str:
+        """The phase that time goes to now."""
+        return self._phase
+
     def enter(self, phase: str) -> str:
         """Book the time from here on to another phase; give the one before."""
         before, now = self._phase, self._now()
@@ -75,14 +80,15 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseTime]:
-        """Book the time inside to another phase; on leaving, its length is known."""
+        """Book the time inside to another phase; on leaving, its length is known.
+
+        After an error it is still that phase: where it has happened.
+        """
         outer, booked, time_inside = self.enter(name), self._spent[name], PhaseTime()
-        try:
-            yield time_inside
-        finally:
-            self.enter(outer)
-            time_inside.seconds = self._spent[name] - booked
-            self.longest[name] = max(self.longest[name], time_inside.seconds)
+        yield time_inside
+        self.enter(outer)
+        time_inside.seconds = self._spent[name] - booked
+        self.longest[name] = max(self.longest[name], time_inside.seconds)
 
     def waiting_for(self, items: Generator[Item]) -> Generator[Item]:
         """Pass items on; book the time until each has come to `WAITING`."""

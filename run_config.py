@@ -25,7 +25,15 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class UserError(Exception):
-    """A mistake that a person can put right: one line, exit status 2, no traceback."""
+    """A mistake that a person can put right: one line, no traceback.
+
+    Attributes:
+        status: the exit status, 2 for bad input.
+    """
+
+    def __init__(self, message: str, status: int = 2) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class _FrozenConfig(BaseModel):
@@ -67,6 +75,7 @@ class TrainConfig(_FrozenConfig):
     validation_sequences: Count | None = None
     validate_on: Literal["rank0", "all"] = "rank0"
     checkpoint_interval: Count | None = None
+    keep_checkpoints: Count | None = None
     learning_rate: float = Field(default=4e-4, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_norms_and_biases: bool = False
@@ -85,6 +94,9 @@ class TrainConfig(_FrozenConfig):
     max_cost_usd: float | None = Field(default=None, gt=0)
     max_hours: float | None = Field(default=None, gt=0)
     fit_budget: bool = False
+    max_skipped_steps: Count = 20
+    collective_timeout_seconds: float = Field(default=600, gt=0, le=10**6)
+    hang_timeout_seconds: float = Field(default=600, gt=0, le=10**6)
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainConfig:
@@ -149,6 +161,10 @@ class Run:
     @property
     def summary_path(self) -> Path:
         return self.run_dir / "summary.json"
+
+    @property
+    def heartbeat_path(self) -> Path:
+        return self.run_dir / "heartbeat.json"
 
     @property
     def train_path(self) -> Path:

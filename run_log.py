@@ -5,53 +5,21 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
 
 from batch_plan import BatchPlan
-from run_clock import (
-    CHART,
-    CHECKPOINT,
-    COMPILE,
-    DOWNLOAD,
-    LOST,
-    STARTUP,
-    TRAINING,
-    VALIDATION,
-    WAITING,
-    PhaseClock,
-)
+from run_clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from run_config import Run
-from run_metrics import (
-    WindowSummary,
-    read_metrics,
-    remove_metrics_from,
-    to_json,
-    write_aside,
-)
+from run_metrics import WindowSummary, append_whole, remove_metrics_from, to_json, write_aside
+from run_summary import RunEnd, duration, mark_run, step_seconds, summarise, summary_lines
 
 PLAIN_LINE_SECONDS = 10  # between lines where there is no terminal to draw a bar on
 ONCE_A_START = (STARTUP, DOWNLOAD, COMPILE, LOST)  # does not grow with the steps
-SHOWN_PHASES = {
-    TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
-    CHECKPOINT: "checkpoints and charts", COMPILE: "compiling and first steps",
-    DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between starts",
-}
-
-
-@dataclass(frozen=True)
-class RunEnd:
-    """Where a run stands when a start of it ends."""
-
-    global_step: int
-    stop_reason: str | None  # where the run is not finished
-    num_parameters: int
-    best: dict[str, Any]  # checkpoint, global_step, loss
-    checkpoints: dict[str, float]  # of this start: saved, stalled_seconds, longest_write_seconds
-    machine: dict[str, Any]
 
 
 class RunLog:
@@ -63,6 +31,7 @@ class RunLog:
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._last_step, self._last_seconds = -1, 0.0
+        self._unwritten = ""  # records that the disk had no room for
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
@@ -70,21 +39,26 @@ class RunLog:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
 
-    def start(self, first_step: int, facts: list[str]) -> None:
+    def start(self, first_step: int, facts: list[str], *, owes_validation: bool = False) -> None:
         """Print what is about to happen, and start the bar at `first_step`."""
         for line in facts:
             self.say(line)
         if self.is_active:
-            remove_metrics_from(self.run.metrics_path, first_step)
+            remove_metrics_from(self.run.metrics_path, first_step, owes_validation=owes_validation)
+            self.mark("running", None)
             self._bar = tqdm(total=self.plan.num_steps, initial=first_step, unit="step",
                              desc=self.run.name, disable=None, dynamic_ncols=True)
+
+    def mark(self, status: str, reason: str | None) -> None:
+        """Let `summary.json` say how the run stands, where it is not at an end yet."""
+        mark_run(self.run, status, reason, seconds=self.clock.read(), usd=self.clock.usd())
 
     def step(self) -> None:
         self._bar.update()
 
     def measure_from(self, global_step: int) -> None:
         """Count tokens a second from behind this step on."""
-        self._last_step, self._last_seconds = global_step, _step_seconds(self.clock.read())
+        self._last_step, self._last_seconds = global_step, step_seconds(self.clock.read())
 
     def lay_out(self, plan: BatchPlan) -> None:
         """Show that the run is to end after another number of steps."""
@@ -97,7 +71,7 @@ class RunLog:
         if not self.is_active:
             return
         seconds, last_step = self.clock.read(), self._last_step
-        elapsed = _step_seconds(seconds) - self._last_seconds
+        elapsed = step_seconds(seconds) - self._last_seconds
         self.measure_from(global_step)
         # The first step of a start is not counted: it compiles, and may be alone in its report.
         num_tokens = (global_step - last_step) * self.plan.tokens_per_step
@@ -118,7 +92,7 @@ class RunLog:
         if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
             self.say(self._plain_line(global_step, learning_rate, window) + said
-                     + f" | {_duration(seconds_left)} left")
+                     + f" | {duration(seconds_left)} left")
 
     def report_validation(self, global_step: int, loss: float, seconds: float) -> None:
         """Record and show one validation."""
@@ -136,9 +110,10 @@ class RunLog:
     def finish(self, end: RunEnd) -> None:
         """Write `summary.json` and print what it says."""
         self._bar.close()
-        summary = _summarise(self.run, self.plan, self.clock, end)
-        write_aside(self.run.summary_path, to_json(summary, indent=2) + "\n")
-        for line in _summary_lines(summary, self.run):
+        summary = summarise(self.run, self.plan, self.clock, end)
+        with suppress(OSError):
+            write_aside(self.run.summary_path, to_json(summary, indent=2) + "\n")
+        for line in summary_lines(summary, self.run):
             self.say(line)
 
     def _record(self, global_step: int, values: dict[str, float]) -> None:
@@ -149,8 +124,10 @@ class RunLog:
         } | values
         if usd := self.clock.usd():
             record["usd"] = round(sum(usd.values()), 6)
-        with self.run.metrics_path.open("a") as file:
-            file.write(to_json(record) + "\n")
+        self._unwritten += to_json(record) + "\n"
+        with suppress(OSError):  # a full disk: it is tried again with the next record
+            append_whole(self.run.metrics_path, self._unwritten)
+            self._unwritten = ""
 
     def _plain_line(self, global_step: int, learning_rate: float, window: WindowSummary) -> str:
         return (f"step {global_step + 1:,}/{self.plan.num_steps:,} | loss {window.train_loss:.4f}"
@@ -171,83 +148,3 @@ def batch_arithmetic(plan: BatchPlan) -> list[str]:
         f" x {plan.context_length:,} tokens = {plan.tokens_per_step:,} tokens a step",
         f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens",
     ]
-
-
-def _summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict[str, Any]:
-    """Gather what `summary.json` says."""
-    records = read_metrics(run.metrics_path)
-    tokens = (end.global_step + 1) * plan.tokens_per_step
-    is_finished = end.global_step == plan.num_steps - 1
-    seconds, usd = clock.read(), clock.usd()
-    return {
-        "run": run.name,
-        "status": "finished" if is_finished else "stopped",
-        "reason": None if is_finished else end.stop_reason,
-        "global_step": end.global_step,
-        "num_steps": plan.num_steps,
-        "tokens": tokens,
-        "num_parameters": end.num_parameters,
-        "train_loss": _last(records, "train_loss"),
-        "validation_loss": _last(records, "validation_loss"),
-        "best": end.best,
-        "checkpoints": end.checkpoints,
-        "seconds": seconds,
-        "usd": usd | {"total": sum(usd.values())} if usd else None,
-        "tokens_per_second": tokens / (_step_seconds(seconds) + seconds[COMPILE]),
-        "tokens_per_second_overall": tokens / sum(seconds.values()),
-        "machine": end.machine,
-        "batch": asdict(plan),
-        "model": run.model.model_dump(),
-        "train": run.train.model_dump(),
-    }
-
-
-def _summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
-    """Word a summary for a person."""
-    best, saved = summary["best"], summary["checkpoints"]
-    losses = f"training loss {_loss(summary['train_loss'])}"
-    if summary["validation_loss"] is not None:
-        losses += f", validation loss {_loss(summary['validation_loss'])}"
-    because = f" ({summary['reason']})" if summary["reason"] else ""
-    return [
-        f"{run.name} {summary['status']} at step {summary['global_step'] + 1:,} of"
-        f" {summary['num_steps']:,}{because}: {losses} (nats a token)",
-        _split("time", summary["seconds"], _duration),
-        *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
-        f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} a second while"
-        f" training, {summary['tokens_per_second_overall']:,.0f} with everything else",
-        f"checkpoints: {saved['saved']} in this start; training stood still for"
-        f" {saved['stalled_seconds']:.2f} s, while the longest was being written for"
-        f" {saved['longest_write_seconds']:.2f} s",
-        f"best checkpoint: {run.checkpoints_dir / best['checkpoint']}"
-        f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})",
-    ]
-
-
-def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:
-    """Word what was spent, in all and by phase."""
-    total = sum(spent[phase] for phase in SHOWN_PHASES) + spent[CHART]
-    parts = {phase: spent[phase] for phase in SHOWN_PHASES}
-    parts[CHECKPOINT] += spent[CHART]
-    named = [f"{show(value)} {SHOWN_PHASES[phase]}" for phase, value in parts.items()
-             if phase == TRAINING or show(value) != show(0.0)]
-    return f"{name}: {show(total)} = {', '.join(named)}"
-
-
-def _step_seconds(seconds: dict[str, float]) -> float:
-    """Give what global steps have taken, with the waiting for data and for other processes."""
-    return seconds[TRAINING] + seconds[WAITING]
-
-
-def _last(records: list[dict[str, Any]], key: str) -> float | None:
-    return next((record[key] for record in reversed(records) if key in record), None)
-
-
-def _loss(loss: float | None) -> str:
-    return "not measured" if loss is None else f"{loss:.4f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,22 @@ class WindowSummary:
     train_loss_max: float
     grad_norm: float
     grad_norm_max: float
+    skipped_steps: int  # their gradient was not finite on some process: they changed nothing
 
 
 class StepWindow:
-    """Losses and gradient norms of a few global steps, kept on the device until reported."""
+    """Losses and gradient norms of a few global steps, kept on the device until reported.
+
+    Attributes:
+        skipped_in_a_row: steps up to the last report whose gradient was not finite.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._losses = torch.zeros(REPORT_INTERVAL, device=device)
         self._grad_norms = torch.zeros(REPORT_INTERVAL, device=device)
         self._filled = 0
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
+        self.skipped_in_a_row = 0
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Note one global step: this process's mean loss, () and the gradient's norm, ()."""
@@ -46,21 +54,29 @@ class StepWindow:
         return self._filled == len(self._losses)
 
     def summarise(self) -> WindowSummary:
-        """Average over the processes and start anew. A collective: every rank."""
+        """Average over the processes and start anew. A collective: every rank.
+
+        What a skipped step has is left out; where all were skipped, NaN is all there is.
+        """
         losses = self._losses[: self._filled].clone()
         dist.all_reduce(losses)  # gloo cannot average
-        losses /= dist.get_world_size()
-        grad_norms = self._grad_norms[: self._filled]
+        losses = (losses / dist.get_world_size()).cpu()
+        grad_norms = self._grad_norms[: self._filled].cpu()  # the same on every rank
+        for is_finite in grad_norms.isfinite().tolist():
+            self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
+        taken = grad_norms.isfinite()
+        losses, grad_norms = losses[taken], grad_norms[taken]
+        num_skipped, self._filled = self._filled - len(losses), 0
+        if not len(losses):
+            return WindowSummary(*[math.nan] * 5, skipped_steps=num_skipped)
+        self._loss_sum_since_checkpoint += losses.sum().item()
+        self._steps_since_checkpoint += len(losses)
         numbers = [losses.mean(), losses.min(), losses.max(), grad_norms.mean(), grad_norms.max()]
-        summary = WindowSummary(*torch.stack(numbers).tolist())
-        self._loss_sum_since_checkpoint += summary.train_loss * self._filled
-        self._steps_since_checkpoint += self._filled
-        self._filled = 0
-        return summary
+        return WindowSummary(*torch.stack(numbers).tolist(), skipped_steps=num_skipped)
 
     def take_loss_since_checkpoint(self) -> float:
-        """Give the mean loss of the steps reported since the last call. Rank 0."""
-        mean = self._loss_sum_since_checkpoint / self._steps_since_checkpoint
+        """Give the mean loss of the steps reported since the last call, NaN of none. Rank 0."""
+        mean = self._loss_sum_since_checkpoint / (self._steps_since_checkpoint or math.nan)
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
         return mean
 
@@ -90,10 +106,27 @@ def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
     return max(seconds, default=0.0), max(usd, default=0.0)
 
 
-def remove_metrics_from(path: Path, first_step: int) -> None:
-    """Drop what lies behind the checkpoint that a run goes on from: those steps come again."""
-    kept = [record for record in read_metrics(path) if record["global_step"] < first_step]
+def remove_metrics_from(path: Path, first_step: int, *, owes_validation: bool = False) -> None:
+    """Drop what lies behind the checkpoint that a run goes on from: those steps come again.
+
+    So does the validation before them, where it is owed.
+    """
+    kept = [record for record in read_metrics(path) if record["global_step"] < first_step
+            and not (owes_validation and record["global_step"] == first_step - 1
+                     and "validation_loss" in record)]
     write_aside(path, "".join(to_json(record) + "\n" for record in kept))
+
+
+def append_whole(path: Path, text: str) -> None:
+    """Append to a file, or leave it as it was. Raises: OSError if the disk is full."""
+    with path.open("ab", buffering=0) as file:
+        length = file.tell()
+        try:
+            if file.write(text.encode()) < len(text.encode()):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(length)
+            raise
 
 
 def write_aside(path: Path, text: str) -> None:

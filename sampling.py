@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt import GPTModel
+from tokenizer import decode, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ def generate_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions
         next_id = _draw(logits, options, generator=generator)  # (1,)
         token_ids = torch.cat([token_ids, next_id[None]], dim=1)
     return token_ids[0, len(prompt) :].tolist()
+
+
+def sample_text(model: GPTModel, tokenizer_name: str) -> str:
+    """Give what a model makes up without a prompt."""
+    tokenizer = load_tokenizer(tokenizer_name)
+    options = SamplingOptions(max_new_tokens=400)
+    return decode(tokenizer, generate_tokens(model, [tokenizer.eot_token], options))
 
 
 def _draw(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ from batch_plan import BatchPlan, plan_batches
 from run_config import Run, UserError
 
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that do not name theirs
+FINGERPRINT_TOKENS = 2**11  # in each of the places that a fingerprint looks at
 SCAN_TOKENS = 2**20  # tokens read at a time when a whole file is checked: few enough for the cache
 
 
@@ -54,6 +57,15 @@ class TokenFile:
         if dtype != "U16" or len(shape) != 1:
             raise UserError(f"{path}: tokens is {dtype} of shape {shape}; wanted a U16 vector")
         self.num_tokens: int = shape[0]
+
+    def fingerprint(self) -> str:
+        """Tell this file from another: its length, its metadata, a few of its tokens."""
+        digest = hashlib.blake2b(json.dumps([self.num_tokens, self.metadata], sort_keys=True)
+                                 .encode(), digest_size=16)
+        for first in np.linspace(0, max(0, self.num_tokens - FINGERPRINT_TOKENS), 64, dtype=int):
+            stop = min(int(first) + FINGERPRINT_TOKENS, self.num_tokens)
+            digest.update(self.read(int(first), stop).tobytes())
+        return f"{self.num_tokens} tokens, {digest.hexdigest()}"
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Copy tokens `start` to `stop` (not included) out of the file: (stop - start,) uint16."""
@@ -115,6 +127,10 @@ class Microbatches(Sequence[Tensor]):
         if num_sequences is not None:
             self.num_tokens = num_sequences * plan.context_length
 
+    @property
+    def num_sequences(self) -> int:
+        return self.num_tokens // self._context_length
+
     def __len__(self) -> int:
         return -(-self.num_tokens // self._stride)
 
@@ -175,6 +191,12 @@ class RunData:
     train: Microbatches
     validation: Microbatches | None
     tokenizer_name: str | None
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """What tells the token files from others, by split."""
+        parts = {"train": self.train, "validation": self.validation}
+        return {split: part.token_file.fingerprint() for split, part in parts.items() if part}
 
 
 def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:

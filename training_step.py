@@ -24,6 +24,7 @@ from acceleration import (
     keep_compiled_code,
     why_not,
 )
+from failpoints import failpoint
 from gpt import GPTModel
 from launching import (
     Process,
@@ -123,20 +124,31 @@ class TrainingStep:
             loss = (Whole if process.world_size == 1 else ByLayer)(state.model, train)
             self.why_eager = self._agree(why_not(lambda: self._try(loss)))
             self.is_compiled = not self.why_eager
-        if self.is_compiled:
-            self._full_validation_loss = compiled_validation_loss(state.model, train)
+        validates_here = train.validates and (process.is_main or train.validate_on == "all")
+        if self.is_compiled and validates_here:
+            self._compile_validation()
         self.parallel_model = self._parallel(loss if self.is_compiled else state.model)
 
     def _try(self, loss: nn.Module) -> None:
         """Have the training loss compiled, before DDP counts its backward passes."""
-        shape = (2, self.train.microbatch_size, self.state.model.config.context_length)
-        tokens = torch.zeros(shape, dtype=torch.int64, device=self.process.device)
+        tokens = torch.zeros(self._shape(), dtype=torch.int64, device=self.process.device)
         try:
             with autocast(self.precision, self.process.device):
                 value = loss(*tokens)
             value.backward()
         finally:
             self.state.model.zero_grad()
+
+    def _compile_validation(self) -> None:
+        """Do it now: a signal that comes while something is compiled waits for its end."""
+        compiled, shape = compiled_validation_loss(self.state.model, self.train), self._shape()
+        self._full_validation_loss = compiled
+        self.state.model.eval()
+        with torch.inference_mode():
+            tokens = torch.zeros(shape, dtype=torch.int64, device=self.process.device)
+            if why_not(lambda: self.validation_loss(*tokens)):
+                self._full_validation_loss = self.state.model
+        self.state.model.train()
 
     def _agree(self, reason: str) -> str:
         """Give the first rank's reason that has one: all go the same way."""
@@ -145,6 +157,10 @@ class TrainingStep:
             reasons *= self.process.world_size
             dist.all_gather_object(reasons, reason)
         return next((reason for reason in reasons if reason), "")
+
+    def _shape(self) -> tuple[int, int, int]:
+        """Of the token ids and the targets of a microbatch, together."""
+        return 2, self.train.microbatch_size, self.state.model.config.context_length
 
     def _parallel(self, loss: nn.Module) -> nn.Module:
         if self.process.world_size == 1:
@@ -209,6 +225,8 @@ class TrainingStep:
             with self._gradient_sync(accumulation_step == num_microbatches - 1):
                 with autocast(self.precision, self.process.device):
                     loss = self.parallel_model(token_ids, targets) / num_microbatches
+                if failpoint("gradient"):
+                    loss = loss * torch.nan
                 self.state.scaler.scale(loss).backward()
             step_loss += loss.detach()
         return step_loss

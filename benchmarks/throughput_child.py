@@ -8,13 +8,14 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from agreement import open_store
 from benchmarks.throughput_rows import SYSTEMS, Order, Row, microbatches
 from launching import (
-    COLLECTIVE_TIMEOUT,
     Process,
     join_process_group,
     machine_facts,
@@ -34,7 +35,7 @@ def main() -> None:
                       if order.device_type == "cuda" else torch.device("cpu"))
     if started_by_torchrun():
         process = this_process()
-        join_process_group(process, "benchmark", timeout=COLLECTIVE_TIMEOUT)
+        join_process_group(process, open_store("benchmark"), timeout=timedelta(hours=1))
     result = measure(order, process)
     if process.is_main:
         result_path.write_text(json.dumps(result))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from gpt import GPTModel
+from acceleration import choose_forward_options
+from gpt import ForwardOptions, GPTModel
 from launching import Process, autocast
 from memory_meters import keep_freed_memory
 from run_config import ModelConfig, TrainConfig
@@ -32,6 +34,7 @@ class Row:
     name: str
     system: str  # a key of SYSTEMS
     changes: dict[str, Any] = field(default_factory=dict)  # ours: keys of train.json
+    forward: dict[str, Any] = field(default_factory=dict)  # ours: fields of ForwardOptions
     num_processes: int = 1
     num_threads: int | None = None  # all cores, if None
 
@@ -83,7 +86,12 @@ def ours(order: Order, process: Process) -> System:
     } | order.row.changes)
     if process.device.type == "cpu":
         keep_freed_memory()  # as ddp_train.py does
-    state = build_training_state(order.model, train, process.device)
+
+    def options(*arguments: Any) -> ForwardOptions:
+        return replace(choose_forward_options(*arguments), **order.row.forward)
+
+    with patch("training_step.choose_forward_options", options):
+        state = build_training_state(order.model, train, process.device)
     step = TrainingStep(state, train, process)
 
     def take(batches: Iterator[Microbatch]) -> Tensor:
@@ -131,12 +139,15 @@ def hugging_face(order: Order, process: Process) -> System:
 
 def plain(order: Order, process: Process) -> System:
     """Our model in a plain loop in float32, for the steps between the original's way and ours."""
+    levers = order.row.changes
+    if levers.get("keeps") and process.device.type == "cpu":
+        keep_freed_memory()
     model = initial_model(order.model).to(process.device)
     torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY,
-                                  fused=order.row.changes["fused"])
+                                  fused=levers.get("fused", False))
     parts = _Plain(model, optimizer, GradScaler(enabled=False), "fp32",
-                   reads=order.row.changes["reads"])
+                   reads=levers.get("reads", False))
     return System(_plain_step(order, process, parts), "fp32")
 
 

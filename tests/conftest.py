@@ -7,6 +7,11 @@ import torch
 from support import Workplace
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--storm", type=int, default=6, metavar="N",
+                     help="how often test_storm.py kills a run")
+
+
 @pytest.fixture
 def workplace(tmp_path: Path) -> Workplace:
     return Workplace(tmp_path)

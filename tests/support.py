@@ -87,18 +87,20 @@ class Workplace:
         return [*arguments, "--runs-dir", str(self.runs_dir),
                 "--datasets-dir", str(self.datasets_dir)]
 
-    def torchrun(self, num_processes: int, *arguments: str) -> CompletedProcess[str]:
+    def torchrun(self, num_processes: int, *arguments: str,
+                 **environment: str) -> CompletedProcess[str]:
         """Run ddp_train.py under torchrun's agent, forked from a process that has torch loaded."""
-        return forked("ddp_train.py", self.arguments(*arguments), num_processes=num_processes)
+        return forked("ddp_train.py", self.arguments(*arguments), num_processes=num_processes,
+                      environment=environment)
 
     def typed_torchrun(self, num_processes: int, *arguments: str) -> CompletedProcess[str]:
         """Run ddp_train.py under torchrun as a person types it: the same, ten seconds slower."""
         return run_command(*torchrun_command(num_processes, "ddp_train.py"),
                            *self.arguments(*arguments))
 
-    def ddp_train(self, *arguments: str) -> CompletedProcess[str]:
+    def ddp_train(self, *arguments: str, **environment: str) -> CompletedProcess[str]:
         """Run ddp_train.py without torchrun."""
-        return forked("ddp_train.py", self.arguments(*arguments))
+        return forked("ddp_train.py", self.arguments(*arguments), environment=environment)
 
     def files(self) -> dict[str, int]:
         """Every file below here with its time of change, to see that nothing was written."""
@@ -115,21 +117,16 @@ def run_command(*command: str, **environment: str) -> CompletedProcess[str]:
                           env=os.environ | environment)
 
 
-def forked(script: str, arguments: list[str], *,
-           num_processes: int | None = None) -> CompletedProcess[str]:
+def forked(script: str, arguments: list[str], *, num_processes: int | None = None,
+           environment: dict[str, str] | None = None) -> CompletedProcess[str]:
     """Run a script of the project, by torchrun's agent if `num_processes` says so.
 
     Importing torch takes longer than a tiny run does. So a server process that has it imported,
     and has done nothing else, forks what is run; all else is as on a command line.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_train", "torch.distributed.run", "torch._dynamo",
-                                    "matplotlib.pyplot"])
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / "stdout", Path(folder) / "stderr"]
-        process = context.Process(target=_run_forked,
-                                  args=(script, arguments, num_processes, outputs))
-        process.start()
+        process, outputs = start_forked(script, arguments, num_processes=num_processes,
+                                        environment=environment, folder=Path(folder))
         process.join(timeout=100)
         if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)  # its workers too
@@ -138,9 +135,31 @@ def forked(script: str, arguments: list[str], *,
     return CompletedProcess([script, *arguments], process.exitcode, stdout, stderr)
 
 
+def start_forked(
+    script: str, arguments: list[str], *, num_processes: int | None = None,
+    environment: dict[str, str] | None = None, folder: Path | None = None
+) -> tuple[multiprocessing.process.BaseProcess, list[Path]]:
+    """Start what `forked` runs; give its process, and where its stdout and stderr go."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddp_train", "torch.distributed.run", "torch._dynamo",
+                                    "matplotlib.pyplot"])
+    outputs = [folder / "stdout", folder / "stderr"] if folder else [Path(os.devnull)] * 2
+    process = context.Process(target=_run_forked,
+                              args=(script, arguments, num_processes, outputs, environment))
+    process.start()
+    return process, outputs
+
+
+def children_of(pid: int) -> list[int]:
+    """Give the processes that one has started, the oldest first."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children")
+            for child in task.read_text().split()]
+
+
 def _run_forked(script: str, arguments: list[str], num_processes: int | None,
-                outputs: list[Path]) -> None:
+                outputs: list[Path], environment: dict[str, str] | None) -> None:
     os.setsid()
+    os.environ |= environment or {}
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(PROJECT_DIR)
@@ -157,8 +176,10 @@ def _run_forked(script: str, arguments: list[str], num_processes: int | None,
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
-    sys.argv = [script, *arguments]
+    sys.argv, parent = [script, *arguments], os.getppid()
     runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
+    if os.getppid() != parent:  # what started it would wait here for an agent that is dead
+        os._exit(0)
 
 
 def succeeded(result: CompletedProcess[str]) -> CompletedProcess[str]:

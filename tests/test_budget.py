@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support import TINY_TRAIN, Workplace, forked, read_lines, succeeded
 
 from batch_plan import BatchPlan
-from ddp_train import Trainer
-from run_clock import Budget, PhaseClock
+from ending import Ending
+from run_clock import Pace, PhaseClock
 from run_config import TrainConfig
 
 PRICE = 36_000  # dollars an hour: ten a second
@@ -217,36 +217,38 @@ def test_a_global_batch_that_does_not_divide_is_one_line(workplace: Workplace) -
     assert "the nearest microbatch_size that divides is 2 or 4" in result.stderr
 
 
-class Simulated(Trainer):
-    """A trainer whose steps, validations and checkpoints, and their writing, only pass time."""
+class Simulated(Ending):
+    """A run whose steps, validations and checkpoints, and their writing, only pass time."""
 
     def __init__(self, seconds: dict[str, float], *, limit: float, fit_budget: bool) -> None:
-        self.seconds, self.now = seconds, 30.0
-        self.config = TrainConfig(**TINY_TRAIN | {
+        self.seconds, self.now, self.written_at, self.longest_write = seconds, 30.0, 0.0, 0.0
+        config = TrainConfig(**TINY_TRAIN | {
             "validation_interval": 50, "max_hours": limit / 3600, "fit_budget": fit_budget})
         self.clock = PhaseClock(since=0.0)
         self.clock._now = lambda: self.now
-        self.plan = BatchPlan(2, 1, 1, 16, num_steps=3000)
-        self.job = SimpleNamespace(first_step=0, options=SimpleNamespace(max_steps=None))
-        self.data = SimpleNamespace(plan=self.plan)
-        self.budget, self.lays_out_next = Budget(self.config, self.clock), fit_budget
-        self.log = SimpleNamespace(lay_out=lambda plan: None)
-        self.model = SimpleNamespace(num_parameters=lambda: 10**8)
-        self.last_step, self.stop_reason = 2999, None
-        self.writer, self.written_at = SimpleNamespace(longest_write_seconds=0.0), 0.0
+        plan = BatchPlan(2, 1, 1, 16, num_steps=3000)
+        job = SimpleNamespace(first_step=0, options=SimpleNamespace(max_steps=None), plan=plan,
+                              data=SimpleNamespace(plan=plan), run=SimpleNamespace(train=config))
+        super().__init__(job, clock=self.clock, supervisor=None, group=None, pace=self.pace)
+
+    def pace(self, num_steps: int) -> Pace:
+        self.clock.longest_write = self.longest_write
+        return Pace.measured(self.clock, num_steps=num_steps, plan=self.plan, train=self._config,
+                             num_parameters=10**8)
 
     def _from_main(self, number: int) -> int:
         return number
 
     def look_at_writer(self) -> None:
         if 0 < self.written_at <= self.now:
-            self.writer.longest_write_seconds = self.seconds["write"]
+            self.longest_write = self.seconds["write"]
 
     def run(self) -> float:
         """Train; give the seconds it took."""
-        since_report = 0
+        since_report, step = 0, -1
         self.clock.enter("compile")
-        for step in self.steps():
+        while step < self.last_step:
+            step += 1
             self.now += self.seconds["step"] if step else 30
             since_report += 1
             if step == 0:
@@ -254,8 +256,7 @@ class Simulated(Trainer):
             if since_report == 10 or self.saves_after(step):
                 since_report = 0
                 self.look_at_writer()
-                if step < self.last_step:
-                    self.keep_to_budget(step)
+                self.keep_to_budget(step, SimpleNamespace(lay_out=lambda plan: None))
             if self.saves_after(step):
                 for phase, is_due in (("validation", self.validates_after(step)),
                                       ("checkpoint", True)):
@@ -265,7 +266,7 @@ class Simulated(Trainer):
                             self.look_at_writer()
                         self.now += self.seconds[phase] if is_due else 0
                 self.written_at = self.now + self.seconds["write"]
-                self.lays_out_next = self.config.fit_budget
+                self.lays_out_next = self._config.fit_budget
         return max(self.now, self.written_at)
 
 

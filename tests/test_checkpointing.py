@@ -7,23 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import TINY_MODEL, TINY_TRAIN
+from support import TINY_MODEL, TINY_TRAIN, Workplace
 from torch.amp import GradScaler
 
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,
-    check_weights_fit,
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
+    newest_whole,
+    prune,
     remove_partial_checkpoints,
     save_checkpoint,
     set_aside,
 )
 from gpt import GPTModel
+from manifest import MANIFEST, find_damage
 from optimization import build_optimizer
-from run_config import ModelConfig, TrainConfig, UserError
+from resuming import check_identity, check_weights_fit
+from run_config import ModelConfig, TrainConfig, UserError, load_run
 from training_step import SnapshotBuffers, TrainingState
 
 MODEL = ModelConfig(**TINY_MODEL)
@@ -41,7 +44,8 @@ def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
 
 def save(checkpoints_dir: Path, global_step: int, loss: float | None = 1.0) -> Checkpoint:
     meta = CheckpointMeta(global_step=global_step, tokens=0, loss=loss, train_loss=loss,
-                          seconds={}, tokenizer=None)
+                          seconds={}, tokenizer=None, model=MODEL, random_seed=42,
+                          data={"train": "100 tokens, abc"})
     return save_checkpoint(checkpoints_dir, SnapshotBuffers().take(state(global_step)), meta)
 
 
@@ -92,11 +96,99 @@ def test_what_a_kill_leaves_behind_is_no_checkpoint_and_is_removed(tmp_path: Pat
     assert (checkpoint.path / "model.safetensors").exists()
 
 
-def test_a_damaged_checkpoint_is_not_passed_by(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 3)
-    (checkpoint.path / "meta.json").write_text('{"global_step": 3}')
-    with pytest.raises(UserError, match="its meta.json is missing or cannot be read"):
-        find_checkpoint(tmp_path, "latest")
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "deleted":
+        path.unlink()
+    elif how == "cut short":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "a bit":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.write_bytes(b"rubbish")
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut short", "a bit", "rubbish"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "meta.json", MANIFEST])
+def test_damage_is_named_and_the_newest_whole_one_used(
+    tmp_path: Path, file: str, how: str
+) -> None:
+    before, newest = save(tmp_path, 3), save(tmp_path, 4)
+    damage(newest.path / file, how)
+    found, warnings = newest_whole(tmp_path)
+    assert found == before
+    # A bit of the manifest may be one of another file's size or digest.
+    named = "" if (file, how) == (MANIFEST, "a bit") else file
+    assert len(warnings) == 1 and f"{newest.path}: damaged: {named}" in warnings[0]
+    with pytest.raises(UserError, match=rf"damaged: {named}.*name another checkpoint"):
+        find_checkpoint(tmp_path, newest.name)
+    damage(before.path / file, how)
+    with pytest.raises(UserError, match="no other checkpoint is whole: restore one"):
+        newest_whole(tmp_path)
+
+
+def test_the_order_is_that_of_steps_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step, year in ((5, 2031), (50, 2026), (500, 2019)):
+        monkeypatch.setattr("checkpointing.time.strftime",
+                            lambda *_, year=year: f"{year}0101Z000000")
+        save(tmp_path, step)
+    monkeypatch.undo()
+    assert newest_whole(tmp_path)[0].meta.global_step == 500
+    assert os.readlink(tmp_path / "latest") == "20190101Z000000-iteration-500"
+
+
+def test_pruning_keeps_the_newest_the_best_and_the_protected(tmp_path: Path) -> None:
+    names = [save(tmp_path, step, loss).name
+             for step, loss in enumerate([5.0, 4.0, 1.0, 3.0, 2.0, 2.5])]
+    prune(tmp_path, keep=2, protected=[names[1]])
+    assert [c.meta.global_step for c in list_checkpoints(tmp_path)] == [1, 2, 4, 5]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(names[step] for step in (1, 2, 4, 5)), "latest", "best"}
+
+
+def test_nothing_is_pruned_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    for step in range(3):
+        newest = save(tmp_path, step)
+    damage(newest.path / "model.safetensors", "a bit")
+    prune(tmp_path, keep=1, protected=[])
+    assert len(list_checkpoints(tmp_path)) == 3
+
+
+def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "checkpoints", 3)
+    manifest = json.loads((checkpoint.path / MANIFEST).read_text())
+    assert manifest["global_step"] == 3 and manifest["files"].keys() == {
+        "model.safetensors", "optimizer.pt", "meta.json"}
+    (tmp_path / "secret").write_text("x")
+    manifest["files"] = {"../../secret": {"bytes": 1, "sha256": "0" * 64}}
+    (checkpoint.path / MANIFEST).write_text(json.dumps(manifest))
+    assert find_damage(checkpoint.path) == f"{MANIFEST} cannot be read"
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"n_heads": 4}, "model.json: n_heads is 4, .* was trained with 2; set it back"),
+    ({"tie_weights": True}, "model.json: tie_weights is True"),
+    ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
+    ({"data": {"train": "100 tokens, xyz"}}, "train.json: the train tokens of tiny are not those"),
+])
+def test_another_run_is_no_resume(workplace: Workplace, changes: dict, message: str) -> None:
+    model = {k: v for k, v in changes.items() if k in ("n_heads", "tie_weights")}
+    train = {k: v for k, v in changes.items() if k == "random_seed"}
+    workplace.add_run(model=model | {"drop_rate": 0.3}, train=train)
+    checkpoint = save(workplace.root, 3)
+    run = load_run(workplace.runs_dir, "tiny")
+    with pytest.raises(UserError, match=message) as caught:
+        check_identity(checkpoint, run, changes.get("data", checkpoint.meta.data))
+    assert "--fresh" in str(caught.value)
+
+
+def test_another_dropout_is_a_lever(workplace: Workplace) -> None:
+    workplace.add_run(model={"drop_rate": 0.3})
+    checkpoint = save(workplace.root, 3)
+    check_identity(checkpoint, load_run(workplace.runs_dir, "tiny"), checkpoint.meta.data)
 
 
 def test_the_configs_weight_decay_counts_after_loading(tmp_path: Path) -> None:
@@ -118,6 +210,7 @@ def test_a_failed_write_leaves_no_checkpoint_and_the_last_one_whole(
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 4)
     monkeypatch.undo()
+    assert not list(tmp_path.glob(".partial*"))
     assert [c.meta.global_step for c in list_checkpoints(tmp_path)] == [3]
     load_checkpoint(find_checkpoint(tmp_path, "latest"), state(0))
 
@@ -157,10 +250,12 @@ def test_setting_aside_moves_checkpoints_and_copies_records(tmp_path: Path) -> N
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         save(checkpoints_dir, step, loss)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    aside = set_aside(tmp_path, lambda checkpoint: checkpoint.meta.global_step > 1)
+    damage(find_checkpoint(checkpoints_dir, "latest").path / "meta.json", "rubbish")
+    aside = set_aside(tmp_path, from_step=2)
     assert [c.meta.global_step for c in list_checkpoints(checkpoints_dir)] == [1]
-    assert [c.meta.global_step for c in list_checkpoints(aside / "checkpoints")] == [2, 3]
+    assert len(list((aside / "checkpoints").iterdir())) == 2  # the damaged one too
+    assert [c.meta.global_step for c in list_checkpoints(aside / "checkpoints")] == [2]
     assert (aside / "metrics.jsonl").read_text() == "{}\n"
     for link in ("latest", "best"):
         assert json.loads((checkpoints_dir / link / "meta.json").read_text())["global_step"] == 1
-    assert set_aside(tmp_path, lambda checkpoint: False) is None
+    assert set_aside(tmp_path, from_step=9) is None

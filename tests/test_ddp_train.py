@@ -351,7 +351,8 @@ def test_a_checkpoint_of_another_shape_is_refused(workplace: Workplace) -> None:
     change(workplace, "model", emb_dim=32)
     before = workplace.files()
     result = workplace.ddp_train("tiny")
-    assert result.returncode == 2 and "but model.json makes it" in result.stderr
+    assert result.returncode == 2
+    assert "model.json: emb_dim is 32" in result.stderr and "was trained with 16" in result.stderr
     assert workplace.files() == before
 
 

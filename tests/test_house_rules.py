@@ -11,14 +11,17 @@ from support import PROJECT_DIR
 # Each room imports only from rows below its own; the lab from all of the trainer, never back.
 ROWS = [
     {"ddp_train", "prepare_dataset"},
+    {"ending"},
     {"job", "microbatch_search", "checkpoint_writer"},
-    {"checkpointing", "microbatch_trial"},
+    {"resuming"},
+    {"checkpointing", "microbatch_trial", "evaluation"},
     {"training_step", "charting", "run_log", "sampling", "preparation"},
-    {"acceleration"},
-    {"gpt", "token_dataset", "optimization", "tokenizer", "launching", "run_metrics"},
+    {"acceleration", "run_summary"},
+    {"supervision"},
+    {"gpt", "token_dataset", "optimization", "tokenizer", "launching", "run_metrics", "agreement"},
     {"run_clock", "command_line", "expected_speed", "head_loss", "block_attention"},
-    {"batch_plan", "curve_fits", "memory_meters"},
-    {"run_config"},
+    {"batch_plan", "curve_fits", "memory_meters", "run_lock"},
+    {"run_config", "manifest", "failpoints"},
 ]
 # The same within preparation/, which is one room to the others.
 PREPARATION_ROWS = [

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from support import Workplace
 
 import microbatch_trial
-from launching import AgreedError, Agreement, Process
+from agreement import AgreedError, Agreement
+from launching import Process
 from microbatch_trial import Trial, Trials, is_out_of_memory
 from run_config import load_run
 from training_step import TrainingStep
@@ -51,6 +52,7 @@ def trials(workplace: Workplace) -> Trials:
     """Trials of one rank, whose children are forked, so that they see what a test replaces."""
     agreement = Agreement.__new__(Agreement)
     agreement._rank, agreement._world_size, agreement._store = 0, 1, dist.HashStore()
+    agreement.name = "test"
     workplace.add_run()
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     made = Trials(load_run(workplace.runs_dir, "tiny"), process, agreement, memory_limit_gib=1.0)

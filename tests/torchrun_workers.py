@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from support import TINY_TRAIN
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -19,16 +20,18 @@ import acceleration
 import checkpoint_writer
 import ddp_train
 import run_clock
+from agreement import Agreement, open_store
 from benchmarks.memory_model import peak_of_training
 from command_line import Options
 from ddp_train import Trainer, build_state
-from job import prepare
-from launching import Agreement, process_group, this_process
+from job import Alone, prepare
+from launching import process_group, this_process
 from microbatch_search import find_max_microbatch
 from microbatch_trial import Trials
 from run_clock import PhaseClock
-from run_config import UserError, load_run
+from run_config import TrainConfig, UserError, load_run
 from run_metrics import StepWindow
+from supervision import Supervisor
 
 
 def main() -> None:
@@ -61,9 +64,9 @@ def main() -> None:
             "random_state_kept": torch.equal(random_state, torch.get_rng_state()),
         }), flush=True)
         return
-    with process_group(process):
+    with process_group(process, open_store("test"), TrainConfig(**TINY_TRAIN)) as group:
         if name == "count-all-reduces":
-            print_result(json.dumps(count_all_reduces(root, process)))
+            print_result(json.dumps(count_all_reduces(root, process, group)))
         elif name == "average-losses":
             print_result(json.dumps(average_losses(process)))
         elif name == "peak-memory":
@@ -71,12 +74,13 @@ def main() -> None:
             print_result(peak_of_training(run.model, run.train, process))
 
 
-def count_all_reduces(root: Path, process) -> list[int]:
+def count_all_reduces(root: Path, process, group) -> list[int]:
     """All-reduces of gradients after each microbatch of one global step."""
     options = Options("tiny", datasets_dir=root / "datasets", runs_dir=root / "runs")
     clock = PhaseClock()
-    job = prepare(options, process, clock, lambda step, part: part())
-    trainer = Trainer(job, process, build_state(job, process), clock)
+    job = prepare(options, process, clock, Alone())
+    supervisor = Supervisor(process, open_store("watch"), clock, root / "heartbeat.json")
+    trainer = Trainer(job, build_state(job, process), supervisor, group)
     trainer.compile()
     counted, after_each = [0], []
 
@@ -100,6 +104,7 @@ def average_losses(process) -> dict[str, float]:
     window = StepWindow(process.device)
     for step in range(4):
         window.add(torch.tensor(float(step + 10 * process.rank)), torch.tensor(2.0 * step))
+    window.add(torch.tensor(float("nan")), torch.tensor(float("inf")))
     return vars(window.summarise()) | {"since_checkpoint": window.take_loss_since_checkpoint()}
 
 

@@ -1,0 +1,72 @@
+"""What the levers for small cards save and cost: `uv run python -m benchmarks.small_cards`.
+
+Peak memory as in `memory_model.py`, and the median step of rounds in turn, against a head in one
+piece and nothing computed again. GPT-2 small on a GPU, a small model with its vocabulary on a CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.memory_model import GPT2_SMALL, MANY_TOKENS, peak_of_training
+from launching import Process
+from memory_meters import keep_freed_memory
+from run_config import ModelConfig, TrainConfig
+from token_dataset import Microbatch
+from training_step import TrainingStep, build_training_state
+
+LEVERS = {
+    "none": {"head_chunks": 1},
+    "head_chunks 8": {"head_chunks": 8},
+    "activation_checkpointing": {"head_chunks": 1, "activation_checkpointing": True},
+    "both": {"head_chunks": 8, "activation_checkpointing": True},
+}
+ROUNDS = 8
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    process = Process(0, 0, 1, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+    if not on_gpu:
+        keep_freed_memory()  # as ddp_train.py does
+    shape = GPT2_SMALL if on_gpu else MANY_TOKENS | {"vocab_size": 50257}
+    model = ModelConfig(**shape, drop_rate=0.0, qkv_bias=False)
+    configs = {name: TrainConfig(dataset="none", checkpoint_interval=1, compile=False,
+                                 microbatch_size=24 if on_gpu else 8, **levers)
+               for name, levers in LEVERS.items()}
+    peaks = {name: peak_of_training(model, train, process) for name, train in configs.items()}
+    steps = {name: stepping(model, train, process) for name, train in configs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in LEVERS}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - began)
+    print("| levers | peak MiB | of none | ms a step | of none |\n|---|---|---|---|---|")
+    first = statistics.median(seconds["none"][1:])
+    for name, peak in peaks.items():
+        middle = statistics.median(seconds[name][1:])
+        print(f"| {name} | {peak / 2**20:,.0f} | {peak / peaks['none']:.2f}"
+              f" | {middle * 1e3:,.0f} | {middle / first:.2f} |")
+
+
+def stepping(model: ModelConfig, train: TrainConfig, process: Process) -> Callable[[], None]:
+    """Give a function that takes one step and waits for its end."""
+    step = TrainingStep(build_training_state(model, train, process.device), train, process)
+    shape = (train.microbatch_size, model.context_length)
+    tokens = [torch.randint(model.vocab_size, shape, device=process.device) for _ in range(2)]
+    batches = (Microbatch(0, *tokens) for _ in itertools.count())
+
+    def take() -> None:
+        step.take(batches, num_microbatches=1, learning_rate=1e-3)[0].item()
+
+    return take
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Faults on request, for tests: places in the code where a process can be made to fail.
+
+The environment variable DDP_TRAIN_FAILPOINT holds "place:fault", with ":rank=R" and ":hit=N" where
+only one rank, or only the N-th time, is meant: "save.rename:kill:rank=0:hit=2".
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections import Counter
+
+VARIABLE = "DDP_TRAIN_FAILPOINT"
+_hits: Counter[str] = Counter()
+
+
+def failpoint(place: str) -> bool:
+    """Fail here if this is the place; tell if a fault that the caller makes is asked for here."""
+    wanted = os.environ.get(VARIABLE)
+    return wanted is not None and _fail(place, *wanted.split(":"))
+
+
+def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
+    wanted = dict(condition.split("=") for condition in conditions)
+    if place != wanted_place or os.environ.get("RANK", "0") != wanted.get(
+            "rank", os.environ.get("RANK", "0")):
+        return False
+    _hits[place] += 1
+    if "hit" in wanted and _hits[place] != int(wanted["hit"]):
+        return False
+    match fault:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(0)
+        case "raise":
+            raise RuntimeError(f"failpoint {place}")
+        case "oom":
+            import torch
+
+            raise torch.OutOfMemoryError(f"failpoint {place}")
+        case "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case "hang":
+            time.sleep(3600)
+        case "slow":
+            time.sleep(float(wanted["seconds"]))
+        case "signal":
+            os.kill(os.getpid(), int(wanted["number"]))
+        case "nan":
+            return True
+        case _:
+            sys.exit(f"{VARIABLE}: no such fault: {fault}")
+    return False

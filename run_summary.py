@@ -1,0 +1,157 @@
+"""How a run stands, or has ended: `summary.json`, and what a person reads of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batch_plan import BatchPlan
+from run_clock import (
+    CHART,
+    CHECKPOINT,
+    COMPILE,
+    DOWNLOAD,
+    LOST,
+    STARTUP,
+    TRAINING,
+    VALIDATION,
+    WAITING,
+    PhaseClock,
+)
+from run_config import Run
+from run_metrics import read_metrics, to_json, write_aside
+from supervision import STOP_SIGNALS
+
+SHOWN_PHASES = {
+    TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
+    CHECKPOINT: "checkpoints and charts", COMPILE: "compiling and first steps",
+    DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between starts",
+}
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """Where a run stands when a start of it ends."""
+
+    global_step: int
+    stop_reason: str | None  # where the run is not finished
+    num_parameters: int
+    best: dict[str, Any] | None  # checkpoint, global_step, loss
+    checkpoints: dict[str, float]  # of this start: saved, stalled_seconds, longest_write_seconds
+    machine: dict[str, Any]
+
+
+def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict[str, Any]:
+    """Gather what `summary.json` says."""
+    records = read_metrics(run.metrics_path)
+    tokens = (end.global_step + 1) * plan.tokens_per_step
+    is_finished = end.global_step == plan.num_steps - 1
+    seconds, usd = clock.read(), clock.usd()
+    return {
+        "run": run.name,
+        "status": "finished" if is_finished else "stopped",
+        "reason": None if is_finished else end.stop_reason,
+        "global_step": end.global_step,
+        "num_steps": plan.num_steps,
+        "tokens": tokens,
+        "num_parameters": end.num_parameters,
+        "train_loss": _last(records, "train_loss"),
+        "validation_loss": _last(records, "validation_loss"),
+        "skipped_steps": sum(record.get("skipped_steps", 0) for record in records),
+        "best": end.best,
+        "checkpoints": end.checkpoints,
+        **_spent(seconds, usd),
+        "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
+        "tokens_per_second_overall": tokens / sum(seconds.values()),
+        "machine": end.machine,
+        "batch": asdict(plan),
+        "model": run.model.model_dump(),
+        "train": run.train.model_dump(),
+    }
+
+
+def mark_run(run: Run, status: str, reason: str | None, *, seconds: dict[str, float],
+             usd: dict[str, float]) -> None:
+    """Write a `summary.json` that says how a run stands, and what it has spent."""
+    state = {"run": run.name, "status": status, "reason": reason, **_spent(seconds, usd)}
+    with suppress(OSError):
+        write_aside(run.summary_path, to_json(state, indent=2) + "\n")
+
+
+def _spent(seconds: dict[str, float], usd: dict[str, float]) -> dict[str, Any]:
+    return {"seconds": seconds, "usd": usd | {"total": sum(usd.values())} if usd else None}
+
+
+def settle(run: Run, status: int) -> int:
+    """Give the exit status of a start whose processes have ended, and let its summary know.
+
+    Args:
+        status: torchrun's; 0 is also that of a run that a signal to one process has stopped.
+    """
+    try:
+        summary = json.loads(run.summary_path.read_text())
+        stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()
+                           if summary["reason"] == name), 0)
+        if summary["status"] == "running":  # nobody was left to say more
+            summary |= {"status": "failed", "reason": f"ended with status {status}"}
+            write_aside(run.summary_path, to_json(summary, indent=2) + "\n")
+        return status or stopped_by
+    except (OSError, ValueError, LookupError, TypeError):
+        return status
+
+
+def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
+    """Word a summary for a person."""
+    best, saved = summary["best"], summary["checkpoints"]
+    losses = f"training loss {_loss(summary['train_loss'])}"
+    if summary["validation_loss"] is not None:
+        losses += f", validation loss {_loss(summary['validation_loss'])}"
+    because = f" ({summary['reason']})" if summary["reason"] else ""
+    return [
+        f"{run.name} {summary['status']} at step {summary['global_step'] + 1:,} of"
+        f" {summary['num_steps']:,}{because}: {losses} (nats a token)",
+        _split("time", summary["seconds"], duration),
+        *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
+        f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} a second while"
+        f" training, {summary['tokens_per_second_overall']:,.0f} with everything else",
+        f"checkpoints: {saved['saved']} in this start; training stood still for"
+        f" {saved['stalled_seconds']:.2f} s, while the longest was being written for"
+        f" {saved['longest_write_seconds']:.2f} s",
+        *([f"steps skipped, their gradient was not finite: {summary['skipped_steps']}"]
+          if summary["skipped_steps"] else []),
+        f"best checkpoint: {run.checkpoints_dir / best['checkpoint']}"
+        f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})"
+        if best else "no checkpoint could be written",
+    ]
+
+
+def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:
+    """Word what was spent, in all and by phase."""
+    total = sum(spent[phase] for phase in SHOWN_PHASES) + spent[CHART]
+    parts = {phase: spent[phase] for phase in SHOWN_PHASES}
+    parts[CHECKPOINT] += spent[CHART]
+    named = [f"{show(value)} {SHOWN_PHASES[phase]}" for phase, value in parts.items()
+             if phase == TRAINING or show(value) != show(0.0)]
+    return f"{name}: {show(total)} = {', '.join(named)}"
+
+
+def step_seconds(seconds: dict[str, float]) -> float:
+    """Give what global steps have taken, with the waiting for data and for other processes."""
+    return seconds[TRAINING] + seconds[WAITING]
+
+
+def _last(records: list[dict[str, Any]], key: str) -> float | None:
+    return next((record[key] for record in reversed(records) if key in record), None)
+
+
+def _loss(loss: float | None) -> str:
+    return "not measured" if loss is None else f"{loss:.4f}"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,291 @@
+"""A thread beside each process's work: signals, hangs, the failures of others, a heartbeat."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from launching import Process
+from run_clock import PhaseClock
+from run_config import UserError
+from run_metrics import to_json, write_aside
+
+STOP_SIGNALS = {int(number): number.name
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+FAILED, NUMBERS, DISK, HANG = 1, 3, 4, 5  # exit statuses, beside 0 and UserError's 2
+
+TICK = 0.25  # seconds between two looks at the others and at the clock
+HEARTBEAT_SECONDS = 5.0
+SAME_SIGNAL_SECONDS = 1.0  # torchrun passes on what its processes may have got already
+STOP_DEADLINE = 25.0  # seconds from a signal to the end, come what may: torchrun kills after 30
+WAITS = b"waits"
+FAILURE_GRACE = 7.0  # seconds that others have to save what they are writing
+
+
+Item = TypeVar("Item")
+
+
+class Supervisor:
+    """Watches over one process of a run. Every rank has one, from its start to its end.
+
+    Attributes:
+        stop_signal: the number of a signal that any process has got; 0 as long as none has.
+        before_leaving: called with a status and a reason where a process leaves in a hurry.
+    """
+
+    def __init__(self, process: Process, store: dist.Store, clock: PhaseClock,
+                 heartbeat_path: Path) -> None:
+        self.process, self.clock, self._store = process, clock, store
+        self._has_store = True
+        self._heartbeat_path, self._heartbeat_due = heartbeat_path, 0.0
+        self.stop_signal = 0
+        self.before_leaving: Callable[[str, str], None] = lambda status, reason: None
+        self._step: int | None = None  # once it trains
+        self._hang_seconds: float | None = None
+        self._signs, self._last_sign = 0, time.monotonic()
+        self._may_wait, self._has_accused = False, False
+        self._stop_at = self._leave_at = float("inf")
+        self._leaving = threading.Lock()
+        self._left = threading.Event()
+        self._siblings: dict[int, int] = {}  # rank: process id, of this machine
+        self._looked_for = {process.rank}
+
+    def start(self) -> None:
+        """Watch from here on. Needs the main thread."""
+        self._tell(f"process/{self.process.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._signals, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        self._wakeup = wakeup
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)  # the thread hears of it, wherever this one is
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def sign(self, global_step: int | None = None) -> None:
+        """Give a sign of life."""
+        self._signs += 1
+        self._last_sign = time.monotonic()
+        if global_step is not None:
+            self._step, self._signs = global_step, 0
+
+    def expect_signs(self, every_seconds: float) -> None:
+        """Take a longer silence than this for a hang, from here on."""
+        self.sign()
+        self._hang_seconds = every_seconds
+
+    def signing(self, items: Iterable[Item]) -> Generator[Item]:
+        """Pass items on, with a sign of life for each."""
+        for item in items:
+            self.sign()
+            yield item
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, silence is no hang: somebody else is at work, and watched."""
+        self._may_wait = True
+        yield
+        self.sign()
+        self._may_wait = False
+
+    def leave(self) -> None:
+        """End the watch: this process is done."""
+        self._tell(f"left/{self.process.rank}")
+        self._left.set()
+        self._wakeup.send(b"\0")
+        self._thread.join()  # one that is in C++ when Python ends would take the process with it
+        if self.process.is_main:
+            self._heartbeat_path.unlink(missing_ok=True)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this process for an error of its own; let one line say so, once for all."""
+        if _comes_from_others(error):  # somebody else's failure is the cause, and comes to light
+            is_timeout = "imed out" in str(error) or "imeout" in str(error)
+            if is_timeout:
+                self._accuse(f"no answer within the collective timeout: {_cause(error)}")
+            self._wait_for_failure()
+            self._end(FAILED, f"lost the others: {_cause(error)}")
+        status = DISK if isinstance(error, OSError) and error.errno == 28 else FAILED
+        if isinstance(error, UserError):
+            status = error.status
+        elif not isinstance(error, torch.OutOfMemoryError):
+            traceback.print_exception(error)
+        self._end(status, f"failed {self._position()}: {_cause(error)}")
+
+    def _end(self, status: int, claim: str) -> NoReturn:
+        """Leave at once. Whoever claims first has the word."""
+        with self._leaving:  # one thread of the two
+            status, reason = self._claim(status, f"rank {self.process.rank} {claim}")
+            try:
+                self.before_leaving("failed", reason)
+            finally:
+                os._exit(status)
+
+    def _claim(self, status: int, reason: str) -> tuple[int, str]:
+        """Say why the run fails, if nobody has yet; give the status and reason that hold."""
+        mine = f"{status} {self.process.rank} {reason}"
+        held = self._ask(lambda store: store.compare_set("failed", "", mine))
+        held = held.decode() if held else mine
+        if held == mine:
+            print(f"Error: {reason}", file=sys.stderr, flush=True)
+        held_status, _, held_reason = held.split(" ", 2)
+        return int(held_status), held_reason
+
+    def _watch(self) -> None:
+        while not self._left.is_set():
+            ready, _, _ = select.select([self._signals], [], [], TICK)
+            if ready:
+                for number in self._signals.recv(64):
+                    self._heard(number)
+            self._look_at_the_others()
+            self._look_at_the_clock()
+            self._beat()
+
+    def _heard(self, number: int) -> None:
+        now = time.monotonic()
+        if number not in STOP_SIGNALS or now < self._stopped_at() + SAME_SIGNAL_SECONDS:
+            return
+        if self.stop_signal:
+            os._exit(128 + number)
+        if self._has_failed_somewhere():
+            self._end(FAILED, "was stopped")
+        self._stop(number)
+        self._tell("stop", str(number))
+
+    def _stop(self, number: int) -> None:
+        self._stop_at, self.stop_signal = time.monotonic() + STOP_DEADLINE, number
+        if self._step is None:  # nothing is trained yet, so there is nothing to save
+            self._leave_for_signal()
+
+    def _stopped_at(self) -> float:
+        return self._stop_at - STOP_DEADLINE if self.stop_signal else -float("inf")
+
+    def _leave_for_signal(self) -> NoReturn:
+        self.before_leaving("stopped", STOP_SIGNALS[self.stop_signal])
+        os._exit(128 + self.stop_signal)
+
+    def _look_at_the_others(self) -> None:
+        if not self.stop_signal and self._knows("stop"):
+            self._stop(int(self._ask(lambda store: store.get("stop")) or signal.SIGTERM))
+        if self._knows("accused"):
+            self._testify()
+        self._find_siblings()
+        if not self._has_store:
+            return  # nobody can tell any more who has left and who was lost
+        for rank, pid in list(self._siblings.items()):
+            if not Path(f"/proc/{pid}").exists() and not self._knows(f"left/{rank}"):
+                del self._siblings[rank]
+                self._claim(FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed")
+        if self._leave_at == float("inf") and self._has_failed_somewhere():
+            self._leave_at = time.monotonic() + FAILURE_GRACE
+
+    def _find_siblings(self) -> None:
+        for rank in range(self.process.world_size):
+            key = f"process/{rank}"
+            if rank not in self._looked_for and self._knows(key):
+                self._looked_for.add(rank)
+                told = self._ask(lambda store, key=key: store.get(key)) or b"- 0"
+                host, pid = told.decode().split()
+                if host == socket.gethostname() and Path("/proc").is_dir():
+                    self._siblings[rank] = int(pid)
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        if now > self._leave_at:
+            self._end(FAILED, "was left alone")
+        if now > self._stop_at:
+            self._leave_for_signal()
+        silence = now - self._last_sign
+        if self._hang_seconds and silence > self._hang_seconds and not self._may_wait:
+            self._accuse(f"no sign of life for {silence:.0f} s")
+
+    def _accuse(self, what: str) -> NoReturn:
+        """Find out who hangs: every process says how far it is, and shows its stacks."""
+        self._tell("accused")
+        self._testify()
+        time.sleep(4 * TICK)
+        signs = {}
+        for rank in range(self.process.world_size):
+            if self._knows(f"signs/{rank}"):
+                said = self._ask(lambda store, rank=rank: store.get(f"signs/{rank}"))
+                if said != WAITS:
+                    signs[rank] = tuple(map(int, said.split()))
+        hung = [rank for rank, place in signs.items() if place == min(signs.values())]
+        ranks = " and ".join(map(str, hung or [self.process.rank]))
+        self._claim(HANG, f"rank {ranks} hung {self._position()}: {what}")
+        self._end(HANG, "hung")
+
+    def _testify(self) -> None:
+        if not self._has_accused:
+            self._has_accused = True
+            print(f"rank {self.process.rank} {self._position()}, its stacks:", file=sys.stderr)
+            faulthandler.dump_traceback(file=sys.stderr)
+            said = WAITS.decode() if self._may_wait else f"{self._step} {self._signs}"
+            self._tell(f"signs/{self.process.rank}", said)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self.process.is_main and now >= self._heartbeat_due:
+            self._heartbeat_due = now + HEARTBEAT_SECONDS
+            try:
+                write_aside(self._heartbeat_path, to_json({
+                    "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                    "phase": self.clock.current, "global_step": self._step,
+                    "pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+            except OSError:
+                pass  # a full disk is told of by what needs it more
+
+    def _position(self) -> str:
+        step = "" if self._step is None else f" at step {self._step + 1}"
+        return f"in {self.clock.current}{step}"
+
+    def _has_failed_somewhere(self) -> bool:
+        return self._knows("failed")
+
+    def _wait_for_failure(self) -> None:
+        until = time.monotonic() + 2
+        while time.monotonic() < until and not self._has_failed_somewhere():
+            time.sleep(TICK / 5)
+
+    def _tell(self, key: str, text: str = "") -> None:
+        self._ask(lambda store: store.set(key, text))
+
+    def _knows(self, key: str) -> bool:
+        return bool(self._ask(lambda store: store.check([key])))
+
+    def _ask(self, question: Callable[[dist.Store], object]) -> object:
+        """Ask the store; None where torchrun, and the store with it, is gone."""
+        if self._has_store:
+            try:
+                return question(self._store)
+            except RuntimeError:
+                self._has_store = False
+        return None
+
+
+def _comes_from_others(error: BaseException) -> bool:
+    """Tell if an error is what a collective gives when another process is gone, or silent."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, dist.DistError) or any(
+        word in str(error) for word in ("onnection", "imed out", "imeout", "gloo", "NCCL"))
+
+
+def _cause(error: BaseException) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"[:160]
