@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from subprocess import SubprocessError
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,6 @@ def choose_forward_options(
         activation_checkpointing=train.activation_checkpointing,
         head_multiple=HEAD_MULTIPLE if on_gpu and precision in ("bf16", "fp16") else 1,
         attention_in_blocks=is_eager_on_cpu and precision in ("bf16", "fp16"),
-
     )
 
 
@@ -68,6 +66,7 @@ class ByLayer(nn.Module):
     def __init__(self, model: GPTModel, train: TrainConfig) -> None:
         super().__init__()
         torch._dynamo.config.optimize_ddp = False  # a layer is not to be cut further
+        _drop_as_eager(model)
         self.model = model
         self._run_block, self._loss = (_compiled(function, train)
                                        for function in (run_block, GPTModel.loss))
@@ -82,6 +81,7 @@ class Whole(nn.Module):
 
     def __init__(self, model: GPTModel, train: TrainConfig) -> None:
         super().__init__()
+        _drop_as_eager(model)
         self.model = model
         self._loss = _compiled(_training_loss, train)
 
@@ -105,8 +105,7 @@ def why_not(work: Callable[[], object]) -> str:
     except torch.OutOfMemoryError:
         raise
     # A compiler, its language, its cache and its generated code fail in ways of their own.
-    except (RuntimeError, OSError, ImportError, LookupError, TypeError, ValueError,
-            AttributeError, NotImplementedError, SubprocessError) as error:
+    except Exception as error:
         return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
     return ""
 
@@ -118,6 +117,12 @@ def _training_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Tenso
 
 def _validation_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Tensor:
     return model(token_ids, targets)
+
+
+def _drop_as_eager(model: GPTModel) -> None:
+    """Draw dropout as eager code does: else the masks would depend on what is one graph."""
+    if model.config.drop_rate > 0:
+        torch._inductor.config.fallback_random = True
 
 
 def _compiled(function: Callable, train: TrainConfig) -> Callable:

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: write, list, check, load."""
+"""A checkpoint on disk: write, list, find, prune, set aside."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from failpoints import failpoint
-from gpt import GPTModel
-from manifest import find_damage, flush, write_manifest
+from manifest import find_damage, flush, read_manifest, write_manifest
 from run_config import ModelConfig, UserError
-from training_step import Snapshot, TrainingState
+from training_step import Snapshot
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
+MAX_META_BYTES = 2**20
 PARTIAL_PREFIX = ".partial-"
 LATEST, BEST = "latest", "best"
-# What the readers of damaged files were seen to raise: the unpickler trips over anything.
-DAMAGE = (OSError, EOFError, SafetensorError, UnpicklingError, RuntimeError, ValueError, TypeError,
-          LookupError, AttributeError)
 
 
 class CheckpointMeta(BaseModel):
@@ -36,8 +32,8 @@ class CheckpointMeta(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    global_step: int
-    tokens: int
+    global_step: int = Field(ge=0, lt=2**40)
+    tokens: int = Field(ge=0, lt=2**60)
     loss: float | None  # what `best` goes by; none where it was not measured, or not finite
     train_loss: float | None
     seconds: dict[str, float]  # by phase
@@ -126,36 +122,6 @@ def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> No
             shutil.rmtree(doomed)
 
 
-def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
-    """Bring a training state back, in place. Every rank.
-
-    Raises:
-        UserError: a file is damaged, or the optimizer's groups have changed since.
-    """
-    try:
-        weights = safetensors.torch.load_file(checkpoint.path / "model.safetensors")
-        # weights_only: a checkpoint from elsewhere must not run code.
-        trainer = torch.load(checkpoint.path / "optimizer.pt", map_location="cpu",
-                             weights_only=True)
-        state.model.load_state_dict(weights)
-        weight_decays = [group["weight_decay"] for group in state.optimizer.param_groups]
-        state.optimizer.load_state_dict(trainer["optimizer"])
-        for group, weight_decay in zip(state.optimizer.param_groups, weight_decays, strict=True):
-            group["weight_decay"] = weight_decay  # the config's word, like the learning rate's
-        state.scaler.load_state_dict(trainer["scaler"])
-    except DAMAGE as error:
-        raise UserError(f"{checkpoint.path}: cannot be loaded: {_reason(error)}; name another"
-                        " checkpoint, or start over with --fresh") from None
-
-
-def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
-    """Bring only a model's weights back, in place. Raises: UserError if the file is damaged."""
-    try:
-        model.load_state_dict(safetensors.torch.load_file(checkpoint.path / "model.safetensors"))
-    except DAMAGE as error:
-        raise UserError(f"{checkpoint.path}: cannot be loaded: {_reason(error)}") from None
-
-
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
     """Find the checkpoints that look whole, by global step: clocks can go backwards."""
     found = []
@@ -172,8 +138,12 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
     damage = find_damage(path, thoroughly=thoroughly)
     if not damage:
         try:
-            text = (path / "meta.json").read_text()
-            return Checkpoint(path, CheckpointMeta.model_validate_json(text))
+            if (path / "meta.json").stat().st_size <= MAX_META_BYTES:
+                text, manifest = (path / "meta.json").read_text(), read_manifest(path)
+                meta = CheckpointMeta.model_validate_json(text)
+                if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
+                    return Checkpoint(path, meta)
+            damage = "meta.json is not that of the manifest"
         except (OSError, ValueError):
             damage = "meta.json cannot be read"
     raise UserError(f"{path}: damaged: {damage}")
@@ -209,7 +179,7 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
     if name == BEST:
         best = best_of(list_checkpoints(checkpoints_dir))
         return best and open_checkpoint(best.path, thoroughly=True)
-    if CHECKPOINT_NAME.fullmatch(name) and (checkpoints_dir / name).is_dir():
+    if checkpoints_dir / name in _named_as_checkpoints(checkpoints_dir):
         try:
             return open_checkpoint(checkpoints_dir / name, thoroughly=True)
         except UserError as error:
@@ -263,10 +233,6 @@ def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
         link.unlink(missing_ok=True)
     renew_links(checkpoints_dir)
     return aside_dir
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
 def _named_as_checkpoints(checkpoints_dir: Path) -> list[Path]:

@@ -51,12 +51,12 @@ import torch.distributed as dist
 from agreement import AgreedError, Agreement
 from batch_plan import BatchPlan
 from charting import draw_charts
+from checkpoint_loading import load_checkpoint
 from checkpoint_writer import CheckpointWriter
 from checkpointing import (
     CheckpointMeta,
     best_of,
     list_checkpoints,
-    load_checkpoint,
     remove_partial_checkpoints,
     renew_links,
     set_aside,
@@ -240,7 +240,9 @@ class Trainer:
         """Make ready to take steps. A collective: every rank."""
         self.step = TrainingStep(self.state, self.config, self.process)
         if self.step.why_eager:
-            self.log.say(f"warning: compiling failed, so it trains slower: {self.step.why_eager}")
+            slower = "validates" if self.step.is_compiled else "trains"
+            self.log.say(f"warning: compiling failed, so it {slower} slower: {self.step.why_eager}"
+                         f" (what was compiled is in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
         if self.job.owes_validation:  # a signal came before it, in an earlier start
             self.validate_and_save(self.job.first_step - 1)
 

@@ -18,7 +18,7 @@ from manifest import digest_of
 from preparation.providing import provide_dataset
 from resuming import check_identity, check_position, check_weights_fit
 from run_clock import BYTES_PER_PARAMETER_SAVED, DOWNLOAD, Budget, PhaseClock
-from run_config import Run, UserError, load_run
+from run_config import Run, UserError, check_inside, load_run
 from run_metrics import spent_before
 from token_dataset import RunData, check_token_range, open_run_data
 
@@ -87,6 +87,8 @@ def prepare(options: Options, process: Process, clock: PhaseClock,
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
     dataset_dir = options.datasets_dir / run.train.dataset
+    step("dataset directory",
+         lambda: check_inside(dataset_dir, options.datasets_dir, "--datasets-dir"))
     with clock.phase(DOWNLOAD):
         step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
              if process.is_main_of_node else None)

@@ -35,13 +35,16 @@ class Manifest(BaseModel):
     tokens: int
     files: dict[PlainName, FileFacts]
 
+    def text(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
+
 
 def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
     """Describe the files of a directory. Each must have been flushed before."""
     files = {path.name: FileFacts(bytes=path.stat().st_size, sha256=_sha256(path))
              for path in sorted(directory.iterdir())}
     manifest = Manifest(global_step=global_step, tokens=tokens, files=files)
-    (directory / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n")
+    (directory / MANIFEST).write_text(manifest.text())
     flush(directory / MANIFEST)
 
 
@@ -50,7 +53,10 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     if path.stat().st_size > MAX_BYTES:
         raise ValueError("is too large to be one")
-    return Manifest.model_validate_json(path.read_bytes())
+    manifest = Manifest.model_validate_json(path.read_bytes())
+    if path.read_text() != manifest.text():
+        raise ValueError("is not as it was written")
+    return manifest
 
 
 def find_damage(directory: Path, *, thoroughly: bool = False) -> str:

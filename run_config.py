@@ -18,9 +18,11 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs br
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
+LONGEST_LINE, LONGEST_PATH = 190, 60  # characters of a message, and of the path it begins with
+MAX_CONFIG_BYTES = 2**20
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # the original's first name for it
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**40)]
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -32,8 +34,18 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, status: int = 2) -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.status = status
+
+
+def one_line(message: str) -> str:
+    """Show a message in one line that fits a screen; the ends of paths and lines say most."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+    path, colon, rest = line.partition(": ")
+    if len(line) > LONGEST_LINE and " " not in path and len(path) > LONGEST_PATH:
+        line = f"...{path[-LONGEST_PATH:]}{colon}{rest}"
+    return line if len(line) <= LONGEST_LINE else (
+        f"{line[:LONGEST_LINE // 2 - 20]} ... {line[15 - LONGEST_LINE // 2:]}")
 
 
 class _FrozenConfig(BaseModel):
@@ -44,10 +56,10 @@ class ModelConfig(_FrozenConfig):
     """`model.json`: the shape of the network."""
 
     vocab_size: int = Field(ge=2, le=MAX_VOCAB_SIZE)
-    context_length: Count
-    emb_dim: Count
-    n_heads: Count
-    n_layers: Count
+    context_length: int = Field(ge=1, le=2**20)
+    emb_dim: int = Field(ge=1, le=2**16)
+    n_heads: int = Field(ge=1, le=2**12)
+    n_layers: int = Field(ge=1, le=2**10)
     drop_rate: float = Field(ge=0, lt=1)
     qkv_bias: bool
     tie_weights: bool = False
@@ -67,9 +79,9 @@ class TrainConfig(_FrozenConfig):
     microbatch_size: Count
     gradient_accumulation_steps: Count = 1
     global_batch_size: int | None = Field(default=None, ge=1, le=2**31)
-    min_train_tokens: int = -1
-    start_train_token: int = Field(default=0, ge=0)
-    start_val_token: int = Field(default=0, ge=0)
+    min_train_tokens: int = Field(default=-1, le=2**50)
+    start_train_token: int = Field(default=0, ge=0, le=2**50)
+    start_val_token: int = Field(default=0, ge=0, le=2**50)
     validation_interval: Count | None = None
     validation_batches: Count | None = None
     validation_sequences: Count | None = None
@@ -191,11 +203,13 @@ def load_run(runs_dir: Path, name: str) -> Run:
             its files is missing, unreadable or wrong.
     """
     if not RUN_NAME.fullmatch(name):
-        raise UserError(f"run {name!r} is not a plain name; wanted a directory inside {runs_dir}")
+        raise UserError(f"run {name[:60]!r} is not a plain name; wanted a directory inside"
+                        f" {runs_dir}")
     run_dir = runs_dir / name
     if not run_dir.is_dir():
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
+    check_inside(run_dir, runs_dir, "--runs-dir")
     model = load_config(run_dir / "model.json", ModelConfig)
     train = load_config(run_dir / "train.json", TrainConfig)
     warnings = []
@@ -207,6 +221,13 @@ def load_run(runs_dir: Path, name: str) -> Run:
             ' instead of ln(vocab_size), about 10.8 for GPT-2\'s vocabulary; use init "gpt2"'
         )
     return Run(name=name, run_dir=run_dir, model=model, train=train, warnings=tuple(warnings))
+
+
+def check_inside(path: Path, root: Path, option: str) -> None:
+    """Refuse a directory that a link leads out of its root. Raises: UserError."""
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise UserError(f"{path}: leads out of the directory it is in; name the place where it"
+                        f" really is with {option}")
 
 
 def load_config(path: Path, config_type: type[Config]) -> Config:
@@ -235,11 +256,18 @@ def _describe(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f'"{key}" is missing; add it'
     wanted = first["msg"].removeprefix("Input ").removeprefix("String ")
+    if first["type"] == "string_pattern_mismatch":
+        wanted = "should be a plain name, or owner/name"
     return f"{key} {wanted}, found {json.dumps(first['input'], default=str)[:60]}; change it"
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
+        if not path.is_file() and path.exists():
+            raise UserError(f"{path}: is not a file; every run needs it")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise UserError(f"{path}: has {path.stat().st_size:,} bytes, more than any config;"
+                            " replace it")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; every run needs it") from None

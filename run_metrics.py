@@ -84,26 +84,29 @@ class StepWindow:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the whole lines of a `metrics.jsonl`; a line cut short by a kill is left out."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(record, dict) and isinstance(record.get("global_step"), int):
+            records.append(record)
     return records
 
 
 def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
     """Give the seconds and dollars that a run's records know of, whatever was saved of it."""
     records = read_metrics(metrics_path)
-    seconds = [record["seconds"] for record in records]
-    usd = [record["usd"] for record in records if "usd" in record]
+    seconds = [record.get("seconds") for record in records]
+    usd = [record.get("usd") for record in records]
     try:
         summary = json.loads(summary_path.read_text())
         seconds.append(sum(summary["seconds"].values()))
         usd.append((summary["usd"] or {"total": 0.0})["total"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass  # there is none yet, or it is damaged: it is not needed
-    return max(seconds, default=0.0), max(usd, default=0.0)
+    return tuple(max((n for n in numbers if isinstance(n, int | float)), default=0.0)
+                 for numbers in (seconds, usd))
 
 
 def remove_metrics_from(path: Path, first_step: int, *, owes_validation: bool = False) -> None:

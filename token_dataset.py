@@ -38,6 +38,8 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():  # a pipe, say, that would never end
+            raise UserError(f"{path}: is not a file; delete it and prepare or fetch the dataset")
         try:
             self._file = safe_open(path, framework="numpy")
             keys = list(self._file.keys())

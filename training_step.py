@@ -109,7 +109,8 @@ class TrainingStep:
 
     Attributes:
         is_compiled: whether it is.
-        why_eager: what compiling tripped over, on the first rank where it did; else empty.
+        why_eager: what compiling tripped over, on the first rank where it did; else empty. Where
+            `is_compiled`, only the validation has, and is not.
     """
 
     def __init__(self, state: TrainingState, train: TrainConfig, process: Process) -> None:
@@ -146,8 +147,9 @@ class TrainingStep:
         self.state.model.eval()
         with torch.inference_mode():
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.process.device)
-            if why_not(lambda: self.validation_loss(*tokens)):
-                self._full_validation_loss = self.state.model
+            self.why_eager = why_not(lambda: self.validation_loss(*tokens))
+        if self.why_eager:
+            self._full_validation_loss = self.state.model
         self.state.model.train()
 
     def _agree(self, reason: str) -> str:

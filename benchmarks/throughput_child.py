@@ -64,7 +64,7 @@ def measure(order: Order, process: Process) -> dict[str, object]:
     system = SYSTEMS[order.row.system](order, process)
     if order.row.num_threads is not None:
         torch.set_num_threads(order.row.num_threads)
-    batches, losses = microbatches(order, process), []
+    batches, losses = iter(list(microbatches(order, process))), []
     for number in range(order.num_steps):
         if not on_gpu or number == WARM_UP_STEPS:
             seconds.append(_now(on_gpu))

@@ -44,8 +44,10 @@ def generate_text(runs_dir: Path, run_name: str, *, checkpoint_name: str, prompt
     """
     import torch
 
-    from checkpointing import check_weights_fit, find_checkpoint, load_weights
+    from checkpoint_loading import load_weights
+    from checkpointing import find_checkpoint
     from gpt import GPTModel
+    from resuming import check_weights_fit
     from run_config import UserError, load_run
     from sampling import generate_tokens
     from tokenizer import decode, load_tokenizer

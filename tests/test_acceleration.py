@@ -112,9 +112,10 @@ def test_recomputing_keeps_less() -> None:
 
 
 def step_of(**changes: object) -> TrainingStep:
+    drop_rate = changes.pop("drop_rate", 0.0)
     train = TrainConfig(**TINY_TRAIN | {"compile": True} | changes)
     process = Process(rank=0, local_rank=0, world_size=1, device=CPU)
-    model = ModelConfig(**TINY_MODEL | {"drop_rate": 0.0})
+    model = ModelConfig(**TINY_MODEL | {"drop_rate": drop_rate})
     return TrainingStep(build_training_state(model, train, CPU), train, process)
 
 
@@ -167,6 +168,18 @@ def test_the_compiled_code_is_kept_where_it_outlives_a_reboot(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     acceleration.keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+
+
+@pytest.mark.parametrize("layout", [acceleration.Whole, acceleration.ByLayer])
+def test_compiled_it_drops_what_eager_code_drops(layout: type) -> None:
+    step = step_of(compile=False, drop_rate=0.3)
+    model, tokens = step.state.model, torch.randint(257, (2, 2, 16))
+    losses = []
+    for loss in (model, layout(model, step.train)):
+        torch.manual_seed(5)
+        losses.append(loss(*tokens))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    assert not torch.allclose(losses[0], model(*tokens), rtol=1e-4)
 
 
 def test_compiled_it_trains_and_validates_the_same() -> None:

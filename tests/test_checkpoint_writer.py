@@ -8,8 +8,9 @@ import torch
 from support import TINY_MODEL, TINY_TRAIN
 
 import checkpoint_writer
+from checkpoint_loading import load_checkpoint
 from checkpoint_writer import CheckpointWriter
-from checkpointing import CheckpointMeta, find_checkpoint, list_checkpoints, load_checkpoint
+from checkpointing import CheckpointMeta, find_checkpoint, list_checkpoints
 from run_config import ModelConfig, TrainConfig
 from training_step import TrainingState, build_training_state
 

@@ -10,12 +10,12 @@ import torch
 from support import TINY_MODEL, TINY_TRAIN, Workplace
 from torch.amp import GradScaler
 
+from checkpoint_loading import load_checkpoint
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,
     find_checkpoint,
     list_checkpoints,
-    load_checkpoint,
     newest_whole,
     prune,
     remove_partial_checkpoints,
@@ -164,7 +164,7 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) ->
         "model.safetensors", "optimizer.pt", "meta.json"}
     (tmp_path / "secret").write_text("x")
     manifest["files"] = {"../../secret": {"bytes": 1, "sha256": "0" * 64}}
-    (checkpoint.path / MANIFEST).write_text(json.dumps(manifest))
+    (checkpoint.path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     assert find_damage(checkpoint.path) == f"{MANIFEST} cannot be read"
 
 

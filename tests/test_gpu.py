@@ -76,7 +76,7 @@ def losses_of(step: TrainingStep, num_steps: int) -> torch.Tensor:
 def test_the_fast_path_is_the_default_and_learns_as_float32_does() -> None:
     fast, plain = step_of(), step_of(precision="fp32", compile=False, residual_dtype="fp32")
     assert fast.is_compiled and fast.precision == "bf16" and not plain.is_compiled
-    assert fast.attention_kernel() == "flash"
+    assert fast.attention_kernel() in ("flash", "cudnn")  # PyTorch chooses by the card
     assert plain.state.model.options.head_multiple == 1 < fast.state.model.options.head_multiple
     losses, expected = losses_of(fast, 20), losses_of(plain, 20)
     assert expected[-1] < expected[0] - 0.5

@@ -13,7 +13,7 @@ ROWS = [
     {"ddp_train", "prepare_dataset"},
     {"ending"},
     {"job", "microbatch_search", "checkpoint_writer"},
-    {"resuming"},
+    {"resuming", "checkpoint_loading"},
     {"checkpointing", "microbatch_trial", "evaluation"},
     {"training_step", "charting", "run_log", "sampling", "preparation"},
     {"acceleration", "run_summary"},

@@ -267,7 +267,7 @@ def test_a_search_that_cannot_be_made_is_one_line(
 
 def test_the_script_starts_torchrun_for_a_search_too(workplace: Workplace) -> None:
     workplace.add_run(model=TINY_MODEL | {"vocab_size": 20000})
-    result = workplace.ddp_train("tiny", "--find-max-microbatch", "--memory-limit-gib", "0.2")
+    result = workplace.ddp_train("tiny", "--find-max-microbatch", "--memory-limit-gib", "0.12")
     assert "largest microbatch: " in succeeded(result).stdout
 
 

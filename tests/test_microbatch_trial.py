@@ -130,6 +130,7 @@ def test_a_try_takes_the_optimizers_state_into_account(
 
     monkeypatch.setattr(microbatch_trial, "TrainingStep", Watched)
     monkeypatch.setattr(microbatch_trial, "join_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(microbatch_trial, "open_store", lambda name: None)
     monkeypatch.setattr("memory_meters.resource.setrlimit", lambda *_: None)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     run = load_run(workplace.runs_dir, "tiny")

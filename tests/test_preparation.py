@@ -468,12 +468,12 @@ def test_a_killed_worker_is_one_line(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_process(corpus: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen([*COMMAND, str(corpus), str(tmp_path / "out")], text=True,
-                               stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen([*COMMAND, str(corpus), str(tmp_path / "out"), "--workers", "1"],
+                               text=True, stderr=subprocess.PIPE, start_new_session=True)
     journal = tmp_path / ".out.partial" / "journal.jsonl"
     while not journal.exists() and process.poll() is None:
         time.sleep(0.01)
-    subprocess.run(["kill", "-INT", "--", f"-{process.pid}"], check=True)  # as a terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.strip() == "Interrupted; the same command goes on from there"
