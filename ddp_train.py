@@ -21,7 +21,7 @@ from run_lock import LockedError, end_with_parent, lock_run
 
 
 def stop_with(error: UserError) -> NoReturn:
-    print(f"Error: {error}", file=sys.stderr, flush=True)
+    print(error.line(), file=sys.stderr, flush=True)
     sys.exit(error.status)
 
 
@@ -110,7 +110,7 @@ def main() -> None:
         else:
             sys.exit(launch(read_command_line(), clock))
     except AgreedError as error:
-        agreement.tell_once(f"Error: {error}")
+        agreement.tell_once(error.line())
         sys.stdout.flush()
         os._exit(error.status)  # at once: taking a process group down may wait for the others
     except UserError as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from run_config import UserError
+from run_config import UserError, one_line
 
 if TYPE_CHECKING:
     from preparation.documents import Source
@@ -87,7 +87,8 @@ def main(source: str, output: Path, subset: str, tokenizer: str, text_column: st
 
 
 def stop_with(message: str, *, status: int) -> NoReturn:
-    print(f"Error: {message}" if status == 2 else f"\n{message}", file=sys.stderr, flush=True)
+    line = f"Error: {one_line(message)}" if status == 2 else f"\n{message}"
+    print(line, file=sys.stderr, flush=True)
     sys.exit(status)
 
 

@@ -34,8 +34,12 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, status: int = 2) -> None:
-        super().__init__(one_line(message))
+        super().__init__(message)
         self.status = status
+
+    def line(self) -> str:
+        """What a person gets to see."""
+        return f"Error: {one_line(str(self))}"
 
 
 def one_line(message: str) -> str:

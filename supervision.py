@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from launching import Process
 from run_clock import PhaseClock
-from run_config import UserError
+from run_config import UserError, one_line
 from run_metrics import to_json, write_aside
 
 STOP_SIGNALS = {int(number): number.name
@@ -142,7 +142,7 @@ class Supervisor:
         held = self._ask(lambda store: store.compare_set("failed", "", mine))
         held = held.decode() if held else mine
         if held == mine:
-            print(f"Error: {reason}", file=sys.stderr, flush=True)
+            print(f"Error: {one_line(reason)}", file=sys.stderr, flush=True)
         held_status, _, held_reason = held.split(" ", 2)
         return int(held_status), held_reason
 

@@ -33,7 +33,7 @@ def main() -> None:
     try:
         cli(prog_name="lab")
     except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        print(error.line(), file=sys.stderr)
         sys.exit(2)
 
 
