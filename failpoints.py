@@ -1,7 +1,8 @@
 """Faults on request, for tests: places in the code where a process can be made to fail.
 
-The environment variable DDP_TRAIN_FAILPOINT holds "place:fault", with ":rank=R" and ":hit=N" where
-only one rank, or only the N-th time, is meant: "save.rename:kill:rank=0:hit=2".
+The environment variable DDP_TRAIN_FAILPOINT holds "place:fault", with ":rank=R", ":hit=N" and
+":attempt=A" where only one rank, the N-th time, or one of torchrun's restarts is meant:
+"save.rename:kill:rank=0:hit=2".
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def failpoint(place: str) -> bool:
 
 def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
     wanted = dict(condition.split("=") for condition in conditions)
-    if place != wanted_place or os.environ.get("RANK", "0") != wanted.get(
-            "rank", os.environ.get("RANK", "0")):
+    found = {"rank": os.environ.get("RANK", "0"),
+             "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}
+    if place != wanted_place or any(wanted.get(key, now) != now for key, now in found.items()):
         return False
     _hits[place] += 1
     if "hit" in wanted and _hits[place] != int(wanted["hit"]):

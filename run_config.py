@@ -18,7 +18,8 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs br
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
-LONGEST_LINE, LONGEST_PATH = 190, 60  # characters of a message, and of the path it begins with
+LONGEST_LINE = 190  # characters of a message
+LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
 MAX_CONFIG_BYTES = 2**20
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # the original's first name for it
 
@@ -43,13 +44,11 @@ class UserError(Exception):
 
 
 def one_line(message: str) -> str:
-    """Show a message in one line that fits a screen; the ends of paths and lines say most."""
+    """Show a message in one line that fits a screen; of long paths the last part says most."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-    path, colon, rest = line.partition(": ")
-    if len(line) > LONGEST_LINE and " " not in path and len(path) > LONGEST_PATH:
-        line = f"...{path[-LONGEST_PATH:]}{colon}{rest}"
-    return line if len(line) <= LONGEST_LINE else (
-        f"{line[:LONGEST_LINE // 2 - 20]} ... {line[15 - LONGEST_LINE // 2:]}")
+    if len(line) > LONGEST_LINE:
+        line = LONG_PATH.sub(r"...\1", line)
+    return line if len(line) <= LONGEST_LINE else f"{line[:130]} ... {line[135 - LONGEST_LINE:]}"
 
 
 class _FrozenConfig(BaseModel):

@@ -17,7 +17,14 @@ from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
-from support import PROJECT_DIR, Workplace, read_lines, succeeded
+from support import (
+    PROJECT_DIR,
+    Workplace,
+    read_lines,
+    run_command,
+    succeeded,
+    torchrun_command,
+)
 
 import job
 from failpoints import VARIABLE
@@ -277,6 +284,21 @@ def test_too_little_room_is_said_before_anything_starts(
     started = SimpleNamespace(run=load_run(workplace.runs_dir, "tiny"), is_finished=False)
     with pytest.raises(UserError, match="a checkpoint takes .* GB, and the disk has 0.00 GB free"):
         job.check_room(started)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_what_was_killed(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, rank: int
+) -> None:
+    command = torchrun_command(2, "ddp_train.py")
+    command[-1:-1] = ["--max-restarts=2"]
+    result = run_command(*command, *workplace.arguments("tiny"),
+                         **{VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
+    assert result.returncode == 0, result.stderr
+    assert f"Error: rank {rank} is gone in training at step 7" in result.stderr
+    assert "going on from " in result.stdout
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert metrics_of(run_dir) == metrics_of(undisturbed)
 
 
 def test_a_heartbeat_can_be_seen_from_outside(workplace: Workplace, run_dir: Path) -> None:
