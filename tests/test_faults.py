@@ -194,8 +194,8 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
     assert result.returncode == 128 + number, result.stderr
     summary = summary_of(run_dir)
     assert (summary["status"], summary["reason"]) == ("stopped", name)
-    stopped_after = summary["global_step"]  # the step under way, or the next one
-    assert stopped_after in {"train": (6, 7), "validate": (9, 10)}[place]
+    stopped_after = summary["global_step"]  # steps here take no longer than hearing of a signal
+    assert {"train": 6, "validate": 9}[place] <= stopped_after < 11
     assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed,
                                      stopped_between=stopped_after != 9)
     steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
