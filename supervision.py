@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -233,8 +234,11 @@ class Supervisor:
     def _testify(self) -> None:
         if not self._has_accused:
             self._has_accused = True
-            print(f"rank {self.process.rank} {self._position()}, its stacks:", file=sys.stderr)
-            faulthandler.dump_traceback(file=sys.stderr)
+            with tempfile.TemporaryFile() as stacks:  # written at once: others write theirs now
+                faulthandler.dump_traceback(file=stacks)
+                stacks.seek(0)
+                head = f"rank {self.process.rank} {self._position()}, its stacks:\n"
+                os.write(sys.stderr.fileno(), head.encode() + stacks.read())
             said = WAITS.decode() if self._may_wait else f"{self._step} {self._signs}"
             self._tell(f"signs/{self.process.rank}", said)
 
