@@ -475,7 +475,8 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(corpus: Path, tmp_path: Path) 
         journal = tmp_path / f".{output.name}.partial" / "journal.jsonl"
         while not journal.exists() and process.poll() is None:
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, stderr = process.communicate(timeout=60)
         if process.returncode != 0:
             break
