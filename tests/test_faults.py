@@ -111,21 +111,22 @@ CAUSES = {"raise": "RuntimeError: failpoint", "oom": "OutOfMemoryError: failpoin
           "kill": "killed, or crashed", "exit": "killed, or crashed", "hang": "no sign of life"}
 
 
-@pytest.mark.parametrize(("place", "phase"), [("train", "training"), ("validate", "validation")])
-@pytest.mark.parametrize("rank", [0, 1])
+# Step 7, on either rank; the second batch of the validation after step 10, which is rank 0's.
+PLACES = pytest.mark.parametrize(("place", "rank", "hit"),
+                                 [("train", 0, 7), ("train", 1, 7), ("validate", 0, 5)])
+
+
+@PLACES
 @pytest.mark.parametrize("fault", list(CAUSES))
 def test_one_rank_fails_and_none_hangs(
     workplace: Workplace, run_dir: Path, undisturbed: Path, fault: str, rank: int, place: str,
-    phase: str
+    hit: int
 ) -> None:
-    if (place, rank) == ("validate", 1):
-        pytest.skip("rank 0 validates")
-    hit = {"train": 7, "validate": 5}[place]  # step 7; the second batch of the validation there
+    step, phase = {"train": (7, "training"), "validate": (10, "validation")}[place]
     result = with_fault(workplace, f"{place}:{fault}:rank={rank}:hit={hit}")
     assert result.returncode != 0
     line = last_line_of_ours(result)
     assert line.startswith(f"Error: rank {rank} ") and CAUSES[fault] in line
-    step = {"train": 7, "validate": 10}[place]
     assert f" at step {step}: " in line
     assert phase in line or fault in ("kill", "exit")  # then another rank says where it was
     assert result.stderr.count("Error: rank ") == 1
@@ -179,16 +180,12 @@ def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
     assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
 
 
-@pytest.mark.parametrize("place", ["train", "validate"])
-@pytest.mark.parametrize("rank", [0, 1])
+@PLACES
 @pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (2, "SIGINT"), (10, "SIGUSR1")])
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
     workplace: Workplace, run_dir: Path, undisturbed: Path, number: int, name: str, rank: int,
-    place: str
+    place: str, hit: int
 ) -> None:
-    if (place, rank) == ("validate", 1):
-        pytest.skip("rank 0 validates")
-    hit = {"train": 7, "validate": 5}[place]
     fault = f"{place}:signal:rank={rank}:hit={hit}:number={number}"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
     assert result.returncode == 128 + number, result.stderr

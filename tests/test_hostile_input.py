@@ -17,10 +17,18 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from support import TINY_MODEL, TINY_TRAIN, Workplace, succeeded, write_tokens
+from support import (
+    TINY_MODEL,
+    TINY_TRAIN,
+    Workplace,
+    forked,
+    read_lines,
+    succeeded,
+    write_tokens,
+)
 
 from charting import draw_charts
-from manifest import MANIFEST, write_manifest
+from manifest import MANIFEST, read_manifest, write_manifest
 from run_metrics import read_metrics, remove_metrics_from, spent_before
 
 LONGEST = 200  # characters, "Error: " and all
@@ -145,6 +153,10 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
         '"global_step": 2', '"global_step": -2'))),
     "an unknown tokenizer": ("meta.json", lambda p: p.write_text("{}")),
 }
+FOUND_OUT_BY = {
+    "optimizer.pt": ["cannot be loaded: "], "meta.json": ["damaged: meta.json"],
+    "model.safetensors": ["not a whole safetensors file", "but model.json makes it"],
+}
 NAMES = ["../tiny", "/etc", "a/b", "", ".", "..", "tiny\n", "t\x1b[31m", "x" * 300, "tiny/", "~",
          "-tiny", "tiny\t", "\u202etiny"]
 CHECKPOINT_NAMES = ["../..", "/etc", "latest/..", "x" * 3000, "\x1b[31m", "tiny\nError: no",
@@ -161,7 +173,8 @@ def tiny(workplace: Workplace) -> Workplace:
 def refused(workplace: Workplace, *arguments: str, **environment: str) -> str:
     """Run the trainer, which must not; give its line."""
     before = contents(workplace.root)
-    result = workplace.ddp_train(*arguments, **environment)
+    command = [*workplace.arguments(), "--", *arguments]
+    result = forked("ddp_train.py", command, environment=environment)
     assert result.returncode == 2, result.stdout + result.stderr
     line = result.stderr
     assert line.startswith("Error: ") and line.count("\n") == 1 and line.endswith("\n")
@@ -225,12 +238,12 @@ def test_what_is_no_file(tiny: Workplace, file: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name)[:20])
 def test_a_run_name_that_leads_elsewhere(tiny: Workplace, name: str) -> None:
-    refused(tiny, "--", name)
+    assert "is not a plain name" in refused(tiny, name)
 
 
 @pytest.mark.parametrize("name", CHECKPOINT_NAMES, ids=lambda name: repr(name)[:20])
 def test_a_checkpoint_name_that_leads_elsewhere(tiny: Workplace, name: str) -> None:
-    refused(tiny, "tiny", name)
+    assert "no checkpoint" in refused(tiny, "tiny", name)
 
 
 @pytest.mark.parametrize("root", ["runs", "datasets"])
@@ -261,8 +274,9 @@ def resumable(trained: Workplace, tmp_path: Path) -> tuple[Workplace, Path]:
 
 def vouch(checkpoint: Path) -> None:
     """Write a manifest that agrees with whatever lies there, as a stranger would."""
+    written = read_manifest(checkpoint)
     (checkpoint / MANIFEST).unlink()
-    write_manifest(checkpoint, global_step=2, tokens=192)
+    write_manifest(checkpoint, global_step=written.global_step, tokens=written.tokens)
 
 
 @pytest.mark.parametrize("case", CHECKPOINT_FILES)
@@ -276,6 +290,8 @@ def test_a_checkpoint_from_a_stranger(resumable: tuple[Workplace, Path], case: s
     lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert result.returncode != 0 and len(lines) == 1 and len(lines[0]) <= LONGEST
     assert "exitcode  : 2" in result.stderr and "checkpoint_loading.py\", line" not in result.stderr
+    # What the manifest vouches for is found out by reading it.
+    assert any(words in lines[0] for words in FOUND_OUT_BY[file])
     assert contents(workplace.root) == before
     assert not MARK.exists()
 
@@ -307,6 +323,7 @@ def test_a_run_goes_on_from_damaged_records(resumable: tuple[Workplace, Path]) -
     for file in ("metrics.jsonl", "summary.json"):
         (workplace.runs_dir / "tiny" / file).write_bytes(b"\xff{" + b'{"a":' * 10**5)
     succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
+    assert [r["global_step"] for r in read_lines(workplace.runs_dir / "tiny/metrics.jsonl")] == [3]
 
 
 @pytest.mark.parametrize("seed", range(12))
