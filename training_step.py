@@ -212,7 +212,8 @@ class TrainingStep:
         skip_unless_finite(optimizer, grad_norm)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        # DDP's buckets hold the gradients: dropped, they would be made anew beside the buckets.
+        optimizer.zero_grad(set_to_none=self.process.world_size == 1)
         return loss, grad_norm
 
     def _accumulate_gradients(

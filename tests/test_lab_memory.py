@@ -80,17 +80,18 @@ def test_the_original_model_fits_a_small_card_with_either_lever(lever: dict) -> 
     assert sizes[0] < sizes[1] and sizes[1] >= 8
 
 
-def test_with_several_processes_the_buckets_count(workplace: Workplace) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_with_several_processes_the_buckets_count(workplace: Workplace, accumulation: int) -> None:
     model, train = configs(MANY_WORDS, precision="bf16", microbatch_size=6,
-                           gradient_accumulation_steps=1)
-    workplace.add_run(model=model.model_dump(), train=train.model_dump(exclude_defaults=True))
+                           gradient_accumulation_steps=accumulation)
+    workplace.add_run(model=model.model_dump(), train=train.model_dump(exclude_none=True))
     result = succeeded(forked("tests/torchrun_workers.py",
                               ["peak-memory", str(workplace.root)], num_processes=2))
     measured = int(result.stdout.split()[-1])
     setting = Setting(model, train, "bf16", num_processes=2, on_gpu=False)
     predicted = peak_memory(setting, 6)
     assert predicted.buckets == 4 * num_parameters(model)
-    assert predicted.total == pytest.approx(measured, rel=0.1)
+    assert predicted.total == pytest.approx(measured, rel=0.04)  # the buckets are a twentieth
 
 
 @pytest.mark.parametrize("num_processes", [1, 8])
