@@ -163,7 +163,8 @@ class GPTModel(nn.Module):
         x, targets = self.final_norm(x).flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         if self.options.head_chunk_tokens is not None:
             return chunked_head_loss(x, self.head_weight, targets,
-                                     chunk_tokens=self.options.head_chunk_tokens)
+                                     chunk_tokens=self.options.head_chunk_tokens,
+                                     multiple=self.options.head_multiple)
         return F.cross_entropy(self._logits(x).float(), targets)
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -5,14 +5,16 @@ Letters as in `gpt.py`; N tokens of a microbatch, n of a piece.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
-def chunked_head_loss(x: Tensor, weight: Tensor, targets: Tensor, *,
-                      chunk_tokens: int) -> Tensor:
+def chunked_head_loss(x: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int,
+                      multiple: int = 1) -> Tensor:
     """Give the mean cross-entropy of `x @ weight.T`, () float32, piece by piece.
 
     The gradients are made in the forward pass, while a piece's logits are still in the cache:
@@ -24,14 +26,15 @@ def chunked_head_loss(x: Tensor, weight: Tensor, targets: Tensor, *,
         weight: (V, C), the output head.
         targets: (N,) int64.
         chunk_tokens: n, of every piece but the last.
+        multiple: rows of zeros fill the head up to a multiple of this in its matrix products.
 
     Source: Hsu et al. 2024, "Liger Kernel", section 3.2, for gradients in the forward pass.
     """
     dtype = autocast_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled():
-            return _ChunkedHeadLoss.apply(x, weight, targets, chunk_tokens, dtype)
-        return _losses(x, weight, targets, chunk_tokens, dtype)
+            return _ChunkedHeadLoss.apply(x, weight, targets, chunk_tokens, multiple, dtype)
+        return _losses(x, _Pieces(x, weight, chunk_tokens, multiple, dtype), targets)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -41,11 +44,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
-def _losses(x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
-            dtype: torch.dtype) -> Tensor:
-    x, pieces = x.to(dtype), _Pieces(weight.to(dtype), min(chunk_tokens, len(x)))
+def _losses(x: Tensor, pieces: _Pieces, targets: Tensor) -> Tensor:
     total = torch.zeros((), device=x.device)
-    for some, wanted in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+    for some, wanted in pieces.cut(x.to(pieces.weight.dtype), targets):
         total = total + pieces.log_probabilities(some, wanted)[1]
     return total / len(x)
 
@@ -56,32 +57,41 @@ class _Pieces:
     To take memory anew for each costs a CPU more than to fill it: the system clears it first.
     """
 
-    def __init__(self, weight: Tensor, chunk_tokens: int) -> None:
-        self.weight = weight  # (V, C), in the dtype of the matrix products
-        self._logits = weight.new_empty(chunk_tokens, len(weight))
-        self._log_probabilities = torch.empty_like(self._logits, dtype=torch.float32)
-        self._wide = self._logits  # in float32
-        if weight.dtype != torch.float32:
+    def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int, multiple: int,
+                 dtype: torch.dtype) -> None:
+        self.vocab_size, self._chunk_tokens = len(weight), chunk_tokens
+        n, missing_rows = min(chunk_tokens, len(x)), -len(weight) % multiple
+        self.weight = weight.to(dtype)  # (V, C), or with rows of zeros (V', C)
+        if missing_rows:
+            self.weight = F.pad(self.weight, (0, 0, 0, missing_rows))
+        self._logits = self.weight.new_empty(n, len(self.weight))  # of the rows of zeros 0, always
+        self._log_probabilities = weight.new_empty(n, len(weight), dtype=torch.float32)
+        if dtype != torch.float32:
             self._wide = torch.empty_like(self._log_probabilities)
+
+    def cut(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Cut tensors of N rows into pieces of n."""
+        return zip(*(tensor.split(self._chunk_tokens) for tensor in tensors), strict=True)
 
     def log_probabilities(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Give a piece's log-probabilities, (n, V) float32, and the sum of its losses, ()."""
         n = len(x)
-        logits = torch.mm(x, self.weight.T, out=self._logits[:n])
+        logits = torch.mm(x, self.weight.T, out=self._logits[:n])[:, : self.vocab_size]
         if logits.dtype != torch.float32:
             logits = self._wide[:n].copy_(logits)
         log_probabilities = torch.log_softmax(logits, 1, out=self._log_probabilities[:n])
         return log_probabilities, -log_probabilities.gather(1, targets[:, None]).sum()
 
     def logit_gradients(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the gradients of a piece's logits, (n, V) in their dtype, and the sum of its losses.
+        """Give the gradients of a piece's logits, (n, V') in their dtype, and its losses' sum.
 
         They are its probabilities, less 1 at each target.
         """
         log_probabilities, loss = self.log_probabilities(x, targets)
         grad = log_probabilities.exp_()
         grad.scatter_add_(1, targets[:, None], grad.new_full((len(x), 1), -1.0))
-        return self._logits[: len(x)].copy_(grad), loss
+        self._logits[: len(x), : self.vocab_size] = grad
+        return self._logits[: len(x)], loss
 
 
 class _ChunkedHeadLoss(torch.autograd.Function):
@@ -89,18 +99,17 @@ class _ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
-                dtype: torch.dtype) -> Tensor:
+                multiple: int, dtype: torch.dtype) -> Tensor:
         ctx.x_dtype, x = x.dtype, x.to(dtype)  # (N, C)
-        pieces = _Pieces(weight.to(dtype), min(chunk_tokens, len(x)))
+        pieces = _Pieces(x, weight, chunk_tokens, multiple, dtype)
         x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         product = torch.empty_like(pieces.weight)
         total = torch.zeros((), device=x.device)
-        for some, some_grad, wanted in zip(x.split(chunk_tokens), x_grad.split(chunk_tokens),
-                                           targets.split(chunk_tokens), strict=True):
+        for some, some_grad, wanted in pieces.cut(x, x_grad, targets):
             grad, loss = pieces.logit_gradients(some, wanted)
             total += loss
             torch.mm(grad, pieces.weight, out=some_grad)
-            weight_grad += torch.mm(grad.T, some, out=product)
+            weight_grad += torch.mm(grad.T, some, out=product)[: len(weight)]
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 
@@ -108,4 +117,4 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         scale = loss_grad / len(x_grad)
-        return (x_grad * scale).to(ctx.x_dtype), weight_grad.mul_(scale), None, None, None
+        return (x_grad * scale).to(ctx.x_dtype), weight_grad.mul_(scale), *[None] * 4

@@ -72,9 +72,10 @@ def loss_and_gradients(model: GPTModel, precision: str = "fp32") -> list[torch.T
 @pytest.mark.parametrize(("options", "drop_rate"), [
     (ForwardOptions(head_multiple=128), 0.2), (ForwardOptions(head_chunk_tokens=5), 0.2),
     (ForwardOptions(activation_checkpointing=True), 0.2),
+    (ForwardOptions(head_chunk_tokens=5, head_multiple=128), 0.2),
     (ForwardOptions(head_chunk_tokens=48, activation_checkpointing=True), 0.0),
     (ForwardOptions(attention_in_blocks=True), 0.0),  # with dropout it draws other masks
-], ids=["padded", "chunked", "recomputed", "several", "in blocks"])
+], ids=["padded", "chunked", "recomputed", "chunked and padded", "several", "in blocks"])
 def test_no_option_changes_the_result(options: ForwardOptions, drop_rate: float) -> None:
     plain = loss_and_gradients(model_with(ForwardOptions(), drop_rate=drop_rate))
     for found, wanted in zip(

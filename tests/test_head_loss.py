@@ -18,18 +18,21 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loss_and_gradients(chunk_tokens: int | None, *, precision: torch.dtype | None,
-                       x_dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+                       x_dtype: torch.dtype = torch.float32,
+                       multiple: int = 1) -> tuple[Tensor, ...]:
     x, weight, targets = inputs(x_dtype)
     with torch.autocast("cpu", precision, enabled=precision is not None):
         if chunk_tokens is None:
             loss = F.cross_entropy(F.linear(x, weight).float(), targets)
         else:
-            loss = chunked_head_loss(x, weight, targets, chunk_tokens=chunk_tokens)
+            loss = chunked_head_loss(x, weight, targets, chunk_tokens=chunk_tokens,
+                                     multiple=multiple)
     (loss * 8 / 3).backward()  # a scaler's factor, and an accumulation's
     assert loss.dtype == weight.grad.dtype == torch.float32 and x.grad.dtype == x_dtype
     return loss.detach(), x.grad.float(), weight.grad
 
 
+@pytest.mark.parametrize("multiple", [1, 64])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 20, N, N + 1])
 @pytest.mark.parametrize(("precision", "x_dtype", "tolerance"), [
     (None, torch.float32, 1e-6),
@@ -38,10 +41,12 @@ def loss_and_gradients(chunk_tokens: int | None, *, precision: torch.dtype | Non
     (torch.float16, torch.float32, 2e-3),
 ])
 def test_pieces_give_the_loss_and_the_gradients_of_the_whole(
-    chunk_tokens: int, precision: torch.dtype | None, x_dtype: torch.dtype, tolerance: float
+    chunk_tokens: int, precision: torch.dtype | None, x_dtype: torch.dtype, tolerance: float,
+    multiple: int
 ) -> None:
     whole = loss_and_gradients(None, precision=None, x_dtype=torch.float32)
-    pieces = loss_and_gradients(chunk_tokens, precision=precision, x_dtype=x_dtype)
+    pieces = loss_and_gradients(chunk_tokens, precision=precision, x_dtype=x_dtype,
+                                multiple=multiple)
     for found, wanted in zip(pieces, whole, strict=True):
         assert (found - wanted).norm() <= tolerance * wanted.norm()
 
@@ -82,3 +87,19 @@ def test_the_logits_of_the_whole_never_exist() -> None:
     with Watch():
         chunked_head_loss(x, weight, targets, chunk_tokens=10).backward()
     assert max(sizes) == V * C  # the head itself; a piece has 10 * V
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_every_product_of_the_head_has_whole_tiles(trains: bool) -> None:
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.name().startswith("aten::mm"):
+                seen.append(sorted({*args[0].shape, *args[1].shape} - {10, C}))
+            return function(*args, **kwargs or {})
+
+    x, weight, targets = inputs()
+    with Watch(), torch.set_grad_enabled(trains):
+        chunked_head_loss(x, weight, targets, chunk_tokens=10, multiple=64)
+    assert seen == [[320]] * (12 if trains else 4)
