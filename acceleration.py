@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from launching import choose_precision
 from run_config import ModelConfig, TrainConfig, UserError
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
-COMPILE_CACHE_DIR = Path.home() / ".cache" / "ddp-train" / "inductor"
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def choose_forward_options(
@@ -53,7 +55,9 @@ def keep_compiled_code() -> None:
     Call it before anything imports torch._dynamo, as building an optimizer does: PyTorch then
     settles for a temporary directory. Not in the run's own directory: it is code.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILE_CACHE_DIR))
+    ours = _our_cache_dir()
+    if ours is not None:
+        os.environ.setdefault(CACHE_VARIABLE, str(ours))
 
 
 class ByLayer(nn.Module):
@@ -95,18 +99,51 @@ def compiled_validation_loss(model: GPTModel, train: TrainConfig) -> Callable[..
 
 
 def why_not(work: Callable[[], object]) -> str:
-    """Do something that compiles; give the first line of what it trips over, else nothing.
+    """Do something that compiles; give a line of what it trips over, else nothing.
+
+    It is tried a second time with nothing kept: a process that was killed while it compiled may
+    have left half a file, on which all later ones would trip.
 
     Raises:
         torch.OutOfMemoryError: the device is full, which is no fault of the compiler.
     """
+    reason = _why_not(work)
+    if reason:
+        kept = Path(os.environ.get(CACHE_VARIABLE, ""))
+        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
+        os.environ.pop("TRITON_CACHE_DIR", None)  # which is below the other
+        _forget_compiled_code()
+        reason = _why_not(work)
+        if not reason and kept == _our_cache_dir():
+            shutil.rmtree(kept, ignore_errors=True)
+    return reason
+
+
+def _forget_compiled_code() -> None:
+    """Drop what this process holds of it, the paths of its files too."""
+    from torch._inductor.utils import clear_caches  # seconds, where nothing is compiled
+
+    torch.compiler.reset()
+    clear_caches()
+
+
+def _our_cache_dir() -> Path | None:
+    try:
+        return Path.home() / ".cache" / "ddp-train" / "inductor"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def _why_not(work: Callable[[], object]) -> str:
     try:
         work()
     except torch.OutOfMemoryError:
         raise
     # A compiler, its language, its cache and its generated code fail in ways of their own.
     except Exception as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        lines = [line for line in str(error).splitlines()
+                 if line.strip() and not line.endswith("raised:")]
+        return (lines or [type(error).__name__])[0][:160]
     return ""
 
 

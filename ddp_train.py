@@ -241,8 +241,7 @@ class Trainer:
         self.step = TrainingStep(self.state, self.config, self.process)
         if self.step.why_eager:
             slower = "validates" if self.step.is_compiled else "trains"
-            self.log.say(f"warning: compiling failed, so it {slower} slower: {self.step.why_eager}"
-                         f" (what was compiled is in {os.environ['TORCHINDUCTOR_CACHE_DIR']})")
+            self.log.say(f"warning: compiling failed, so it {slower} slower: {self.step.why_eager}")
         if self.job.owes_validation:  # a signal came before it, in an earlier start
             self.validate_and_save(self.job.first_step - 1)
 

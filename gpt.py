@@ -47,11 +47,11 @@ class ForwardOptions:
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a token sees itself and what came before it."""
 
-    def __init__(self, config: ModelConfig, options: ForwardOptions) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_heads = config.n_heads
         self.drop_rate = config.drop_rate
-        self.in_blocks = options.attention_in_blocks
+        self.in_blocks = False
         self.qkv = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
         self.output = nn.Linear(config.emb_dim, config.emb_dim)
 
@@ -82,10 +82,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then MLP, each normalised first and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, options: ForwardOptions) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.emb_dim)
-        self.attention = CausalSelfAttention(config, options)
+        self.attention = CausalSelfAttention(config)
         self.mlp_norm = nn.LayerNorm(config.emb_dim)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.drop_rate)
@@ -111,17 +111,23 @@ class GPTModel(nn.Module):
 
     def __init__(self, config: ModelConfig, options: ForwardOptions | None = None) -> None:
         super().__init__()
-        self.config, self.options = config, options or ForwardOptions()
+        self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.emb_dim)
         self.position_embedding = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.drop_rate)
-        self.blocks = nn.ModuleList(
-            Block(config, self.options) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = nn.LayerNorm(config.emb_dim)
         if not config.tie_weights:
             self.head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
         if config.init == "gpt2":
             self._init_gpt2()
+        self.use(options or ForwardOptions())
+
+    def use(self, options: ForwardOptions) -> None:
+        """Compute the forward pass like this from now on."""
+        self.options = options
+        for block in self.blocks:
+            block.attention.in_blocks = options.attention_in_blocks
 
     def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Give the logits, or with `targets` the mean cross-entropy in nats a token.

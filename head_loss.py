@@ -30,11 +30,11 @@ def chunked_head_loss(x: Tensor, weight: Tensor, targets: Tensor, *, chunk_token
 
     Source: Hsu et al. 2024, "Liger Kernel", section 3.2, for gradients in the forward pass.
     """
-    dtype = autocast_dtype(x)
+    x = x.to(autocast_dtype(x))
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled():
-            return _ChunkedHeadLoss.apply(x, weight, targets, chunk_tokens, multiple, dtype)
-        return _losses(x, _Pieces(x, weight, chunk_tokens, multiple, dtype), targets)
+            return _ChunkedHeadLoss.apply(x, weight, targets, chunk_tokens, multiple)
+        return _losses(x, _Pieces(x, weight, chunk_tokens, multiple), targets)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -46,7 +46,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def _losses(x: Tensor, pieces: _Pieces, targets: Tensor) -> Tensor:
     total = torch.zeros((), device=x.device)
-    for some, wanted in pieces.cut(x.to(pieces.weight.dtype), targets):
+    for some, wanted in pieces.cut(x, targets):
         total = total + pieces.log_probabilities(some, wanted)[1]
     return total / len(x)
 
@@ -57,16 +57,15 @@ class _Pieces:
     To take memory anew for each costs a CPU more than to fill it: the system clears it first.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int, multiple: int,
-                 dtype: torch.dtype) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int, multiple: int) -> None:
         self.vocab_size, self._chunk_tokens = len(weight), chunk_tokens
         n, missing_rows = min(chunk_tokens, len(x)), -len(weight) % multiple
-        self.weight = weight.to(dtype)  # (V, C), or with rows of zeros (V', C)
+        self.weight = weight.to(x.dtype)  # (V, C), or with rows of zeros (V', C)
         if missing_rows:
             self.weight = F.pad(self.weight, (0, 0, 0, missing_rows))
         self._logits = self.weight.new_empty(n, len(self.weight))  # of the rows of zeros 0, always
         self._log_probabilities = weight.new_empty(n, len(weight), dtype=torch.float32)
-        if dtype != torch.float32:
+        if x.dtype != torch.float32:
             self._wide = torch.empty_like(self._log_probabilities)
 
     def cut(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -99,9 +98,8 @@ class _ChunkedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
-                multiple: int, dtype: torch.dtype) -> Tensor:
-        ctx.x_dtype, x = x.dtype, x.to(dtype)  # (N, C)
-        pieces = _Pieces(x, weight, chunk_tokens, multiple, dtype)
+                multiple: int) -> Tensor:
+        pieces = _Pieces(x, weight, chunk_tokens, multiple)
         x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         product = torch.empty_like(pieces.weight)
         total = torch.zeros((), device=x.device)
@@ -117,4 +115,4 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         scale = loss_grad / len(x_grad)
-        return (x_grad * scale).to(ctx.x_dtype), weight_grad.mul_(scale), *[None] * 4
+        return (x_grad * scale).to(x_grad.dtype), weight_grad.mul_(scale), None, None, None

@@ -125,6 +125,9 @@ class TrainingStep:
             loss = (Whole if process.world_size == 1 else ByLayer)(state.model, train)
             self.why_eager = self._agree(why_not(lambda: self._try(loss)))
             self.is_compiled = not self.why_eager
+            if not self.is_compiled:
+                eager = train.model_copy(update={"compile": False})
+                state.model.use(choose_forward_options(state.model.config, eager, process.device))
         validates_here = train.validates and (process.is_main or train.validate_on == "all")
         if self.is_compiled and validates_here:
             self._compile_validation()

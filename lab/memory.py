@@ -199,8 +199,13 @@ def _activation_bytes(setting: Setting) -> float:
 
 
 def _norm_bytes(setting: Setting) -> float:
-    """A norm's input, its output as the next product takes it, and two statistics."""
-    return (setting.residual + setting.element) * setting.model.emb_dim + 2 * FLOAT32
+    """A norm's input, its output as the next product takes it, and two statistics.
+
+    Autocast on a GPU widens the input first, and the wide one is kept.
+    """
+    widens = setting.on_gpu and setting.element < FLOAT32
+    input_element = FLOAT32 if widens else setting.residual
+    return (input_element + setting.element) * setting.model.emb_dim + 2 * FLOAT32
 
 
 def _layer_bytes(setting: Setting) -> float:

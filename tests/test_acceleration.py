@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,7 +150,7 @@ def test_where_compiling_fails_it_trains_without(
     assert not step.is_compiled and "no compiler found" in step.why_eager
     assert "\n" not in step.why_eager
     monkeypatch.undo()
-    assert losses_of(step) == losses_of(step_of(compile=False, head_chunks=1))
+    assert losses_of(step) == losses_of(step_of(compile=False))
     assert step.validation_loss(*torch.zeros(2, 2, 16, dtype=torch.int64)).isfinite()
 
 
@@ -165,10 +167,66 @@ def test_the_compiled_code_is_kept_where_it_outlives_a_reboot(
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     acceleration.keep_compiled_code()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(acceleration.COMPILE_CACHE_DIR)
+    kept = Path.home() / ".cache/ddp-train/inductor"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(kept)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     acceleration.keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where compiled code is kept, with half a file in it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    acceleration.keep_compiled_code()
+    kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    kept.mkdir(parents=True)
+    (kept / "half.so").write_bytes(b"\x7fELF")
+    return kept
+
+
+def trip_over(file: str) -> None:
+    if (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / file).exists():
+        raise ImportError(f"backend='inductor' raised:\nImportError: {file}: file too short\n\n")
+
+
+def test_half_a_file_in_the_cache_is_left_behind_for_good(kept: Path) -> None:
+    assert why_not(lambda: trip_over("half.so")) == ""
+    assert not kept.exists()  # so that the next start does not trip
+    assert why_not(lambda: trip_over("half.so")) == ""
+
+
+def test_compiled_code_cut_short_is_compiled_anew(kept: Path) -> None:
+    work = "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(1000))"
+    subprocess.run([sys.executable, "-c", work], check=True)
+    written = [file for file in kept.rglob("*.so") if file.parent != kept]
+    for file in written:
+        os.truncate(file, 100)
+    assert written and why_not(lambda: exec(work)) == ""
+    assert not kept.exists()
+
+
+def test_what_fails_without_a_cache_too_costs_no_cache(kept: Path) -> None:
+    assert why_not(lambda: trip_over("")) == "ImportError: : file too short"
+    assert kept.exists()
+
+
+def test_a_cache_of_the_users_own_is_not_deleted(kept: Path, tmp_path: Path, monkeypatch) -> None:
+    own = kept.rename(tmp_path / "own")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own))
+    assert why_not(lambda: trip_over("half.so")) == ""
+    assert (own / "half.so").exists()
+
+
+def test_a_user_without_a_home_has_pytorchs_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    acceleration.keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 @pytest.mark.parametrize("layout", [acceleration.Whole, acceleration.ByLayer])
@@ -183,8 +241,9 @@ def test_compiled_it_drops_what_eager_code_drops(layout: type) -> None:
     assert not torch.allclose(losses[0], model(*tokens), rtol=1e-4)
 
 
-def test_compiled_it_trains_and_validates_the_same() -> None:
-    step, plain = step_of(), step_of(compile=False)
+@pytest.mark.parametrize("changes", [{}, {"head_chunks": 4, "activation_checkpointing": True}])
+def test_compiled_it_trains_and_validates_the_same(changes: dict) -> None:
+    step, plain = step_of(**changes), step_of(compile=False)
     assert step.is_compiled and not step.why_eager
     torch.testing.assert_close(losses_of(step), losses_of(plain), rtol=1e-4, atol=0)
     tokens = torch.arange(64).view(2, 2, 16)
