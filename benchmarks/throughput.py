@@ -3,7 +3,8 @@
 Each row is measured in a fresh process, rows in turn, the first one again at the end; all see the
 same tokens from the same weights in the same global batches, and must have the same loss curve.
 `--peer NAME=PATH` adds a script of anyone's: it is run with the shape as JSON in the environment
-variable THROUGHPUT_SHAPE, and prints its speed last, as "12345 tokens/s".
+variable THROUGHPUT_SHAPE, and prints its speed last, as "12345 tokens/s"; what follows the path is
+given to it. `peer_nanogpt.py` is such a script, for a copy of nanoGPT.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,8 @@ from run_config import ModelConfig
 
 LOSS_TOLERANCE = {"fp32": 2e-3, "tf32": 0.02, "bf16": 0.02, "fp16": 0.02}
 REFERENCE = "ours, fp32"  # the curve that all others are held against
+HUGGING_FACE = "Hugging Face, SDPA, compiled"
+LEAST_FALL = 0.5  # nats, from the first step to the last: a curve that stays level shows nothing
 PEER_TIMEOUT, ROW_TIMEOUT = 300, 600  # seconds
 
 
@@ -67,7 +71,8 @@ def cpu_benches(rounds: int) -> list[Bench]:
         Row("ours, compiled", "ours", {"compile": True}),
         Row(REFERENCE, "ours", {"precision": "fp32"}),
         Row("ours, fp32, compiled", "ours", {"precision": "fp32", "compile": True}),
-        Row("Hugging Face, SDPA, compiled", "hugging face"),
+        Row(HUGGING_FACE, "hugging face", {"precision": "fp32"}),
+        Row("the same in bf16", "hugging face", {"precision": "bf16"}),
         Row("the original's way", "original"),
         Row("ours, 1 thread", "ours", num_threads=1),
         Row("ours, 2 processes", "ours", num_processes=2, num_threads=1),
@@ -85,7 +90,7 @@ def gpu_benches(rounds: int) -> list[Bench]:
     rows = (
         Row("ours", "ours"),
         Row(REFERENCE, "ours", {"precision": "fp32", "compile": False, "residual_dtype": "fp32"}),
-        Row("Hugging Face, SDPA, compiled", "hugging face"),
+        Row(HUGGING_FACE, "hugging face", {"precision": "bf16"}),
         Row("the original's way", "original"),
     )
     model = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12,
@@ -97,7 +102,7 @@ def gpu_benches(rounds: int) -> list[Bench]:
 # One lever after another, from the original's way to ours, and what else was tried.
 EAGER = {"compile": False, "residual_dtype": "fp32"}
 WITHOUT_BLOCKS = {"attention_in_blocks": False}
-LADDER = (
+CPU_LADDER = (
     Row("the original's way", "original"),
     Row("fused attention, norms and GELU", "plain", {"reads": True}),
     Row("fused AdamW", "plain", {"reads": True, "fused": True}),
@@ -114,6 +119,20 @@ LADDER = (
     Row("tried: compiled, bf16 stream", "ours",
         {"precision": "bf16", "residual_dtype": "bf16", "compile": True}),
 )
+BF16 = {"precision": "bf16"}
+GPU_LADDER = (
+    Row("the original's way", "original"),
+    Row("bf16, fused attention, norms and GELU", "plain", BF16 | {"reads": True}),
+    Row("fused AdamW", "plain", BF16 | {"reads": True, "fused": True}),
+    Row("no loss read in each step", "plain", BF16 | {"fused": True}),
+    Row("gradient norm, skip", "ours", EAGER, forward={"head_multiple": 1}),
+    Row("head padded", "ours", EAGER),
+    Row("bf16 residual stream", "ours", {"compile": False}),
+    Row("compiled: ours", "ours"),
+    Row("tried: head in 8 pieces", "ours", {"head_chunks": 8}),
+    Row("tried: layers recomputed", "ours", {"activation_checkpointing": True}),
+    Row(REFERENCE, "ours", EAGER | {"precision": "fp32"}),
+)
 
 
 @click.command()
@@ -124,17 +143,22 @@ LADDER = (
 @click.option("--rounds", type=click.IntRange(min=1),
               default=1, show_default=True,
               help="Times that each row is measured, and the first one once more.")
+@click.option("--only", multiple=True, metavar="ROW", help="Of our rows, measure just these.")
 @click.option("--ladder", is_flag=True, help="One lever at a time instead of systems.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("throughput"),
               show_default=True, help="Where OUTPUT.json and OUTPUT.png are written.")
-def main(device: str, peers: tuple[str, ...], rounds: int, ladder: bool,
+def main(device: str, peers: tuple[str, ...], rounds: int, only: tuple[str, ...], ladder: bool,
          output: Path) -> None:
     """Measure this trainer, the original's way and Hugging Face's GPT-2 side by side."""
     benches = cpu_benches(rounds) if device == "cpu" else gpu_benches(rounds)
     report, failed = [], False
     for bench in benches:
         if ladder:
-            bench = replace(bench, rows=LADDER)
+            bench = replace(bench, rows=GPU_LADDER if device == "cuda" else CPU_LADDER)
+        rows = tuple(row for row in bench.rows if row.name in (only or (row.name,)))
+        if len(rows) < len(only):
+            raise click.UsageError(f"rows are {'; '.join(row.name for row in bench.rows)}")
+        bench = replace(bench, rows=rows)
         measured = run_rounds(bench, device, dict(peer.split("=", 1) for peer in peers))
         wrong = curves_that_differ(measured)
         failed = failed or bool(wrong)
@@ -151,19 +175,24 @@ def run_rounds(bench: Bench, device: str, peers: dict[str, str]) -> list[Measure
     measured = [Measured(row) for row in bench.rows]
     for name, path in peers.items():
         measured.append(Measured(Row(name, "peer", {"path": path})))
-    for number, one in enumerate([*measured * bench.rounds, measured[0]]):
-        began = time.monotonic()
-        result = run_peer(bench, one.row) if one.row.system == "peer" else run_row(
-            bench, one.row, device)
-        one.results.append(result)
-        click.echo(f"{number + 1}/{len(measured) * bench.rounds + 1} {one.row.name}:"
-                   f" {result['tokens_per_second']:,.0f} tokens/s"
-                   f" ({time.monotonic() - began:.0f} s)", err=True)
+    with tempfile.TemporaryDirectory() as compiled:
+        for number, one in enumerate([*measured * bench.rounds, measured[0]]):
+            began = time.monotonic()
+            kept = Path(compiled) / one.row.name.replace(" ", "-")
+            result = (run_peer(bench, one.row, kept) if one.row.system == "peer" else
+                      run_row(bench, one.row, device, kept))
+            one.results.append(result)
+            click.echo(f"{number + 1}/{len(measured) * bench.rounds + 1} {one.row.name}:"
+                       f" {result['tokens_per_second']:,.0f} tokens/s"
+                       f" ({time.monotonic() - began:.0f} s)", err=True)
     return measured
 
 
-def run_row(bench: Bench, row: Row, device: str) -> dict[str, Any]:
-    """Measure a row in a fresh process; where the device is too small, half the microbatch."""
+def run_row(bench: Bench, row: Row, device: str, compiled: Path) -> dict[str, Any]:
+    """Measure a row in a fresh process; where the device is too small, half the microbatch.
+
+    What it compiles is kept in a directory of its own: its first round is a first start.
+    """
     size = bench.microbatch_size // row.num_processes
     while True:
         order = Order(row, bench.model, size, bench.global_batch_size, bench.num_steps, device)
@@ -174,7 +203,8 @@ def run_row(bench: Bench, row: Row, device: str) -> dict[str, Any]:
                         f"--nproc_per_node={row.num_processes}"] if row.num_processes > 1 else []
             ended = subprocess.run(
                 [sys.executable, *launcher, "-m", "benchmarks.throughput_child", *map(str, paths)],
-                cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=ROW_TIMEOUT)
+                cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=ROW_TIMEOUT,
+                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
             if ended.returncode == 0:
                 return json.loads(paths[1].read_text())
         if "out of memory" not in ended.stderr or size == 1:
@@ -182,13 +212,15 @@ def run_row(bench: Bench, row: Row, device: str) -> dict[str, Any]:
         size //= 2
 
 
-def run_peer(bench: Bench, row: Row) -> dict[str, Any]:
+def run_peer(bench: Bench, row: Row, compiled: Path) -> dict[str, Any]:
     """Run somebody's script, and read the last speed that it prints."""
     shape = bench.model.model_dump() | {"batch_size": bench.global_batch_size,
+                                        "microbatch_size": bench.microbatch_size,
                                         "num_steps": bench.num_steps}
-    ended = subprocess.run([sys.executable, row.changes["path"]], capture_output=True, text=True,
-                           timeout=PEER_TIMEOUT,
-                           env=os.environ | {"THROUGHPUT_SHAPE": json.dumps(shape)})
+    ended = subprocess.run([sys.executable, *shlex.split(row.changes["path"])],
+                           capture_output=True, text=True, timeout=PEER_TIMEOUT,
+                           env=os.environ | {"THROUGHPUT_SHAPE": json.dumps(shape),
+                                             "TORCHINDUCTOR_CACHE_DIR": str(compiled)})
     found = re.findall(r"([\d,.]+) *tok", ended.stdout)
     if ended.returncode or not found:
         raise click.ClickException(f"{row.name} gave no speed:\n{ended.stderr[-2000:]}")
@@ -208,6 +240,9 @@ def curves_that_differ(measured: list[Measured]) -> list[str]:
                 off = np.abs(np.subtract(result["losses"], reference)).max()
                 if not off <= LOSS_TOLERANCE[result["precision"]]:  # nor is NaN
                     wrong.append(f"{one.row.name}: its losses are {off:.4f} off")
+    if not reference[0] - reference[-1] >= LEAST_FALL:
+        wrong.append(f"the loss went from {reference[0]:.3f} to {reference[-1]:.3f}: too level to"
+                     " tell one curve from another")
     return wrong
 
 
@@ -260,7 +295,7 @@ def table(report: dict[str, Any]) -> list[str]:
     """Word one shape's results as a Markdown table."""
     rates = {row["name"]: row["tokens_per_second"] for row in report["rows"]}
     bases = {"the original's": rates.get("the original's way"),
-             "Hugging Face": rates.get("Hugging Face, SDPA, compiled")}
+             "Hugging Face": rates.get(HUGGING_FACE)}
     bases = {name: rate for name, rate in bases.items() if rate}
     machine = report["machine"]
     lines = ["", f"{report['title']} on {machine['device']}, PyTorch {machine['torch']}",
