@@ -289,6 +289,7 @@ class Trainer:
     def wait_for_all(self) -> None:
         """Wait for the slowest process, however long it takes. A collective: every rank."""
         with self.clock.phase(WAITING), self.supervisor.waiting():
+            failpoint("wait")
             dist.barrier(self.group)
 
     def report_if_due(self, global_step: int) -> None:

@@ -2,7 +2,7 @@
 
 The environment variable DDP_TRAIN_FAILPOINT holds "place:fault", with ":rank=R", ":hit=N" and
 ":attempt=A" where only one rank, the N-th time, or one of torchrun's restarts is meant:
-"save.rename:kill:rank=0:hit=2".
+"save.rename:kill:rank=0:hit=2". Several are separated by semicolons.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _hits: Counter[str] = Counter()
 def failpoint(place: str) -> bool:
     """Fail here if this is the place; tell if a fault that the caller makes is asked for here."""
     wanted = os.environ.get(VARIABLE)
-    return wanted is not None and _fail(place, *wanted.split(":"))
+    return wanted is not None and any([_fail(place, *one.split(":")) for one in wanted.split(";")])
 
 
 def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
@@ -30,8 +30,9 @@ def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
              "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}
     if place != wanted_place or any(wanted.get(key, now) != now for key, now in found.items()):
         return False
-    _hits[place] += 1
-    if "hit" in wanted and _hits[place] != int(wanted["hit"]):
+    counted = f"{place}:{fault}"
+    _hits[counted] += 1
+    if "hit" in wanted and _hits[counted] != int(wanted["hit"]):
         return False
     match fault:
         case "kill":

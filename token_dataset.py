@@ -244,11 +244,9 @@ def _check_validation_length(run: Run, validation: Microbatches) -> None:
         if run.train.validation_batches:
             key = "validation_batches"
             wanted = f"{run.train.validation_batches} microbatches of {run.train.microbatch_size}"
-        raise UserError(
-            f"{run.train_path}: {key} is {wanted}, but {file.path} has {found} sequences from"
-            f" token {validation.start_token} on ({file.num_tokens} tokens in all); lower it or"
-            " start_val_token"
-        )
+        raise UserError(f"{run.train_path}: {key} is {wanted}, but {file.path} has {found}"
+                        f" sequences from token {validation.start_token} on; lower it or"
+                        " start_val_token")
 
 
 def prefetch(

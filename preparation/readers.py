@@ -18,6 +18,7 @@ from preparation.cutting import BadShard, Piece, cut_document, find_cuts, piece_
 from preparation.parquet import parquet_pieces, text_bytes
 
 TASK_BYTES = 2**22  # of text in a task, roughly
+LONGEST_LINE = 2**28  # bytes held at once: a small file may unpack to one endless line
 WHOLE_GROUP_BYTES = 2**24  # a parquet row group up to this size is read by a worker
 
 
@@ -125,6 +126,8 @@ def text_tasks(paths: Sequence[Path]) -> Iterator[Task]:
                 small, size = [*small, path], size + num_bytes
         except OSError as error:
             yield Unreadable(f"{path}: cannot be read: {error.strerror}")
+        except BadShard as error:
+            yield Unreadable(str(error))
     if small:
         yield TextFiles(small, size)
 
@@ -139,6 +142,8 @@ def _file_pieces(path: Path) -> Iterator[Piece]:
                 yield piece_of(data[start:stop], ends_document=False)
                 start = stop
             rest = bytes(data[start:])
+            if len(rest) > LONGEST_LINE:
+                raise BadShard(f"{path}: {LONGEST_LINE >> 20} MiB without a blank are no text")
     yield piece_of(memoryview(rest), ends_document=True)
 
 
@@ -166,7 +171,10 @@ def _blocks_of_lines(path: Path) -> Iterator[bytes]:
     try:
         with _open(path) as file:
             while block := file.read(TASK_BYTES):
-                yield block + file.readline()
+                line = file.readline(LONGEST_LINE)
+                if len(line) == LONGEST_LINE:
+                    raise BadShard(f"{path}: a line of more than {LONGEST_LINE >> 20} MiB")
+                yield block + line
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise BadShard(f"{path}: damaged, or cannot be read: {str(error)[:80]}") from None
 

@@ -10,6 +10,12 @@ from support import Workplace
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--storm", type=int, default=6, metavar="N",
                      help="how often test_storm.py kills a run")
+    parser.addoption("--restarts", type=int, default=1, metavar="N",
+                     help="how often test_faults.py and test_nodes.py let torchrun restart a rank")
+    parser.addoption("--exits", type=int, default=5, metavar="N",
+                     help="how many runs test_leaks.py takes to their end")
+    parser.addoption("--matrix", action="store_true",
+                     help="every fault of test_fault_matrix.py, not one in eight")
 
 
 @pytest.fixture

@@ -127,25 +127,36 @@ def forked(script: str, arguments: list[str], *, num_processes: int | None = Non
     with tempfile.TemporaryDirectory() as folder:
         process, outputs = start_forked(script, arguments, num_processes=num_processes,
                                         environment=environment, folder=Path(folder))
-        process.join(timeout=100)
-        if process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)  # its workers too
-            process.join()
-        stdout, stderr = (path.read_text(errors="replace") for path in outputs)
-    return CompletedProcess([script, *arguments], process.exitcode, stdout, stderr)
+        return ended(process, outputs)
+
+
+def ended(process: multiprocessing.process.BaseProcess,
+          outputs: list[Path]) -> CompletedProcess[str]:
+    """Wait for the end of what `start_forked` has started."""
+    process.join(timeout=100)
+    if process.is_alive():
+        os.killpg(process.pid, signal.SIGKILL)  # its workers too
+        process.join()
+    stdout, stderr = (path.read_text(errors="replace") for path in outputs)
+    return CompletedProcess([process.name], process.exitcode, stdout, stderr)
 
 
 def start_forked(
     script: str, arguments: list[str], *, num_processes: int | None = None,
-    environment: dict[str, str] | None = None, folder: Path | None = None
+    environment: dict[str, str] | None = None, folder: Path | None = None, **launch: Any
 ) -> tuple[multiprocessing.process.BaseProcess, list[Path]]:
-    """Start what `forked` runs; give its process, and where its stdout and stderr go."""
+    """Start what `forked` runs; give its process, and where its stdout and stderr go.
+
+    Args:
+        launch: of torchrun's LaunchConfig, what is not as in `torchrun --standalone`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ddp_train", "torch.distributed.run", "torch._dynamo",
                                     "matplotlib.pyplot"])
     outputs = [folder / "stdout", folder / "stderr"] if folder else [Path(os.devnull)] * 2
-    process = context.Process(target=_run_forked,
-                              args=(script, arguments, num_processes, outputs, environment))
+    process = context.Process(target=_run_forked, args=(
+        script, arguments, outputs, environment or {},
+        launch | {"nproc_per_node": num_processes} if num_processes else None))
     process.start()
     return process, outputs
 
@@ -156,22 +167,21 @@ def children_of(pid: int) -> list[int]:
             for child in task.read_text().split()]
 
 
-def _run_forked(script: str, arguments: list[str], num_processes: int | None,
-                outputs: list[Path], environment: dict[str, str] | None) -> None:
+def _run_forked(script: str, arguments: list[str], outputs: list[Path],
+                environment: dict[str, str], launch: dict[str, Any] | None) -> None:
     os.setsid()
-    os.environ |= environment or {}
+    os.environ |= environment
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(PROJECT_DIR)
-    if num_processes is None:
+    if launch is None:
         _run_script(script, arguments)
         return
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_processes, run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0,
-    )
+    config = LaunchConfig(**{
+        "min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0", "start_method": "fork", "max_restarts": 0} | launch)
     elastic_launch(config, _run_script)(script, arguments)
 
 

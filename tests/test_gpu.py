@@ -7,14 +7,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from support import Workplace, read_lines, succeeded, write_tokens
+from torch.nn.parallel import DistributedDataParallel
 
+from acceleration import ByLayer
 from batch_plan import BatchPlan
-from launching import Process
+from launching import Process, autocast
 from run_config import ModelConfig, TrainConfig
 from token_dataset import Microbatch, Microbatches, TokenFile, prefetch
-from training_step import TrainingStep, build_training_state
+from training_step import SnapshotBuffers, TrainingStep, build_training_state
 
 pytestmark = pytest.mark.gpu
 
@@ -104,3 +107,83 @@ def test_a_checkpoint_has_the_vocabulary_s_rows(workplace: Workplace) -> None:
     weights = load_file(workplace.runs_dir / "tiny/checkpoints/latest/model.safetensors")
     assert weights["head.weight"].shape == weights["token_embedding.weight"].shape == (50257, 16)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_a_whole_step_with_its_data_never_waits_for_the_device(tmp_path) -> None:
+    write_tokens(tmp_path / "t.safetensors", np.arange(100_000, dtype=np.uint16) % 50257)
+    plan = BatchPlan(microbatch_size=8, gradient_accumulation_steps=2, world_size=1,
+                     context_length=MODEL.context_length, num_steps=8)
+    data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0,
+                        vocab_size=MODEL.vocab_size)
+    step = step_of()
+    batches = prefetch(data, range(16), device=step.process.device)
+    step.take(batches, num_microbatches=2, learning_rate=1e-3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            step.take(batches, num_microbatches=2, learning_rate=1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(precision: str) -> None:
+    step, batches = step_of(precision=precision), noisy_steps_upwards()
+    step.take(batches, num_microbatches=1, learning_rate=1e-3)
+    before = SnapshotBuffers().take(step.state)
+    step.state.model.final_norm.weight.register_hook(lambda grad: grad * torch.nan)
+    _, grad_norm = step.take(batches, num_microbatches=1, learning_rate=1e-3)
+    assert not grad_norm.isfinite()
+    after = SnapshotBuffers().take(step.state)
+    torch.testing.assert_close(after.weights, before.weights, rtol=0, atol=0)
+    torch.testing.assert_close(after.trainer["optimizer"]["state"],
+                               before.trainer["optimizer"]["state"], rtol=0, atol=0)
+
+
+def test_a_snapshot_is_a_copy_in_pinned_memory() -> None:
+    step, batches, buffers = step_of(), noisy_steps_upwards(), SnapshotBuffers()
+    step.take(batches, num_microbatches=1, learning_rate=1e-3)
+    snapshot = buffers.take(step.state)
+    kept = {name: tensor.clone() for name, tensor in snapshot.weights.items()}
+    assert all(tensor.is_pinned() for tensor in snapshot.weights.values())
+    on_device = step.state.model.state_dict()
+    assert all(torch.equal(tensor, on_device[name].cpu()) for name, tensor in kept.items())
+    step.take(batches, num_microbatches=1, learning_rate=1e-3)
+    torch.cuda.synchronize()
+    assert all(torch.equal(snapshot.weights[name], tensor) for name, tensor in kept.items())
+
+
+def test_compiled_it_validates_as_eager_code_does() -> None:
+    compiled, eager = step_of(), step_of(compile=False)
+    _, token_ids, targets = next(noisy_steps_upwards())
+    for step in (compiled, eager):
+        step.state.model.eval()
+    with torch.inference_mode():
+        for size in (8, 3):
+            part = token_ids[:size], targets[:size]
+            torch.testing.assert_close(compiled.validation_loss(*part),
+                                       eager.validation_loss(*part), rtol=2e-3, atol=0)
+
+
+def test_layers_compiled_one_by_one_share_gradients_over_nccl() -> None:
+    """A group of one: the second process would need a second GPU."""
+    step = step_of(compile=False)
+    loss = ByLayer(step.state.model, step.train)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shared = DistributedDataParallel(loss, device_ids=[0], gradient_as_bucket_view=True)
+        _, token_ids, targets = next(noisy_steps_upwards())
+        with autocast("bf16", step.process.device):
+            found = shared(token_ids, targets)
+            found.backward()
+            gradients = {name: p.grad.clone() for name, p in step.state.model.named_parameters()}
+            step.state.model.zero_grad()
+            expected = step.state.model(token_ids, targets)
+            expected.backward()
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
+        for name, parameter in step.state.model.named_parameters():
+            off = (gradients[name] - parameter.grad).norm()
+            assert off <= 0.03 * parameter.grad.norm(), name
+    finally:
+        del shared
+        dist.destroy_process_group()

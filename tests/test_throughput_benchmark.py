@@ -42,7 +42,8 @@ ROWS = (Row("ours", "ours"), Row(REFERENCE, "ours", {"precision": "fp32"}),
         Row("the original's way", "original"), Row("fused AdamW", "plain", {"fused": True}),
         Row("two processes", "ours", {"precision": "fp32"}, num_processes=2))
 STEPS = 120
-BENCH = Bench("tiny", MODEL, ROWS, global_batch_size=4, microbatch_size=2, num_steps=STEPS, rounds=1)
+BENCH = Bench("tiny", MODEL, ROWS, global_batch_size=4, microbatch_size=2, num_steps=STEPS,
+              rounds=1)
 CEILING = {"fp32": 1e9}
 
 

@@ -1,0 +1,76 @@
+"""Nothing grows slowly, and every run ends cleanly: `--exits 100` for a hundred of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support import Workplace, children_of, ended, start_forked, succeeded
+
+NUM_STEPS = 2000
+EVENTFUL = {"min_train_tokens": NUM_STEPS * 128, "validation_interval": 50, "keep_checkpoints": 2}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process held at one moment."""
+
+    global_step: int
+    private_bytes: int
+    num_threads: int
+    num_files: int
+
+    @classmethod
+    def of(cls, pid: int, global_step: int) -> Sample:
+        status = dict(line.split(":", 1)
+                      for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return cls(global_step, int(status["RssAnon"].split()[0]) * 1024, int(status["Threads"]),
+                   len(list(Path(f"/proc/{pid}/fd").iterdir())))
+
+
+def test_two_thousand_steps_leave_memory_files_and_threads_as_they_were(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """With forty validations, checkpoints and charts in between."""
+    workplace.add_dataset(num_tokens=NUM_STEPS * 128 + 1000)
+    metrics_path = workplace.add_run(train=EVENTFUL) / "metrics.jsonl"
+    process, outputs = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
+                                    folder=tmp_path)
+    samples: dict[int, list[Sample]] = {}
+    while process.is_alive():
+        reported = metrics_path.read_text().count('"train_loss"') * 10 if (
+            metrics_path.exists()) else 0
+        workers = children_of(process.pid)
+        if NUM_STEPS // 4 <= reported <= NUM_STEPS - 50 and len(workers) == 2:
+            for pid in workers:
+                samples.setdefault(pid, []).append(Sample.of(pid, reported))
+        time.sleep(0.05)
+    succeeded(ended(process, outputs))
+    assert len(samples) == 2
+    for taken in samples.values():
+        third = len(taken) // 3
+        early, late = taken[:third], taken[-third:]
+        assert third >= 10 and late[0].global_step - early[-1].global_step > NUM_STEPS // 6
+        grown = max(s.private_bytes for s in late) - max(s.private_bytes for s in early)
+        print(f"\n{NUM_STEPS} steps: {grown / MIB:+.2f} MiB between the first and the last third"
+              f" of steps {taken[0].global_step} to {taken[-1].global_step}")
+        assert grown < 1 * MIB
+        for name in ("num_threads", "num_files"):
+            assert max(getattr(s, name) for s in late) <= max(getattr(s, name) for s in early)
+
+
+def test_runs_end_cleanly(workplace: Workplace, num_exits: int) -> None:
+    workplace.add_dataset()
+    for number in range(num_exits):
+        workplace.add_run(f"run-{number}")
+        result = succeeded(workplace.torchrun(2, f"run-{number}", "--max-steps", "2"))
+        assert result.stderr == ""
+    print(f"\n{num_exits} of {num_exits} runs ended cleanly")
+
+
+@pytest.fixture
+def num_exits(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--exits")
