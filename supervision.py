@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from launching import Process
+from notice_board import NoticeBoard
 from run_clock import PhaseClock
 from run_config import UserError, one_line
 from run_metrics import to_json, write_aside
@@ -33,9 +34,8 @@ TICK = 0.25  # seconds between two looks at the others and at the clock
 HEARTBEAT_SECONDS = 5.0
 SAME_SIGNAL_SECONDS = 1.0  # torchrun passes on what its processes may have got already
 STOP_DEADLINE = 25.0  # seconds from a signal to the end, come what may: torchrun kills after 30
-WAITS = b"waits"
+WAITS = "waits"
 FAILURE_GRACE = 7.0  # seconds that others have to save what they are writing
-
 
 Item = TypeVar("Item")
 
@@ -50,8 +50,7 @@ class Supervisor:
 
     def __init__(self, process: Process, store: dist.Store, clock: PhaseClock,
                  heartbeat_path: Path) -> None:
-        self.process, self.clock, self._store = process, clock, store
-        self._has_store = True
+        self.process, self.clock, self._board = process, clock, NoticeBoard(store)
         self._heartbeat_path, self._heartbeat_due = heartbeat_path, 0.0
         self.stop_signal = 0
         self.before_leaving: Callable[[str, str], None] = lambda status, reason: None
@@ -64,10 +63,11 @@ class Supervisor:
         self._left = threading.Event()
         self._siblings: dict[int, int] = {}  # rank: process id, of this machine
         self._looked_for = {process.rank}
+        self._seen: dict[int, tuple[int, float]] = {}  # rank: its count of beats, and since when
 
     def start(self) -> None:
         """Watch from here on. Needs the main thread."""
-        self._tell(f"process/{self.process.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._board.tell(f"process/{self.process.rank}", f"{socket.gethostname()} {os.getpid()}")
         self._signals, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
@@ -106,10 +106,11 @@ class Supervisor:
 
     def leave(self) -> None:
         """End the watch: this process is done."""
-        self._tell(f"left/{self.process.rank}")
+        self._board.tell(f"left/{self.process.rank}")
         self._left.set()
         self._wakeup.send(b"\0")
-        self._thread.join()  # one that is in C++ when Python ends would take the process with it
+        self._thread.join()
+        self._board.close()
         if self.process.is_main:
             self._heartbeat_path.unlink(missing_ok=True)
 
@@ -120,7 +121,7 @@ class Supervisor:
             if is_timeout:
                 self._accuse(f"no answer within the collective timeout: {_cause(error)}")
             self._wait_for_failure()
-            self._end(FAILED, f"lost the others: {_cause(error)}")
+            self._end(FAILED, f"lost the others {self._position()}: {_cause(error)}")
         status = DISK if isinstance(error, OSError) and error.errno == 28 else FAILED
         if isinstance(error, UserError):
             status = error.status
@@ -140,8 +141,7 @@ class Supervisor:
     def _claim(self, status: int, reason: str) -> tuple[int, str]:
         """Say why the run fails, if nobody has yet; give the status and reason that hold."""
         mine = f"{status} {self.process.rank} {reason}"
-        held = self._ask(lambda store: store.compare_set("failed", "", mine))
-        held = held.decode() if held else mine
+        held = self._board.claim("failed", mine)
         if held == mine:
             print(f"Error: {one_line(reason)}", file=sys.stderr, flush=True)
         held_status, _, held_reason = held.split(" ", 2)
@@ -166,7 +166,7 @@ class Supervisor:
         if self._has_failed_somewhere():
             self._end(FAILED, "was stopped")
         self._stop(number)
-        self._tell("stop", str(number))
+        self._board.tell("stop", str(number))
 
     def _stop(self, number: int) -> None:
         self._stop_at, self.stop_signal = time.monotonic() + STOP_DEADLINE, number
@@ -181,15 +181,15 @@ class Supervisor:
         os._exit(128 + self.stop_signal)
 
     def _look_at_the_others(self) -> None:
-        if not self.stop_signal and self._knows("stop"):
-            self._stop(int(self._ask(lambda store: store.get("stop")) or signal.SIGTERM))
-        if self._knows("accused"):
+        if not self.stop_signal and self._board.knows("stop"):
+            self._stop(int(self._board.read("stop") or signal.SIGTERM))
+        if self._board.knows("accused"):
             self._testify()
         self._find_siblings()
-        if not self._has_store:
+        if not self._board.is_there:
             return  # nobody can tell any more who has left and who was lost
         for rank, pid in list(self._siblings.items()):
-            if not Path(f"/proc/{pid}").exists() and not self._knows(f"left/{rank}"):
+            if not Path(f"/proc/{pid}").exists() and not self._board.knows(f"left/{rank}"):
                 del self._siblings[rank]
                 self._claim(FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed")
         if self._leave_at == float("inf") and self._has_failed_somewhere():
@@ -197,11 +197,9 @@ class Supervisor:
 
     def _find_siblings(self) -> None:
         for rank in range(self.process.world_size):
-            key = f"process/{rank}"
-            if rank not in self._looked_for and self._knows(key):
+            if rank not in self._looked_for and self._board.knows(f"process/{rank}"):
                 self._looked_for.add(rank)
-                told = self._ask(lambda store, key=key: store.get(key)) or b"- 0"
-                host, pid = told.decode().split()
+                host, pid = (self._board.read(f"process/{rank}") or "- 0").split()
                 if host == socket.gethostname() and Path("/proc").is_dir():
                     self._siblings[rank] = int(pid)
 
@@ -212,19 +210,22 @@ class Supervisor:
         if now > self._stop_at:
             self._leave_for_signal()
         silence = now - self._last_sign
-        if self._hang_seconds and silence > self._hang_seconds and not self._may_wait:
-            self._accuse(f"no sign of life for {silence:.0f} s")
+        if self._hang_seconds and silence > self._hang_seconds:
+            if not self._may_wait:
+                self._accuse(f"no sign of life for {silence:.0f} s")
+            elif not self._board.is_there:  # so nobody can say that the others are at work
+                self._end(FAILED, f"lost the others {self._position()}: torchrun's store is gone")
 
     def _accuse(self, what: str) -> NoReturn:
         """Find out who hangs: every process says how far it is, and shows its stacks."""
-        self._tell("accused")
+        self._board.tell("accused")
         self._testify()
         time.sleep(4 * TICK)
         signs = {}
         for rank in range(self.process.world_size):
-            if self._knows(f"signs/{rank}"):
-                said = self._ask(lambda store, rank=rank: store.get(f"signs/{rank}"))
-                if said != WAITS:
+            if self._board.knows(f"signs/{rank}"):
+                said = self._board.read(f"signs/{rank}")
+                if said and said != WAITS:
                     signs[rank] = tuple(map(int, said.split()))
         hung = [rank for rank, place in signs.items() if place == min(signs.values())]
         ranks = " and ".join(map(str, hung or [self.process.rank]))
@@ -239,13 +240,30 @@ class Supervisor:
                 stacks.seek(0)
                 head = f"rank {self.process.rank} {self._position()}, its stacks:\n"
                 os.write(sys.stderr.fileno(), head.encode() + stacks.read())
-            said = WAITS.decode() if self._may_wait else f"{self._step} {self._signs}"
-            self._tell(f"signs/{self.process.rank}", said)
+            said = WAITS if self._may_wait else f"{self._step} {self._signs}"
+            self._board.tell(f"signs/{self.process.rank}", said)
+
+    def _look_for_lost_machines(self, now: float) -> None:
+        """See if all count their beats: a machine out of reach would be waited for forever."""
+        patience = max(self._hang_seconds or float("inf"), 3 * HEARTBEAT_SECONDS)
+        for rank in range(self.process.world_size):
+            beats = self._board.count(f"beats/{rank}")
+            if self._seen.get(rank, (None, 0.0))[0] != beats:
+                self._seen[rank] = beats, now
+            elif now - self._seen[rank][1] > patience and not self._board.knows(f"left/{rank}"):
+                self._claim(FAILED, f"rank {rank} is lost {self._position()}: its machine has not"
+                                    f" answered for {patience:.0f} s")
+                self._seen[rank] = beats, float("inf")  # said once
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if self.process.is_main and now >= self._heartbeat_due:
-            self._heartbeat_due = now + HEARTBEAT_SECONDS
+        if now < self._heartbeat_due:
+            return
+        self._heartbeat_due = now + HEARTBEAT_SECONDS
+        self._board.count(f"beats/{self.process.rank}", up_by=1)
+        if self._board.is_there and self.process.world_size > 1:
+            self._look_for_lost_machines(now)
+        if self.process.is_main:
             try:
                 write_aside(self._heartbeat_path, to_json({
                     "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -259,27 +277,13 @@ class Supervisor:
         return f"in {self.clock.current}{step}"
 
     def _has_failed_somewhere(self) -> bool:
-        return self._knows("failed")
+        return self._board.knows("failed")
 
     def _wait_for_failure(self) -> None:
         until = time.monotonic() + 2
-        while time.monotonic() < until and not self._has_failed_somewhere():
+        while (self._board.is_there and time.monotonic() < until
+               and not self._has_failed_somewhere()):
             time.sleep(TICK / 5)
-
-    def _tell(self, key: str, text: str = "") -> None:
-        self._ask(lambda store: store.set(key, text))
-
-    def _knows(self, key: str) -> bool:
-        return bool(self._ask(lambda store: store.check([key])))
-
-    def _ask(self, question: Callable[[dist.Store], object]) -> object:
-        """Ask the store; None where torchrun, and the store with it, is gone."""
-        if self._has_store:
-            try:
-                return question(self._store)
-            except RuntimeError:
-                self._has_store = False
-        return None
 
 
 def _comes_from_others(error: BaseException) -> bool:

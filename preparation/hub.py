@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from filelock import FileLock
 from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 def fetch_dataset(dataset_dir: Path, repository: str) -> None:
-    """Download a token dataset. One process of each node.
+    """Download a token dataset. One process of each node; nodes may share the directory.
 
     Its files get their names when whole; what is there already is not fetched again.
 
@@ -47,8 +48,18 @@ def fetch_dataset(dataset_dir: Path, repository: str) -> None:
         UserError: the hub cannot be reached, or has no such dataset for this user.
     """
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
-    for name in ("train.safetensors", "validation.safetensors"):
-        _download(repository, name, revision=info.sha, local_dir=dataset_dir)
+    # The hub's client looks what is there before it waits for another that downloads it.
+    lock = FileLock(dataset_dir / ".cache" / "fetching.lock")
+    try:
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise UserError(f"{dataset_dir}: cannot be written: {error.strerror or error}") from None
+    try:
+        for name in ("train.safetensors", "validation.safetensors"):
+            _download(repository, name, revision=info.sha, local_dir=dataset_dir)
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ ROWS = [
     {"supervision"},
     {"gpt", "token_dataset", "optimization", "tokenizer", "launching", "run_metrics", "agreement"},
     {"run_clock", "command_line", "expected_speed", "head_loss", "block_attention"},
-    {"batch_plan", "curve_fits", "memory_meters", "run_lock"},
+    {"batch_plan", "curve_fits", "memory_meters", "run_lock", "notice_board"},
     {"run_config", "manifest", "failpoints"},
 ]
 # The same within preparation/, which is one room to the others.
