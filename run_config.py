@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from dataclasses import dataclass, replace
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -228,7 +229,7 @@ def load_run(runs_dir: Path, name: str) -> Run:
 
 def check_inside(path: Path, root: Path, option: str) -> None:
     """Refuse a directory that a link leads out of its root. Raises: UserError."""
-    if not path.resolve().is_relative_to(root.resolve()):
+    if not Path(realpath(path)).is_relative_to(realpath(root)):  # of loops resolve() makes errors
         raise UserError(f"{path}: leads out of the directory it is in; name the place where it"
                         f" really is with {option}")
 

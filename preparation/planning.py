@@ -35,7 +35,10 @@ def free_output(output_dir: Path) -> Path:
     Raises:
         UserError: something is there already, or it can not be replaced.
     """
-    output_dir = output_dir.resolve()
+    try:
+        output_dir = output_dir.resolve()
+    except RuntimeError:  # so does Python 3.11 say it
+        raise UserError(f"{output_dir}: links that lead in a circle; name another output") from None
     if output_dir.is_mount() or output_dir == Path.cwd():
         raise UserError(f"{output_dir}: is a mount point, or where you are; name a directory in it")
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):

@@ -14,13 +14,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="how often test_faults.py and test_nodes.py let torchrun restart a rank")
     parser.addoption("--exits", type=int, default=5, metavar="N",
                      help="how many runs test_leaks.py takes to their end")
-    parser.addoption("--matrix", action="store_true",
-                     help="every fault of test_fault_matrix.py, not one in eight")
+    parser.addoption("--thorough", action="store_true",
+                     help="all faults, nodes and steps that the tests of faults, nodes and leaks"
+                          " are laid out for, not a selection")
 
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Workplace:
     return Workplace(tmp_path)
+
+
+@pytest.fixture
+def num_restarts(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--restarts")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

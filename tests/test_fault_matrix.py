@@ -1,4 +1,4 @@
-"""Every fault on every rank in every phase: `uv run pytest tests/test_fault_matrix.py --matrix`.
+"""Every fault on every rank in every phase: `uv run pytest tests/test_fault_matrix.py --thorough`.
 
 Without the option, one cell in eight. `test_faults.py` looks closer at some of them.
 """
@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        is_whole = metafunc.config.getoption("--matrix")
+        is_whole = metafunc.config.getoption("--thorough")
         cells = CELLS if is_whole else CELLS[:: len(PLACES) + 1]  # the diagonal
         metafunc.parametrize("cell", cells, ids=[f"{fault}, {phase}, rank {rank}"
                                                  for fault, (phase, rank) in cells])

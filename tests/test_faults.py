@@ -285,17 +285,21 @@ def test_too_little_room_is_said_before_anything_starts(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_what_was_killed(
-    workplace: Workplace, run_dir: Path, undisturbed: Path, rank: int
+    workplace: Workplace, undisturbed: Path, rank: int, num_restarts: int
 ) -> None:
-    command = torchrun_command(2, "ddp_train.py")
-    command[-1:-1] = ["--max-restarts=2"]
-    result = run_command(*command, *workplace.arguments("tiny"),
-                         **{VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
-    assert result.returncode == 0, result.stderr
-    assert f"Error: rank {rank} is gone in training at step 7" in result.stderr
-    assert "going on from " in result.stdout
-    assert weights_of(run_dir) == weights_of(undisturbed)
-    assert metrics_of(run_dir) == metrics_of(undisturbed)
+    workplace.add_dataset()
+    for number in range(num_restarts):
+        run_dir = workplace.add_run(f"run-{number}", train=SETTINGS)
+        command = torchrun_command(2, "ddp_train.py")
+        command[-1:-1] = ["--max-restarts=2"]
+        result = run_command(*command, *workplace.arguments(run_dir.name),
+                             **{VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
+        assert result.returncode == 0, result.stderr
+        assert f"Error: rank {rank} is gone in training at step 7" in result.stderr
+        assert "going on from " in result.stdout
+        assert weights_of(run_dir) == weights_of(undisturbed)
+        assert metrics_of(run_dir) == metrics_of(undisturbed)
+    print(f"\n{num_restarts} of {num_restarts} restarts recovered")
 
 
 def test_a_heartbeat_can_be_seen_from_outside(workplace: Workplace, run_dir: Path) -> None:

@@ -254,6 +254,14 @@ def test_a_link_that_leads_elsewhere(tiny: Workplace, root: str) -> None:
     assert "leads out of" in refused(tiny, "tiny")
 
 
+@pytest.mark.parametrize("root", ["runs", "datasets"])
+def test_links_in_a_circle(tiny: Workplace, root: str) -> None:
+    path = tiny.root / root / "tiny"
+    shutil.rmtree(path)
+    path.symlink_to(path)
+    assert "tiny" in refused(tiny, "tiny")
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A run that has one checkpoint."""

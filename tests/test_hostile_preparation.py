@@ -44,17 +44,18 @@ SOURCES: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {
     "another column": ("a.parquet", parquet(name="t\x1b[31mext")),
     "an LFS pointer": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
     "a page": ("a.parquet", b"<!DOCTYPE html><html>404</html>"),
-    "deep": ("a.jsonl", b'{"text": ' + b"[" * 10**5), "NaN": ("a.jsonl", b'{"text": NaN}\n'),
-    "no object": ("a.jsonl", b"[1, 2]\n"), "no text": ("a.jsonl", b'{"title": "x"}\n'),
-    "text of an object": ("a.jsonl", b'{"text": {"text": "x"}}\n'),
-    "many digits": ("a.jsonl", b'{"text": ' + b"9" * 10**5 + b"}\n"),
+    "deep": ("a.jsonl", LINES + b'{"text": ' + b"[" * 10**5),
+    "NaN": ("a.jsonl", LINES + b'{"text": NaN}\n'), "no object": ("a.jsonl", LINES + b"[1, 2]\n"),
+    "no text": ("a.jsonl", LINES + b'{"title": "x"}\n'),
+    "text of an object": ("a.jsonl", LINES + b'{"text": {"text": "x"}}\n'),
+    "many digits": ("a.jsonl", LINES + b'{"text": ' + b"9" * 10**5 + b"}\n"),
     "noise": ("a.jsonl", random.Random(1).randbytes(10**5)), "cut": ("a.jsonl", LINES[:-10]),
     "UTF-16": ("a.jsonl", LINES.decode().encode("utf-16")),
     "a control character": ("a\x1b[31m.jsonl", b"{}\n"), "a new line": ("a\nb.jsonl", b"{}\n"),
     "no gzip": ("a.jsonl.gz", LINES), "half a gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-12]),
     "a wrong checksum": ("a.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8)),
     "a bomb": ("a.jsonl.gz", lambda: gzip.compress(bytes(2**29), 1)),
-    "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),
+    "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),  # which is no documents
 }
 OUTPUTS = ["", "\x1b[31m/../../proc/out", "/proc/out", "/dev/null", "/dev/null/out",
            "x" * 300, "source", "a-file", "loop/out"]
@@ -79,7 +80,7 @@ def test_a_source_that_is_none(tmp_path: Path, case: str) -> None:
     source.mkdir()
     (source / name).write_bytes(content() if callable(content) else content)
     line = refused(tmp_path, str(source), str(tmp_path / "out"))
-    assert name.split("\x1b")[0].split("\n")[0] in line
+    assert name.split("\x1b")[0].split("\n")[0] in line or case == "nothing"
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: repr(output)[:20])

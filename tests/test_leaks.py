@@ -1,4 +1,4 @@
-"""Nothing grows slowly, and every run ends cleanly: `--exits 100` for a hundred of them."""
+"""Nothing grows slowly, and every run ends cleanly: `--thorough` for 2,000 steps, `--exits 100`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support import Workplace, children_of, ended, start_forked, succeeded
 
-NUM_STEPS = 2000
-EVENTFUL = {"min_train_tokens": NUM_STEPS * 128, "validation_interval": 50, "keep_checkpoints": 2}
+WARM_UP_STEPS = 1000  # the allocator takes a few MiB more in the first ones
+EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2}
 MIB = 2**20
 
 
@@ -31,12 +31,14 @@ class Sample:
                    len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
-def test_two_thousand_steps_leave_memory_files_and_threads_as_they_were(
-    workplace: Workplace, tmp_path: Path
+def test_steps_leave_memory_files_and_threads_as_they_were(
+    workplace: Workplace, tmp_path: Path, num_steps: int
 ) -> None:
-    """With forty validations, checkpoints and charts in between."""
-    workplace.add_dataset(num_tokens=NUM_STEPS * 128 + 1000)
-    metrics_path = workplace.add_run(train=EVENTFUL) / "metrics.jsonl"
+    """With validations, checkpoints and charts in between; and 1,000 steps before them."""
+    num_steps += WARM_UP_STEPS
+    workplace.add_dataset(num_tokens=num_steps * 128 + 1000)
+    run_dir = workplace.add_run(train=EVENTFUL | {"min_train_tokens": num_steps * 128})
+    metrics_path = run_dir / "metrics.jsonl"
     process, outputs = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
                                     folder=tmp_path)
     samples: dict[int, list[Sample]] = {}
@@ -44,7 +46,7 @@ def test_two_thousand_steps_leave_memory_files_and_threads_as_they_were(
         reported = metrics_path.read_text().count('"train_loss"') * 10 if (
             metrics_path.exists()) else 0
         workers = children_of(process.pid)
-        if NUM_STEPS // 4 <= reported <= NUM_STEPS - 50 and len(workers) == 2:
+        if WARM_UP_STEPS <= reported <= num_steps - 50 and len(workers) == 2:
             for pid in workers:
                 samples.setdefault(pid, []).append(Sample.of(pid, reported))
         time.sleep(0.05)
@@ -53,10 +55,10 @@ def test_two_thousand_steps_leave_memory_files_and_threads_as_they_were(
     for taken in samples.values():
         third = len(taken) // 3
         early, late = taken[:third], taken[-third:]
-        assert third >= 10 and late[0].global_step - early[-1].global_step > NUM_STEPS // 6
+        assert third >= 10 and late[0].global_step > early[-1].global_step
         grown = max(s.private_bytes for s in late) - max(s.private_bytes for s in early)
-        print(f"\n{NUM_STEPS} steps: {grown / MIB:+.2f} MiB between the first and the last third"
-              f" of steps {taken[0].global_step} to {taken[-1].global_step}")
+        print(f"\n{grown / MIB:+.2f} MiB between the first and the last third of steps"
+              f" {taken[0].global_step} to {taken[-1].global_step}")
         assert grown < 1 * MIB
         for name in ("num_threads", "num_files"):
             assert max(getattr(s, name) for s in late) <= max(getattr(s, name) for s in early)
@@ -69,6 +71,11 @@ def test_runs_end_cleanly(workplace: Workplace, num_exits: int) -> None:
         result = succeeded(workplace.torchrun(2, f"run-{number}", "--max-steps", "2"))
         assert result.stderr == ""
     print(f"\n{num_exits} of {num_exits} runs ended cleanly")
+
+
+@pytest.fixture
+def num_steps(request: pytest.FixtureRequest) -> int:
+    return 2000 if request.config.getoption("--thorough") else 300
 
 
 @pytest.fixture

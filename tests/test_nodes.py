@@ -88,6 +88,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Cluster:
     return cluster
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The first node has torchrun's store, so that it is the harder one to lose."""
+    for name in {"node", "rank"} & set(metafunc.fixturenames):
+        metafunc.parametrize(name, [0, 1] if metafunc.config.getoption("--thorough") else [0])
+
+
 def wait_for(path: Path) -> None:
     until = time.monotonic() + 60
     while not path.exists():
@@ -117,7 +123,6 @@ def test_two_nodes_train_the_run_of_one(cluster: Cluster, undisturbed: Path) -> 
         assert found == pytest.approx(wanted, rel=1e-4)  # a process alone has more threads
 
 
-@pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_dies_takes_the_others_along_and_nothing_else(
     cluster: Cluster, undisturbed: Path, node: int
 ) -> None:
@@ -137,7 +142,6 @@ def test_a_node_that_dies_takes_the_others_along_and_nothing_else(
     assert_is_whole(cluster, undisturbed)
 
 
-@pytest.mark.parametrize("node", [0, 1])
 def test_a_signal_to_one_node_stops_both_with_a_checkpoint(
     cluster: Cluster, undisturbed: Path, node: int
 ) -> None:
@@ -155,7 +159,6 @@ def test_a_signal_to_one_node_stops_both_with_a_checkpoint(
     assert validations_of(run_dir) == validations_of(undisturbed)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_both_nodes_restart_when_a_process_of_one_was_killed(
     tmp_path: Path, undisturbed: Path, num_restarts: int, rank: int
 ) -> None:
@@ -171,11 +174,6 @@ def test_both_nodes_restart_when_a_process_of_one_was_killed(
         assert "going on from " in results[0].stdout + results[1].stdout
         assert_is_whole(cluster, undisturbed)
     print(f"\n{num_restarts} of {num_restarts} restarts of two agents recovered")
-
-
-@pytest.fixture
-def num_restarts(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--restarts")
 
 
 @pytest.mark.parametrize("shares_datasets", [False, True])
