@@ -55,7 +55,7 @@ SOURCES: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {
     "no gzip": ("a.jsonl.gz", LINES), "half a gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-12]),
     "a wrong checksum": ("a.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8)),
     "a bomb": ("a.jsonl.gz", lambda: gzip.compress(bytes(2**29), 1)),
-    "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),  # which is no documents
+    "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),
 }
 OUTPUTS = ["", "\x1b[31m/../../proc/out", "/proc/out", "/dev/null", "/dev/null/out",
            "x" * 300, "source", "a-file", "loop/out"]
