@@ -207,7 +207,7 @@ class Trainer:
             protected=[job.resume_from.name] if job.resume_from else [])
         self.ending = Ending(job, clock=self.clock, supervisor=supervisor, group=group,
                              pace=self.pace)
-        self.judges_speed = True
+        self.judges_speed, self.owes_validation = True, False
         self.log = RunLog(self.run, job.plan, clock=self.clock, is_active=self.process.is_main)
         self.window = StepWindow(self.process.device)
 
@@ -238,6 +238,7 @@ class Trainer:
 
     def compile(self) -> None:
         """Make ready to take steps. A collective: every rank."""
+        failpoint("compile")
         self.step = TrainingStep(self.state, self.config, self.process)
         if self.step.why_eager:
             slower = "validates" if self.step.is_compiled else "trains"
@@ -395,7 +396,7 @@ class Trainer:
         self.ending.lays_out_next = self.config.fit_budget  # now it is known what this costs
 
     def save(self, global_step: int, loss: float | None, train_loss: float) -> None:
-        is_owed = self.ending.validates_after(global_step) and loss is None
+        self.owes_validation = self.ending.validates_after(global_step) and loss is None
         self.writer.save(self.state, CheckpointMeta(
             global_step=global_step,
             tokens=(global_step + 1) * self.plan.tokens_per_step,
@@ -405,7 +406,7 @@ class Trainer:
             usd=self.clock.usd(),
             num_steps=self.plan.num_steps if self.config.fit_budget else None,
             tokenizer=self.data.tokenizer_name,
-            owes_validation=is_owed,
+            owes_validation=self.owes_validation,
             model=self.run.model,
             random_seed=self.config.random_seed,
             data=self.data.fingerprints,
@@ -424,6 +425,7 @@ class Trainer:
         self.log.finish(RunEnd(
             global_step=self.ending.last_step,
             stop_reason=self.ending.reason,
+            owes_validation=self.owes_validation,
             num_parameters=self.model.num_parameters(),
             best=best and {"checkpoint": best.name, "global_step": best.meta.global_step,
                            "loss": best.meta.loss},

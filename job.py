@@ -49,7 +49,7 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        return self.first_step >= self.plan.num_steps
+        return self.first_step >= self.plan.num_steps and not self.owes_validation
 
     @property
     def owes_validation(self) -> bool:

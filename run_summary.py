@@ -38,6 +38,7 @@ class RunEnd:
 
     global_step: int
     stop_reason: str | None  # where the run is not finished
+    owes_validation: bool  # then it is not, though all its steps are taken
     num_parameters: int
     best: dict[str, Any] | None  # checkpoint, global_step, loss
     checkpoints: dict[str, float]  # of this start: saved, stalled_seconds, longest_write_seconds
@@ -48,7 +49,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     """Gather what `summary.json` says."""
     records = read_metrics(run.metrics_path)
     tokens = (end.global_step + 1) * plan.tokens_per_step
-    is_finished = end.global_step == plan.num_steps - 1
+    is_finished = end.global_step == plan.num_steps - 1 and not end.owes_validation
     seconds, usd = clock.read(), clock.usd()
     return {
         "run": run.name,

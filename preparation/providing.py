@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
 
+from failpoints import failpoint
 from run_config import UserError
 
 STDLIB_DATASET = "python-stdlib"  # text that every machine has: prepared where it is first used
@@ -43,9 +45,12 @@ def _prepare_stdlib(dataset_dir: Path) -> None:
     from preparation.planning import PrepareOptions
 
     # In a place of its own: the nodes of a cluster may share the directory and come at once.
-    own_dir = dataset_dir.parent / f".{dataset_dir.name}.{socket.gethostname()}-{os.getpid()}"
+    places = f".{dataset_dir.name}.{socket.gethostname()}-"
+    _remove_leftovers(dataset_dir.parent, places)
+    own_dir = dataset_dir.parent / f"{places}{os.getpid()}"
     try:
         prepare_dataset(python_stdlib(), own_dir, PrepareOptions(tokenizer="bytes"))
+        failpoint("provide")
         own_dir.rename(dataset_dir)  # takes the place of an empty directory, never of a full one
     except OSError as error:
         if not is_complete(dataset_dir):  # else another was first, with the same result
@@ -53,3 +58,21 @@ def _prepare_stdlib(dataset_dir: Path) -> None:
             raise UserError(f"{dataset_dir}: cannot be written: {reason}") from None
     finally:
         shutil.rmtree(own_dir, ignore_errors=True)
+
+
+def _remove_leftovers(parent: Path, places: str) -> None:
+    """Remove what killed processes of this machine have left half done."""
+    for path in parent.glob(f".*{places.removeprefix('.')}*"):
+        found = re.search(r"-(\d+)(\.partial)?$", path.name)
+        if found and not _is_alive(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True

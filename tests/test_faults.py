@@ -199,6 +199,39 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
     assert steps == sorted(set(steps))
 
 
+def test_a_signal_in_the_last_validation_is_made_up_for(
+    workplace: Workplace, run_dir: Path, undisturbed: Path
+) -> None:
+    at = "rank=0:hit=8"  # when all 12 steps are done
+    fault = f"validate:signal:{at}:number=15;validate:slow:{at}:seconds=1"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
+    assert result.returncode == 128 + 15
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed, stopped_between=True)
+
+
+@pytest.mark.parametrize("fault", ["signal:number=15", "kill"])
+def test_stopped_while_it_prepares_data_it_leaves_nothing_behind(
+    workplace: Workplace, fault: str
+) -> None:
+    run_dir = workplace.add_run(train={"dataset": "python-stdlib"})
+    result = workplace.ddp_train("tiny", **{VARIABLE: f"provide:{fault}"})
+    assert result.returncode == (-15 if "signal" in fault else -9)
+    assert not (run_dir / "metrics.jsonl").exists()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "2"))
+    assert os.listdir(workplace.datasets_dir) == ["python-stdlib"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stopped_while_it_compiles_it_leaves_and_goes_on_later(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, rank: int
+) -> None:
+    fault = f"compile:signal:rank={rank}:number=15"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
+    assert result.returncode == 128 + 15
+    assert summary_of(run_dir)["status"] == "stopped"
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed, stopped_between=True)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     workplace: Workplace, run_dir: Path, rank: int

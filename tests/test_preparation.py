@@ -469,11 +469,17 @@ def test_a_killed_worker_is_one_line(corpus: Path, tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1 and "a worker process was killed" in result.stderr
 
 
+def hear_of_ctrl_c() -> None:
+    """Undo what a shell does to what it runs in the background, these tests for one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_ctrl_c_is_one_line_and_leaves_no_process(corpus: Path, tmp_path: Path) -> None:
     for attempt in range(5):  # it may be done before it hears of anything
         output = tmp_path / f"out-{attempt}"
         process = subprocess.Popen([*COMMAND, str(corpus), str(output), "--workers", "1"],
-                                   text=True, stderr=subprocess.PIPE, start_new_session=True)
+                                   text=True, stderr=subprocess.PIPE, start_new_session=True,
+                                   preexec_fn=hear_of_ctrl_c)
         journal = tmp_path / f".{output.name}.partial" / "journal.jsonl"
         while not journal.exists() and process.poll() is None:
             time.sleep(0.01)
