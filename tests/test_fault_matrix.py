@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 from support import Workplace, succeeded
-from test_faults import last_line_of_ours, summary_of, validations_of, weights_of
+from test_faults import (
+    last_line_of_ours,
+    summary_of,
+    train_undisturbed,
+    validations_of,
+    weights_of,
+)
 
 from failpoints import VARIABLE
 
@@ -36,11 +42,7 @@ CELLS = list(product(FAULTS, PLACES))
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    workplace = Workplace(tmp_path_factory.mktemp("undisturbed"))
-    workplace.add_dataset()
-    run_dir = workplace.add_run(train=SETTINGS)
-    succeeded(workplace.torchrun(2, "tiny"))
-    return run_dir
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

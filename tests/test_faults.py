@@ -72,9 +72,13 @@ def summary_of(run_dir: Path) -> dict:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run that nothing has happened to."""
-    workplace = Workplace(tmp_path_factory.mktemp("undisturbed"))
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
+
+
+def train_undisturbed(root: Path, settings: dict[str, object]) -> Path:
+    workplace = Workplace(root)
     workplace.add_dataset()
-    run_dir = workplace.add_run(train=SETTINGS)
+    run_dir = workplace.add_run(train=settings)
     succeeded(workplace.torchrun(2, "tiny"))
     return run_dir
 
