@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from block_attention import block_attention
-from head_loss import chunked_head_loss
+from head_loss import chunked_head_loss, pad_rows
 from run_config import ModelConfig
 
 INIT_STD = 0.02
@@ -174,12 +174,11 @@ class GPTModel(nn.Module):
         return F.cross_entropy(self._logits(x).float(), targets)
 
     def _logits(self, x: Tensor) -> Tensor:
-        missing_rows = -self.config.vocab_size % self.options.head_multiple
-        if not missing_rows:
-            return F.linear(x, self.head_weight)
-        # The tensor cores want whole tiles. The rows are cut off again: a logit of zero has weight.
-        weight = F.pad(self.head_weight, (0, 0, 0, missing_rows))
-        return F.linear(x, weight)[..., : self.config.vocab_size]
+        weight = pad_rows(self.head_weight, self.options.head_multiple)
+        logits = F.linear(x, weight)
+        if len(weight) == self.config.vocab_size:
+            return logits
+        return logits[..., : self.config.vocab_size]  # a logit of zero has weight
 
     @property
     def head_weight(self) -> Tensor:

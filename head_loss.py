@@ -37,6 +37,12 @@ def chunked_head_loss(x: Tensor, weight: Tensor, targets: Tensor, *, chunk_token
         return _losses(x, _Pieces(x, weight, chunk_tokens, multiple), targets)
 
 
+def pad_rows(weight: Tensor, multiple: int) -> Tensor:
+    """Fill a matrix, (V, C), up with rows of zeros: the tensor cores want whole tiles."""
+    missing_rows = -len(weight) % multiple
+    return F.pad(weight, (0, 0, 0, missing_rows)) if missing_rows else weight
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Give the dtype that a matrix product of `x` would have here."""
     device_type = x.device.type
@@ -59,10 +65,8 @@ class _Pieces:
 
     def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int, multiple: int) -> None:
         self.vocab_size, self._chunk_tokens = len(weight), chunk_tokens
-        n, missing_rows = min(chunk_tokens, len(x)), -len(weight) % multiple
-        self.weight = weight.to(x.dtype)  # (V, C), or with rows of zeros (V', C)
-        if missing_rows:
-            self.weight = F.pad(self.weight, (0, 0, 0, missing_rows))
+        n = min(chunk_tokens, len(x))
+        self.weight = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
         self._logits = self.weight.new_empty(n, len(self.weight))  # of the rows of zeros 0, always
         self._log_probabilities = weight.new_empty(n, len(weight), dtype=torch.float32)
         if x.dtype != torch.float32:
@@ -115,4 +119,4 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         scale = loss_grad / len(x_grad)
-        return (x_grad * scale).to(x_grad.dtype), weight_grad.mul_(scale), None, None, None
+        return x_grad * scale, weight_grad.mul_(scale), None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -62,6 +63,19 @@ def step_of(**changes: object) -> TrainingStep:
     return TrainingStep(build_training_state(MODEL, train, process.device), train, process)
 
 
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Inside, PyTorch raises where the program would wait for the device, and it does so at all."""
+    number = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            number.item()
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def noisy_steps_upwards() -> Iterator[Microbatch]:
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -92,12 +106,10 @@ def test_a_step_never_waits_for_the_device(changes: dict) -> None:
     step, batches = step_of(**changes), noisy_steps_upwards()
     ready = [next(batches) for _ in range(6)]
     step.take(iter(ready[:2]), num_microbatches=2, learning_rate=1e-3)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step.take(iter(ready[2:4]), num_microbatches=2, learning_rate=1e-3)
-        step.take(iter(ready[4:]), num_microbatches=2, learning_rate=1e-3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waiting_is_an_error():
+        losses = [step.take(iter(part), num_microbatches=2, learning_rate=1e-3)[0]
+                  for part in (ready[2:4], ready[4:])]
+    assert torch.stack(losses).isfinite().all()
 
 
 def test_a_checkpoint_has_the_vocabulary_s_rows(workplace: Workplace) -> None:
@@ -118,12 +130,9 @@ def test_a_whole_step_with_its_data_never_waits_for_the_device(tmp_path) -> None
     step = step_of()
     batches = prefetch(data, range(16), device=step.process.device)
     step.take(batches, num_microbatches=2, learning_rate=1e-3)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            step.take(batches, num_microbatches=2, learning_rate=1e-3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waiting_is_an_error():
+        losses = [step.take(batches, num_microbatches=2, learning_rate=1e-3)[0] for _ in range(5)]
+    assert torch.stack(losses).isfinite().all()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
