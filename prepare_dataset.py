@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -16,8 +17,26 @@ from run_config import UserError, one_line
 
 if TYPE_CHECKING:
     from preparation.documents import Source
+    from preparation.journal import Progress
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    source: str
+    output: Path
+    subset: str
+    tokenizer: str
+    text_column: str
+    validation_fraction: float
+    max_documents: int | None
+    workers: int | None
+    skip_bad_shards: bool
+    keep_raw: Path | None
+    is_import: bool
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,9 +61,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 @click.option("--import", "is_import", is_flag=True,
               help="SOURCE holds tokens already: nanoGPT's train.bin and val.bin, or llm.c's"
                    " .bin shards.")
-def main(source: str, output: Path, subset: str, tokenizer: str, text_column: str,
-         validation_fraction: float, max_documents: int | None, workers: int | None,
-         skip_bad_shards: bool, keep_raw: Path | None, is_import: bool) -> None:
+def main(**options: Any) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), an end-of-text token after each.
 
@@ -54,36 +71,44 @@ def main(source: str, output: Path, subset: str, tokenizer: str, text_column: st
 
     Killed at any moment, it goes on when the same command is typed again.
     """
+    asked = Options(**options)
     try:
-        if is_import:
-            if subset or max_documents or workers or skip_bad_shards or keep_raw:
-                raise UserError("--import takes the tokens as they are; of the other options only"
-                                " --tokenizer has a meaning with it")
-            # Imported here, and below, so that --help does not wait for it.
-            from preparation.foreign_tokens import import_tokens
-
-            progress = import_tokens(Path(source), output, tokenizer)
-        else:
-            start_fork_server()
-            from preparation.pipeline import prepare_dataset
-            from preparation.planning import PrepareOptions, free_output
-
-            documents = find_source(source, free_output(output), subset=subset,
-                                    text_column=text_column, keep_raw=keep_raw)
-            progress = prepare_dataset(documents, output, PrepareOptions(
-                tokenizer=tokenizer, validation_fraction=validation_fraction,
-                max_documents=max_documents, num_workers=workers or num_cores(),
-                skip_bad_shards=skip_bad_shards,
-            ))
+        progress = import_tokens_of(asked) if asked.is_import else prepare(asked)
         from preparation.progress_display import summary
 
-        print(summary(output, progress), flush=True)
+        print(summary(asked.output, progress), flush=True)
     except UserError as error:
         stop_with(str(error), status=2)
     except OSError as error:  # of the source's or the output's place
-        stop_with(f"{error.filename or source}: {error.strerror or error}", status=2)
+        stop_with(f"{error.filename or asked.source}: {error.strerror or error}", status=2)
     except KeyboardInterrupt:
         stop_with("Interrupted; the same command goes on from there", status=130)
+
+
+def import_tokens_of(asked: Options) -> Progress:
+    """Take over tokens that are there. Raises: UserError."""
+    if (asked.subset or asked.max_documents or asked.workers or asked.skip_bad_shards
+            or asked.keep_raw):
+        raise UserError("--import takes the tokens as they are; of the other options only"
+                        " --tokenizer has a meaning with it")
+    # Imported here, and below, so that --help does not wait for it.
+    from preparation.foreign_tokens import import_tokens
+
+    return import_tokens(Path(asked.source), asked.output, asked.tokenizer)
+
+
+def prepare(asked: Options) -> Progress:
+    """Find the documents and tokenise them. Raises: UserError."""
+    start_fork_server()
+    from preparation.pipeline import prepare_dataset
+    from preparation.planning import PrepareOptions, free_output
+
+    documents = find_source(asked, free_output(asked.output))
+    return prepare_dataset(documents, asked.output, PrepareOptions(
+        tokenizer=asked.tokenizer, validation_fraction=asked.validation_fraction,
+        max_documents=asked.max_documents, num_workers=asked.workers or num_cores(),
+        skip_bad_shards=asked.skip_bad_shards,
+    ))
 
 
 def stop_with(message: str, *, status: int) -> NoReturn:
@@ -92,12 +117,12 @@ def stop_with(message: str, *, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def find_source(source: str, output: Path, *, subset: str, text_column: str,
-                keep_raw: Path | None) -> Source:
+def find_source(asked: Options, output: Path) -> Source:
     """Find the documents that SOURCE stands for. Raises: UserError."""
     from preparation.documents import find_documents, kind_of, python_stdlib
     from preparation.journal import Journal, unfinished_request
 
+    source, subset, keep_raw = asked.source, asked.subset, asked.keep_raw
     if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
         from preparation.hub import RawFiles, hub_source
 
@@ -105,7 +130,7 @@ def find_source(source: str, output: Path, *, subset: str, text_column: str,
         is_same = unfinished is not None and unfinished.source == f"{source} {subset}".strip()
         try:
             return hub_source(
-                source, subset, text_column=text_column,
+                source, subset, text_column=asked.text_column,
                 raw_files=RawFiles(keep_raw or Journal(output).raw_dir, keep_raw is not None),
                 revision=unfinished.revision if is_same else None,
             )
@@ -116,7 +141,7 @@ def find_source(source: str, output: Path, *, subset: str, text_column: str,
                         " owner/name")
     if source == "python-stdlib":
         return python_stdlib()
-    return find_documents(source, text_column=text_column)
+    return find_documents(source, text_column=asked.text_column)
 
 
 def start_fork_server() -> None:
