@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from failpoints import failpoint
+from run_metrics import read_metrics
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -17,6 +20,16 @@ SPIKE_DEVIATIONS, SPIKE_LEAST = 6.0, 0.1  # how far above them it has to lie; th
 MAX_POINTS = 400  # a long run's records are averaged down to what a picture can show
 
 Records = list[dict[str, Any]]
+
+
+def try_to_draw_charts(run_dir: Path, metrics_path: Path) -> str:
+    """Draw a run's charts; give what went wrong, whatever it is: training is worth more. Rank 0."""
+    try:
+        failpoint("chart")
+        draw_charts(run_dir, read_metrics(metrics_path))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def draw_charts(run_dir: Path, records: Records) -> None:

@@ -42,11 +42,20 @@ class CheckpointWriter:
         self._last = self._buffers.take(state), meta
         self._write = self._thread.submit(self._save, *self._last)
 
+    def prune(self) -> None:
+        """Remove the checkpoints that are not to be kept."""
+        if self._keep is not None:
+            prune(self._checkpoints_dir, keep=self._keep, protected=self._protected)
+
     def retry(self) -> None:
         """Write the last snapshot once more, where that has failed."""
         self.wait()
         if self.is_behind:
             self._save(*self._last)
+
+    def facts(self) -> dict[str, float]:
+        """Give what a summary says of the checkpoints of this start."""
+        return {"saved": self.num_checkpoints, "longest_write_seconds": self.longest_write_seconds}
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until what was begun is written, or has failed."""
@@ -66,8 +75,7 @@ class CheckpointWriter:
         self.is_behind = True
         try:
             save_checkpoint(self._checkpoints_dir, snapshot, meta)
-            if self._keep is not None:
-                prune(self._checkpoints_dir, keep=self._keep, protected=self._protected)
+            self.prune()
         except OSError as error:
             self._failure = f"the checkpoint of step {meta.global_step + 1:,} could not be written"
             self._failure += f" ({error.strerror or error})"

@@ -50,7 +50,7 @@ import torch.distributed as dist
 
 from agreement import AgreedError, Agreement
 from batch_plan import BatchPlan
-from charting import draw_charts
+from charting import try_to_draw_charts
 from checkpoint_loading import load_checkpoint
 from checkpoint_writer import CheckpointWriter
 from checkpointing import (
@@ -92,7 +92,7 @@ from run_clock import (
     PhaseClock,
 )
 from run_log import RunLog, batch_arithmetic
-from run_metrics import StepWindow, finite_or_none, read_metrics
+from run_metrics import StepWindow, finite_or_none
 from run_summary import RunEnd, settle
 from sampling import sample_text
 from supervision import DISK, NUMBERS, Supervisor
@@ -386,14 +386,14 @@ class Trainer:
             global_step, self.config.checkpoint_interval)
         with self.clock.phase(CHECKPOINT):
             self.save(global_step, train_loss if by_train_loss else validation_loss, train_loss)
-        with self.clock.phase(CHART):
-            try:
-                failpoint("chart")
-                draw_charts(self.run.run_dir, read_metrics(self.run.metrics_path))
-            except Exception as error:  # whatever it is: the training is worth more
-                self.log.say(f"warning: no charts: {type(error).__name__}: {error}")
-        gc.collect()  # what a chart is made of refers to itself
+        self.chart()
         self.ending.lays_out_next = self.config.fit_budget  # now it is known what this costs
+
+    def chart(self) -> None:
+        with self.clock.phase(CHART):
+            if failure := try_to_draw_charts(self.run.run_dir, self.run.metrics_path):
+                self.log.say(f"warning: no charts: {failure}")
+        gc.collect()  # what a chart is made of refers to itself
 
     def save(self, global_step: int, loss: float | None, train_loss: float) -> None:
         self.owes_validation = self.ending.validates_after(global_step) and loss is None
@@ -419,6 +419,9 @@ class Trainer:
         Raises:
             UserError: the last checkpoint could not be written.
         """
+        if self.job.is_trained:  # an earlier start was killed on its way out
+            self.writer.prune()
+            self.chart()
         with self.clock.phase(CHECKPOINT):
             self.writer.retry()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
@@ -429,9 +432,7 @@ class Trainer:
             num_parameters=self.model.num_parameters(),
             best=best and {"checkpoint": best.name, "global_step": best.meta.global_step,
                            "loss": best.meta.loss},
-            checkpoints={"saved": self.writer.num_checkpoints,
-                         "stalled_seconds": self.clock.read_this_start()[CHECKPOINT],
-                         "longest_write_seconds": self.writer.longest_write_seconds},
+            checkpoints=self.writer.facts(),
             machine=machine_facts(self.process, self.step.precision)
             | {"compiled": self.step.is_compiled},
         ))

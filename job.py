@@ -20,6 +20,7 @@ from resuming import check_identity, check_position, check_weights_fit
 from run_clock import BYTES_PER_PARAMETER_SAVED, DOWNLOAD, Budget, PhaseClock
 from run_config import Run, UserError, check_inside, load_run
 from run_metrics import spent_before
+from run_summary import FINISHED, is_marked
 from token_dataset import RunData, check_token_range, open_run_data
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class Job:
     data: RunData
     resume_from: Checkpoint | None
     options: Options
+    has_ended: bool  # an earlier start has come through to the very end
     warnings: tuple[str, ...] = ()
 
     @property
@@ -48,8 +50,14 @@ class Job:
         return self.resume_from.meta.global_step + 1 if self.resume_from else 0
 
     @property
-    def is_finished(self) -> bool:
+    def is_trained(self) -> bool:
+        """Whether nothing is left to be computed."""
         return self.first_step >= self.plan.num_steps and not self.owes_validation
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to be done: a kill may come between the last step and the end."""
+        return self.is_trained and self.has_ended
 
     @property
     def owes_validation(self) -> bool:
@@ -94,10 +102,11 @@ def prepare(options: Options, process: Process, clock: PhaseClock,
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     step("token ids", lambda: check_token_range(run, data) if process.is_main_of_node else None)
-    name, *warnings = json.loads(agreement.from_main(
-        "checkpoint", lambda: json.dumps(choose_checkpoint(run, options))))
+    has_ended, name, *warnings = json.loads(agreement.from_main(
+        "checkpoint", lambda: json.dumps([is_marked(run, FINISHED),
+                                          *choose_checkpoint(run, options)])))
     resume_from = step("resuming", lambda: check_resume_point(run, name, data) if name else None)
-    job = Job(run, data, resume_from, options, tuple(warnings))
+    job = Job(run, data, resume_from, options, has_ended, tuple(warnings))
     if resume_from is not None:
         clock.go_on_from(resume_from.meta.seconds, resume_from.meta.usd)
     if not options.fresh:
@@ -140,7 +149,7 @@ def check_room(job: Job) -> None:
     """
     free = shutil.disk_usage(job.run.run_dir).free
     needed = num_parameters(job.run.model) * BYTES_PER_PARAMETER_SAVED
-    if not job.is_finished and free < needed:
+    if not job.is_trained and free < needed:
         raise UserError(f"{job.run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
                         f" disk has {free / 1e9:,.2f} GB free; make room, or set --runs-dir")
 
@@ -148,5 +157,5 @@ def check_room(job: Job) -> None:
 def check_budget(job: Job, clock: PhaseClock) -> None:
     """Refuse to go on with a run that has spent all it may spend."""
     budget = Budget(job.run.train, clock)
-    if not job.is_finished and budget.seconds_left() <= 0:
+    if not job.is_trained and budget.seconds_left() <= 0:
         raise UserError(f"{job.run.train_path}: {budget.nearest_limit()}; raise it to go on")

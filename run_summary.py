@@ -30,6 +30,7 @@ SHOWN_PHASES = {
     CHECKPOINT: "checkpoints and charts", COMPILE: "compiling and first steps",
     DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between starts",
 }
+FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RunEnd:
     owes_validation: bool  # then it is not, though all its steps are taken
     num_parameters: int
     best: dict[str, Any] | None  # checkpoint, global_step, loss
-    checkpoints: dict[str, float]  # of this start: saved, stalled_seconds, longest_write_seconds
+    checkpoints: dict[str, float]  # of this start: saved, longest_write_seconds
     machine: dict[str, Any]
 
 
@@ -53,7 +54,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     seconds, usd = clock.read(), clock.usd()
     return {
         "run": run.name,
-        "status": "finished" if is_finished else "stopped",
+        "status": FINISHED if is_finished else "stopped",
         "reason": None if is_finished else end.stop_reason,
         "global_step": end.global_step,
         "num_steps": plan.num_steps,
@@ -63,7 +64,8 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "validation_loss": _last(records, "validation_loss"),
         "skipped_steps": sum(record.get("skipped_steps", 0) for record in records),
         "best": end.best,
-        "checkpoints": end.checkpoints,
+        "checkpoints": end.checkpoints
+        | {"stalled_seconds": clock.read_this_start()[CHECKPOINT]},
         **_spent(seconds, usd),
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
         "tokens_per_second_overall": tokens / sum(seconds.values()),
@@ -72,6 +74,14 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "model": run.model.model_dump(),
         "train": run.train.model_dump(),
     }
+
+
+def is_marked(run: Run, status: str) -> bool:
+    """Tell if `summary.json` is there and says that a run stands like this."""
+    try:
+        return json.loads(run.summary_path.read_text())["status"] == status
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def mark_run(run: Run, status: str, reason: str | None, *, seconds: dict[str, float],

@@ -141,13 +141,31 @@ def test_one_rank_fails_and_none_hangs(
     assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
 
 
-@pytest.mark.parametrize("place", ["save.snapshot", "save.weights", "save.trainer", "save.meta",
-                                   "save.manifest", "save.rename", "save.links", "chart"])
+# After step 10, and after the last one, where the run is trained to its end but has not got there.
+@pytest.mark.parametrize(("place", "hit"), [
+    *((place, 2) for place in ("save.snapshot", "save.weights", "save.trainer", "save.meta",
+                               "save.manifest", "save.rename", "save.links", "chart")),
+    ("save.rename", 3), ("save.links", 3), ("chart", 3),
+])
 def test_killed_anywhere_between_two_steps(
-    workplace: Workplace, run_dir: Path, undisturbed: Path, place: str
+    workplace: Workplace, run_dir: Path, undisturbed: Path, place: str, hit: int
 ) -> None:
-    assert with_fault(workplace, f"{place}:kill:rank=0:hit=2").returncode != 0
+    assert with_fault(workplace, f"{place}:kill:rank=0:hit={hit}").returncode != 0
     assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+    assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
+    charts = [path / "loss-chart.png" for path in (run_dir, undisturbed)]
+    assert charts[0].read_bytes() == charts[1].read_bytes()
+
+
+def test_killed_while_the_last_checkpoints_are_pruned(
+    workplace: Workplace, run_dir: Path, undisturbed: Path
+) -> None:
+    (run_dir / "train.json").write_text(json.dumps(
+        json.loads((run_dir / "train.json").read_text()) | {"keep_checkpoints": 1}))
+    assert with_fault(workplace, "save.prune:kill:rank=0:hit=2").returncode != 0
+    assert len(list((run_dir / "checkpoints").glob("*-iteration-*"))) > 1
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+    assert len(list((run_dir / "checkpoints").glob("*-iteration-*"))) == 1
 
 
 @pytest.mark.parametrize("fault", ["raise", "full", "oom"])
@@ -315,7 +333,7 @@ def test_too_little_room_is_said_before_anything_starts(
     workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000))
-    started = SimpleNamespace(run=load_run(workplace.runs_dir, "tiny"), is_finished=False)
+    started = SimpleNamespace(run=load_run(workplace.runs_dir, "tiny"), is_trained=False)
     with pytest.raises(UserError, match="a checkpoint takes .* GB, and the disk has 0.00 GB free"):
         job.check_room(started)
 
