@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from batch_plan import head_chunk_tokens
 from gpt import ForwardOptions, GPTModel, run_block
 from launching import choose_precision
-from run_config import ModelConfig, TrainConfig, UserError
+from run_config import ModelConfig, TrainConfig
+from user_error import UserError
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

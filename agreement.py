@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from run_config import UserError
+from user_error import UserError
 
 CONNECT_TIMEOUT = timedelta(seconds=20)  # torchrun's store is there, or torchrun is gone
 # A dataset of 20 GiB may come in over a slow line before the first collective.

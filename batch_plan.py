@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from run_config import ModelConfig, Run, TrainConfig, UserError
+from run_config import ModelConfig, Run, TrainConfig
+from user_error import UserError
 
 CACHED_LOGITS = 2**23  # of one piece, on a CPU: larger ones are a tenth quicker, for memory of GiBs
 BLOCK_ROWS = 128  # of attention's scores, on a CPU

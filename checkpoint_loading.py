@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from checkpointing import Checkpoint
 from gpt import GPTModel
-from run_config import UserError
 from training_step import TrainingState
+from user_error import UserError
 
 # What the readers of damaged files were seen to raise: the unpickler trips over anything.
 DAMAGE = (OSError, EOFError, SafetensorError, UnpicklingError, RuntimeError, ValueError, TypeError,

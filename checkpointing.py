@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 
 from failpoints import failpoint
 from manifest import find_damage, flush, read_manifest, write_manifest
-from run_config import ModelConfig, UserError
+from run_config import ModelConfig
 from training_step import Snapshot
+from user_error import UserError
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 MAX_META_BYTES = 2**20

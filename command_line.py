@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from run_config import UserError
+from user_error import UserError
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ if __name__ == "__main__":
     gc.disable()  # looking through what is imported takes a tenth of a start
 
 from command_line import Options, read_command_line
-from run_config import UserError, load_run
+from run_config import load_run
 from run_lock import LockedError, end_with_parent, lock_run
+from user_error import UserError
 
 
 def stop_with(error: UserError) -> NoReturn:

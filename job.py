@@ -18,10 +18,11 @@ from manifest import digest_of
 from preparation.providing import provide_dataset
 from resuming import check_identity, check_position, check_weights_fit
 from run_clock import BYTES_PER_PARAMETER_SAVED, DOWNLOAD, Budget, PhaseClock
-from run_config import Run, UserError, check_inside, load_run
+from run_config import Run, check_inside, load_run
 from run_metrics import spent_before
 from run_summary import FINISHED, is_marked
 from token_dataset import RunData, check_token_range, open_run_data
+from user_error import UserError
 
 T = TypeVar("T")
 

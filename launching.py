@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from run_config import Precision, TrainConfig, UserError
+from run_config import Precision, TrainConfig
+from user_error import UserError
 
 # Rank 0 may validate and save for as long as it takes while the others wait.
 CONTROL_TIMEOUT = timedelta(days=2)

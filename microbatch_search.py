@@ -15,8 +15,9 @@ from curve_fits import Line, fit_line
 from expected_speed import CARDS_GIB, usable_gib
 from launching import Process
 from microbatch_trial import Trial, Trials
-from run_config import RENAMED_KEYS, Run, UserError
+from run_config import RENAMED_KEYS, Run
 from run_metrics import write_aside
+from user_error import UserError
 
 MAX_TRIES = 8
 GROWTH = 4  # from one try to the next, as long as there is no line to go by

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from run_config import UserError, one_line
+from user_error import UserError, one_line
 
 if TYPE_CHECKING:
     from preparation.documents import Source

@@ -8,7 +8,8 @@ from safetensors import SafetensorError, safe_open
 from batch_plan import BatchPlan
 from checkpointing import Checkpoint
 from gpt import GPTModel
-from run_config import ModelConfig, Run, UserError
+from run_config import ModelConfig, Run
+from user_error import UserError
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # of model.json, in the middle of a run
 

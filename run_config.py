@@ -8,9 +8,12 @@ import re
 from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from json_files import read_json_object
+from user_error import UserError
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 ResidualDtype = Literal["fp32", "bf16"]
@@ -19,37 +22,10 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs br
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
-LONGEST_LINE = 190  # characters of a message
-LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
-MAX_CONFIG_BYTES = 2**20
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # the original's first name for it
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Config = TypeVar("Config", bound=BaseModel)
-
-
-class UserError(Exception):
-    """A mistake that a person can put right: one line, no traceback.
-
-    Attributes:
-        status: the exit status, 2 for bad input.
-    """
-
-    def __init__(self, message: str, status: int = 2) -> None:
-        super().__init__(message)
-        self.status = status
-
-    def line(self) -> str:
-        """What a person gets to see."""
-        return f"Error: {one_line(str(self))}"
-
-
-def one_line(message: str) -> str:
-    """Show a message in one line that fits a screen; of long paths the last part says most."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-    if len(line) > LONGEST_LINE:
-        line = LONG_PATH.sub(r"...\1", line)
-    return line if len(line) <= LONGEST_LINE else f"{line[:130]} ... {line[135 - LONGEST_LINE:]}"
 
 
 class _FrozenConfig(BaseModel):
@@ -217,7 +193,7 @@ def load_run(runs_dir: Path, name: str) -> Run:
     model = load_config(run_dir / "model.json", ModelConfig)
     train = load_config(run_dir / "train.json", TrainConfig)
     warnings = []
-    for key in _read_json_object(run_dir / "train.json").keys() & RENAMED_KEYS.keys():
+    for key in read_json_object(run_dir / "train.json").keys() & RENAMED_KEYS.keys():
         warnings.append(f"{run_dir / 'train.json'}: {key} is now called {RENAMED_KEYS[key]}")
     if model.tie_weights and model.init == "torch":
         warnings.append(
@@ -236,7 +212,7 @@ def check_inside(path: Path, root: Path, option: str) -> None:
 
 def load_config(path: Path, config_type: type[Config]) -> Config:
     """Read one JSON file into its config. Raises: UserError naming file, key, found, wanted."""
-    values = _read_json_object(path)
+    values = read_json_object(path)
     for old, new in RENAMED_KEYS.items():
         if old in values and new in config_type.model_fields and new not in values:
             values[new] = values.pop(old)
@@ -263,37 +239,3 @@ def _describe(error: ValidationError) -> str:
     if first["type"] == "string_pattern_mismatch":
         wanted = "should be a plain name, or owner/name"
     return f"{key} {wanted}, found {json.dumps(first['input'], default=str)[:60]}; change it"
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        if not path.is_file() and path.exists():
-            raise UserError(f"{path}: is not a file; every run needs it")
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise UserError(f"{path}: has {path.stat().st_size:,} bytes, more than any config;"
-                            " replace it")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; every run needs it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {str(error)[:120]}") from None
-    try:
-        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {str(error)[:120]}; correct it") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: holds a {type(values).__name__}; wanted a JSON object {{...}}")
-    return values
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f'key "{twice[:60]}" stands there twice')
-    return values
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from run_config import UserError
+from user_error import UserError
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 LOCK_NAME = ".lock"  # where directories cannot be locked, as on NFS

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from launching import Process
 from notice_board import NoticeBoard
 from run_clock import PhaseClock
-from run_config import UserError, one_line
 from run_metrics import to_json, write_aside
+from user_error import UserError, one_line
 
 STOP_SIGNALS = {int(number): number.name
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}

@@ -20,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batch_plan import BatchPlan, plan_batches
-from run_config import Run, UserError
+from run_config import Run
+from user_error import UserError
 
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that do not name theirs
 FINGERPRINT_TOKENS = 2**11  # in each of the places that a fingerprint looks at

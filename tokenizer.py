@@ -10,7 +10,7 @@ import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from run_config import UserError
+from user_error import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_IDS = {"gpt2": 50256, "bytes": 256}  # of every tokenizer there is

@@ -48,9 +48,10 @@ def generate_text(runs_dir: Path, run_name: str, *, checkpoint_name: str, prompt
     from checkpointing import find_checkpoint
     from gpt import GPTModel
     from resuming import check_weights_fit
-    from run_config import UserError, load_run
+    from run_config import load_run
     from sampling import generate_tokens
     from tokenizer import decode, load_tokenizer
+    from user_error import UserError
 
     run = load_run(runs_dir, run_name)
     checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)

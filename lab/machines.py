@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from expected_speed import GPUS, Gpu, find_gpu
-from run_config import UserError
+from user_error import UserError
 
 MACHINE = re.compile(r"(?P<name>[^=]+)=(?P<count>[1-9]\d{0,3})x(?P<gpu>[^@]+)@(?P<usd>\d+(\.\d+)?)")
 

@@ -13,7 +13,8 @@ from expected_speed import CARDS_GIB, flops_per_token, usable_gib
 from lab.machines import Machine, known_machines, parse_machine
 from lab.memory import Memory, Setting, largest_microbatch, num_parameters, peak_memory
 from run_clock import BYTES_PER_PARAMETER_SAVED, SLOW_DISK_BYTES_PER_SECOND
-from run_config import Precision, Run, TrainConfig, UserError, load_run
+from run_config import Precision, Run, TrainConfig, load_run
+from user_error import UserError
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 PART_NAMES = {

@@ -21,7 +21,7 @@ from preparation.readers import (
     parquet_tasks,
     text_tasks,
 )
-from run_config import UserError
+from user_error import UserError
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")

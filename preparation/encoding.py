@@ -20,8 +20,8 @@ import numpy as np
 
 from preparation.cutting import BadShard
 from preparation.readers import Task
-from run_config import UserError
 from tokenizer import load_tokenizer
+from user_error import UserError
 
 # What may be under way: enough that no worker waits, little enough that memory stays small.
 TASKS_AHEAD = 3  # for each worker

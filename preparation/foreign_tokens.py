@@ -11,8 +11,8 @@ from preparation.dataset_card import write_import_card
 from preparation.journal import Journal, Progress, SplitCount
 from preparation.planning import free_output
 from preparation.token_file_writer import TokenFileWriter
-from run_config import UserError
 from tokenizer import END_OF_TEXT_IDS, check_tokenizer_name
+from user_error import UserError
 
 LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
 LLM_C_HEADER = 256  # int32 words: magic, version, number of tokens, zeros

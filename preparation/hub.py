@@ -30,7 +30,7 @@ from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
 from preparation.parquet import count_rows, text_bytes
 from preparation.readers import Task
-from run_config import UserError
+from user_error import UserError
 
 QUESTION_PAUSES = (1, 5)  # seconds before another attempt
 DOWNLOAD_PAUSES = (1, 5, 20, 60)  # the client has made some attempts of its own

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from preparation.token_file_writer import DATA_START
-from run_config import UserError
+from user_error import UserError
 
 
 class _Line(BaseModel):

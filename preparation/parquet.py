@@ -13,7 +13,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from preparation.cutting import LARGE_DOCUMENT, BadShard, Piece, cut_document
-from run_config import UserError
+from user_error import UserError
 
 ROWS_AT_A_TIME = 64  # of a parquet file, and fewer where they are large
 BATCH_BYTES = 2**22  # of those rows, roughly

@@ -24,8 +24,8 @@ from preparation.planning import (
 from preparation.progress_display import ProgressDisplay
 from preparation.readers import TASK_BYTES, Task
 from preparation.token_file_writer import TokenFileWriter
-from run_config import UserError
 from tokenizer import check_tokenizer_name
+from user_error import UserError
 
 SPLITS = ("train", "validation")
 

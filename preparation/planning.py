@@ -12,7 +12,7 @@ from tqdm import tqdm
 from preparation.cutting import BadShard
 from preparation.documents import Shard, Source
 from preparation.journal import Journal, Request, ShardFacts
-from run_config import UserError
+from user_error import UserError
 
 # Text of which a token stands for more bytes than this is rare: the least room that is asked for.
 MOST_BYTES_A_TOKEN = {"gpt2": 5.0, "bytes": 1.0}

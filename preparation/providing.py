@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from failpoints import failpoint
-from run_config import UserError
+from user_error import UserError
 
 STDLIB_DATASET = "python-stdlib"  # text that every machine has: prepared where it is first used
 

@@ -13,9 +13,10 @@ import acceleration
 from acceleration import choose_forward_options, chooses_compile, why_not
 from gpt import ForwardOptions, GPTModel
 from launching import Process, autocast
-from run_config import ModelConfig, TrainConfig, UserError
+from run_config import ModelConfig, TrainConfig
 from token_dataset import Microbatch
 from training_step import TrainingStep, build_training_state
+from user_error import UserError
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")

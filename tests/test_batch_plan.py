@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from support import Workplace
 
 from batch_plan import BatchPlan, nearest_divisors, plan_batches
-from run_config import Run, UserError, load_run
+from run_config import Run, load_run
+from user_error import UserError
 
 sizes = st.integers(min_value=1, max_value=6)
 

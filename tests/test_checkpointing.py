@@ -26,8 +26,9 @@ from gpt import GPTModel
 from manifest import MANIFEST, find_damage
 from optimization import build_optimizer
 from resuming import check_identity, check_weights_fit
-from run_config import ModelConfig, TrainConfig, UserError, load_run
+from run_config import ModelConfig, TrainConfig, load_run
 from training_step import SnapshotBuffers, TrainingState
+from user_error import UserError
 
 MODEL = ModelConfig(**TINY_MODEL)
 

@@ -28,7 +28,8 @@ from support import (
 
 import job
 from failpoints import VARIABLE
-from run_config import UserError, load_run
+from run_config import load_run
+from user_error import UserError
 
 # Every 5 steps a validation and a checkpoint; 12 steps on two processes.
 SETTINGS = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 30.0}

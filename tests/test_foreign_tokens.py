@@ -15,7 +15,7 @@ from support import PROJECT_DIR, Workplace, run_command, succeeded
 from preparation import foreign_tokens
 from preparation.foreign_tokens import import_tokens
 from preparation.journal import Journal
-from run_config import UserError
+from user_error import UserError
 
 TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
 

@@ -22,6 +22,8 @@ ROWS = [
     {"run_clock", "command_line", "expected_speed", "head_loss", "block_attention"},
     {"batch_plan", "curve_fits", "memory_meters", "run_lock", "notice_board"},
     {"run_config", "manifest", "failpoints"},
+    {"json_files"},
+    {"user_error"},
 ]
 # The same within preparation/, which is one room to the others.
 PREPARATION_ROWS = [

@@ -71,7 +71,7 @@ def fetch(hub: Hub, tmp_path: Path, *, repository: str = "",
     code = ("import sys, time\nfrom pathlib import Path\n"
             f"if not {is_patient}: time.sleep = lambda _: None\n"
             "from preparation.providing import provide_dataset\n"
-            "from run_config import UserError\n"
+            "from user_error import UserError\n"
             "try:\n    provide_dataset(Path(sys.argv[1]), sys.argv[2])\n"
             "except UserError as error:\n    print(error)\n    sys.exit(2)\n")
     return run_command(sys.executable, "-c", code, str(tmp_path / "data"),

@@ -12,7 +12,8 @@ from support import PROJECT_DIR, Workplace, run_command, succeeded
 from lab.__main__ import cli
 from lab.machines import known_machines, parse_machine
 from lab.plan import estimate, num_checkpoints
-from run_config import UserError, load_run
+from run_config import load_run
+from user_error import UserError
 
 BIG = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
 

@@ -9,7 +9,8 @@ import torch
 from support import TINY_TRAIN, Workplace, forked, succeeded
 
 from launching import autocast, choose_precision, seed_for, this_process, throttling
-from run_config import TrainConfig, UserError
+from run_config import TrainConfig
+from user_error import UserError
 
 CPU = torch.device("cpu")
 

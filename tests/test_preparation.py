@@ -34,8 +34,8 @@ from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions, num_training_documents
 from preparation.providing import provide_dataset
 from preparation.token_file_writer import TokenFileWriter, token_file_header
-from run_config import UserError
 from tokenizer import load_tokenizer
+from user_error import UserError
 
 DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
 BYTES = PrepareOptions(tokenizer="bytes")

@@ -25,8 +25,8 @@ from preparation.readers import (
     parquet_tasks,
     text_tasks,
 )
-from run_config import UserError
 from tokenizer import load_tokenizer
+from user_error import UserError
 
 # What GPT-2's pattern and the cutting could disagree about: spaces of every kind, apostrophes,
 # digits, and bytes of UTF-8 at every place.

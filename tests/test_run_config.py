@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from support import PROJECT_DIR, Workplace
 
-from run_config import Run, UserError, load_run
+from run_config import Run, load_run
+from user_error import UserError
 
 
 def load(workplace: Workplace, **changes: dict) -> Run:

@@ -13,7 +13,7 @@ from support import Workplace, write_tokens
 
 from batch_plan import BatchPlan
 from benchmarks.reading import read_with, write_sparse_token_file
-from run_config import Run, UserError, load_run
+from run_config import Run, load_run
 from token_dataset import (
     Microbatches,
     TokenFile,
@@ -21,6 +21,7 @@ from token_dataset import (
     open_run_data,
     prefetch,
 )
+from user_error import UserError
 
 PLAN = BatchPlan(microbatch_size=2, gradient_accumulation_steps=1, world_size=1,
                  context_length=4, num_steps=2)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from run_config import UserError
 from tokenizer import END_OF_TEXT, decode, load_tokenizer
+from user_error import UserError
 
 TEXT = "def naïve(x):\n\treturn '日本 🎉' + x  # \x00 and <|endoftext|>\r\n"
 

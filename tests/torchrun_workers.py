@@ -29,9 +29,10 @@ from launching import process_group, this_process
 from microbatch_search import find_max_microbatch
 from microbatch_trial import Trials
 from run_clock import PhaseClock
-from run_config import TrainConfig, UserError, load_run
+from run_config import TrainConfig, load_run
 from run_metrics import StepWindow
 from supervision import Supervisor
+from user_error import UserError
 
 
 def main() -> None:
