@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -182,7 +183,15 @@ def _run_forked(script: str, arguments: list[str], outputs: list[Path],
     config = LaunchConfig(**{
         "min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0", "start_method": "fork", "max_restarts": 0} | launch)
-    elastic_launch(config, _run_script)(script, arguments)
+    elastic_launch(config, _run_worker)(script, arguments)
+
+
+def _run_worker(script: str, arguments: list[str]) -> None:
+    for descriptor in os.listdir("/proc/self/fd"):  # torchrun's store is not this process's
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                os.close(int(descriptor))
+    _run_script(script, arguments)
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
