@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -19,6 +20,8 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+
+from run_lock import PARENT_DEATH_SIGNAL
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
 
@@ -197,7 +200,9 @@ def _run_worker(script: str, arguments: list[str]) -> None:
 def _run_script(script: str, arguments: list[str]) -> None:
     sys.argv, parent = [script, *arguments], os.getppid()
     runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
-    if os.getppid() != parent:  # what started it would wait here for an agent that is dead
+    # What started it waits from here on for the agent, also for one that is dead.
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
         os._exit(0)
 
 
