@@ -57,14 +57,19 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_heads, C // self.n_heads)  # (B, T, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
+        q, k, v = self.project(x)
         dropout = self.drop_rate if self.training else 0.0
         if self.in_blocks:
             y = block_attention(q, k, v, drop_rate=dropout)
         else:  # no mask tensor: with one, PyTorch could not choose its flash kernels
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.output(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Give queries, keys and values of (B, T, C): each (B, H, T, D)."""
+        B, T, C = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.n_heads, C // self.n_heads)  # (B, T, 3, H, D)
+        return qkv.permute(2, 0, 3, 1, 4).unbind()
 
 
 class MLP(nn.Module):
@@ -144,9 +149,10 @@ class GPTModel(nn.Module):
             return self._logits(self.final_norm(x))
         return self.loss(x, targets)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, *, first_position: int = 0) -> Tensor:
         """Begin the residual stream: (B, T) int64 to (B, T, C)."""
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device)  # (T,)
+        stop = first_position + token_ids.shape[1]
+        positions = torch.arange(first_position, stop, device=token_ids.device)  # (T,)
         x = self.token_embedding(token_ids) + self.position_embedding(positions)  # (B, T, C)
         x = self.dropout(x)
         return x if self.options.residual_dtype is None else x.to(self.options.residual_dtype)

@@ -151,6 +151,14 @@ class Run:
         return self.run_dir / "metrics.jsonl"
 
     @property
+    def evaluations_path(self) -> Path:
+        return self.run_dir / "evaluations.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.run_dir / "samples.jsonl"
+
+    @property
     def summary_path(self) -> Path:
         return self.run_dir / "summary.json"
 
@@ -225,10 +233,11 @@ def load_config(path: Path, config_type: type[Config]) -> Config:
     try:
         return config_type.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{path}: {_describe(error)}") from None
+        raise UserError(f"{path}: {describe(error)}") from None
 
 
-def _describe(error: ValidationError) -> str:
+def describe(error: ValidationError) -> str:
+    """Word the first thing that is wrong with a config, and what to do."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if not key:  # a rule over several keys, worded above

@@ -44,7 +44,8 @@ class RunLog:
         for line in facts:
             self.say(line)
         if self.is_active:
-            remove_metrics_from(self.run.metrics_path, first_step, owes_validation=owes_validation)
+            for path in (self.run.metrics_path, self.run.samples_path, self.run.evaluations_path):
+                remove_metrics_from(path, first_step, owes_validation=owes_validation)
             self.mark("running", None)
             self._bar = tqdm(total=self.plan.num_steps, initial=first_step, unit="step",
                              desc=self.run.name, disable=None, dynamic_ncols=True)

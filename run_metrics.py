@@ -114,6 +114,8 @@ def remove_metrics_from(path: Path, first_step: int, *, owes_validation: bool = 
 
     So does the validation before them, where it is owed.
     """
+    if not path.exists():
+        return
     kept = [record for record in read_metrics(path) if record["global_step"] < first_step
             and not (owes_validation and record["global_step"] == first_step - 1
                      and "validation_loss" in record)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import time
 
 import click
 
-from run_config import UserError
+from user_error import UserError
 
-VERBS = ("generate", "plan")
+VERBS = ("compare", "evaluate", "generate", "judge", "plan", "publish", "tune")
 
 
 class VerbGroup(click.Group):
@@ -33,6 +35,8 @@ def main() -> None:
     try:
         cli(prog_name="lab")
     except UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # by then torchrun ends this process, where rank 0 has said the same
         print(error.line(), file=sys.stderr)
         sys.exit(2)
 

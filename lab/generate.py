@@ -1,69 +1,121 @@
-"""`lab generate`: text from a checkpoint."""
+"""`lab generate`: text from a model."""
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from lab.targets import Target
     from sampling import SamplingOptions
 
 
 @click.command()
-@click.argument("run")
+@click.argument("target")
 @click.option("--checkpoint", default="best", show_default=True,
-              help="latest, best or a checkpoint directory's name.")
+              help="Of a run: latest, best or a checkpoint directory's name.")
 @click.option("--prompt", default="", help="Text to go on from.  [default: a new document]")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--samples", "num_samples", type=click.IntRange(1, 1024), default=1,
+              show_default=True, help="How many texts, side by side.")
+@click.option("--stop", "stops", multiple=True, metavar="TEXT",
+              help="End before this text; may be given several times.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True,
               help="0 takes the likeliest token every time.")
 @click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True,
               help="Draw from the K likeliest tokens only; 0 draws from all.")
-@click.option("--seed", type=click.IntRange(min=0), default=42, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0, max=2**62), default=42, show_default=True,
+              help="Of the first text; the others count up from it.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
-def command(run: str, checkpoint: str, prompt: str, runs_dir: Path, **sampling: Any) -> None:
-    """Print text that RUN's model makes up."""
+def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], runs_dir: Path,
+            **sampling: Any) -> None:
+    """Print text that a model makes up.
+
+    TARGET is a run, a directory of GPT-2 weights, or a model on the Hugging Face hub
+    (owner/name). One text is shown as it comes; of several, each when all are done.
+    """
     # Imported here so that --help does not wait for torch.
+    from lab.targets import load_target
     from sampling import SamplingOptions
 
-    click.echo(prompt + generate_text(
-        runs_dir, run, checkpoint_name=checkpoint, prompt=prompt,
-        options=SamplingOptions(**sampling),
-    ))
+    model = load_target(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
+    options = SamplingOptions(**sampling)
+    pieces = stream_texts(model, prompt, options, stops=stops)
+    if options.num_samples == 1:
+        click.echo(prompt, nl=False)
+        for piece, in pieces:
+            click.echo(piece, nl=False)
+        click.echo()
+        return
+    texts = [prompt] * options.num_samples
+    for step in pieces:
+        texts = [text + piece for text, piece in zip(texts, step, strict=True)]
+    for number, text in enumerate(texts, start=1):
+        click.echo(f"--- {number} of {len(texts)}, seed {options.seed + number - 1}\n{text}")
 
 
-def generate_text(runs_dir: Path, run_name: str, *, checkpoint_name: str, prompt: str,
-                  options: SamplingOptions) -> str:
-    """Continue a prompt with a run's model; an empty one starts a new document.
+def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
+                 stops: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """Continue a prompt: yield what each sample's text gains by a token, often nothing.
+
+    An empty prompt starts a new document.
 
     Raises:
-        UserError: no such run or checkpoint, or its tokenizer is not known.
+        UserError: the model's tokenizer is not known.
     """
-    import torch
+    from sampling import stream_tokens
+    from tokenizer import load_tokenizer
 
-    from checkpoint_loading import load_weights
-    from checkpointing import find_checkpoint
-    from gpt import GPTModel
-    from resuming import check_weights_fit
-    from run_config import load_run
-    from sampling import generate_tokens
-    from tokenizer import decode, load_tokenizer
-    from user_error import UserError
-
-    run = load_run(runs_dir, run_name)
-    checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)
-    if checkpoint is None:
-        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
-    if checkpoint.meta.tokenizer is None:
-        raise UserError(f"{checkpoint.path / 'meta.json'}: names no tokenizer;"
-                        " wanted gpt2 or bytes there")
-    check_weights_fit(checkpoint, run.model)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = GPTModel(run.model).to(device)
-    load_weights(checkpoint, model)
-    tokenizer = load_tokenizer(checkpoint.meta.tokenizer)
+    tokenizer = load_tokenizer(target.needs_tokenizer())
     prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    return decode(tokenizer, generate_tokens(model, prompt_ids, options))
+    texts = [GrowingText(stops) for _ in range(options.num_samples)]
+    for token_ids in stream_tokens(target.model, prompt_ids, options):
+        yield [text.grow(tokenizer.decode_single_token_bytes(token_id))
+               if token_id is not None and token_id < tokenizer.n_vocab else ""
+               for text, token_id in zip(texts, token_ids, strict=True)]
+        if all(text.is_stopped for text in texts):
+            return
+    yield [text.rest() for text in texts]
+
+
+class GrowingText:
+    """Text that comes in bytes, and ends before the first of its stops.
+
+    What may yet turn out to be a stop, or is not a whole character, is held back.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.is_stopped = False
+
+    def grow(self, new: bytes) -> str:
+        """Take bytes in; give the text that is certain by now."""
+        if self.is_stopped:
+            return ""
+        return self._release(self._decoder.decode(new))
+
+    def rest(self) -> str:
+        """Give what was held back, where nothing more comes."""
+        if self.is_stopped:
+            return ""
+        certain = self._release(self._decoder.decode(b"", final=True))
+        held, self._held = self._held, ""
+        return certain if self.is_stopped else certain + held
+
+    def _release(self, text: str) -> str:
+        held = self._held + text
+        found = [place for place in map(held.find, self._stops) if place >= 0]
+        if found:
+            self.is_stopped, self._held = True, ""
+            return held[: min(found)]
+        keep = max((length for stop in self._stops for length in range(1, len(stop))
+                    if held.endswith(stop[:length])), default=0)
+        self._held = held[len(held) - keep:]
+        return held[: len(held) - keep]

@@ -191,8 +191,8 @@ def _permanent_reason(error: Exception) -> str:
     if isinstance(error, GatedRepoError):
         return "asks for consent first: give it on its page there, then set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
-        return ("there is no such dataset, or it is private: check the name, or set HF_TOKEN to a"
-                " token that may read it (`uv run hf auth login` keeps one)")
+        return ("there is no such repository, or it is private: check the name, or set HF_TOKEN to"
+                " a token with the right to it (`uv run hf auth login` keeps one)")
     if isinstance(error, RevisionNotFoundError):
         return f"there is no such revision: {_first_line(error)}"
     if isinstance(error, LocalEntryNotFoundError):  # what it says when nobody answers

@@ -222,8 +222,8 @@ def test_what_passes_is_tried_again(tokens_hub: Hub, tmp_path: Path, fault: Faul
 
 @pytest.mark.parametrize(("fault", "message"), [
     (Fault("/api/datasets", times=-1, status=404, headers={"X-Error-Code": "RepoNotFound"}),
-     "there is no such dataset, or it is private: check the name, or set HF_TOKEN"),
-    (Fault("/api/datasets", times=-1, status=401), "there is no such dataset, or it is private"),
+     "there is no such repository, or it is private: check the name, or set HF_TOKEN"),
+    (Fault("/api/datasets", times=-1, status=401), "there is no such repository, or it is private"),
     (Fault("/api/datasets", times=-1, status=403, headers={"X-Error-Code": "GatedRepo"}),
      "asks for consent first: give it on its page there, then set HF_TOKEN"),
     (Fault("/api/datasets", times=-1, status=503), "check the network, and type the same command"),

@@ -15,6 +15,8 @@ from test_faults import metrics_of, validations_of, weights_of
 from checkpointing import list_checkpoints
 from failpoints import VARIABLE
 from manifest import find_damage
+from run_config import load_run
+from run_summary import FINISHED, is_marked
 
 # Forty steps, slowed down so that most kills hit training and what belongs to it.
 STORMY = {"min_train_tokens": 40 * 128, "validation_interval": 4, "keep_checkpoints": 3}
@@ -55,6 +57,9 @@ def kill_once(workplace: Workplace, name: str) -> bool:
     process, _ = start_forked("ddp_train.py", workplace.arguments(name), num_processes=2,
                               environment={VARIABLE: "train:slow:seconds=0.05"})
     process.join(timeout=random.uniform(0.1, LONGEST))
+    # What is done waits inside PyTorch, which hangs where a process dies there: it is left alone.
+    if is_marked(load_run(workplace.runs_dir, name), FINISHED):
+        process.join(timeout=60)
     if not process.is_alive():
         return process.exitcode != 0
     workers = children_of(process.pid)

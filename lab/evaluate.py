@@ -1,0 +1,181 @@
+"""`lab evaluate`: the loss of models on held-out tokens, or their score on HellaSwag."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from user_error import UserError
+
+if TYPE_CHECKING:
+    from lab.sharing import Share
+    from lab.targets import Target
+    from token_dataset import TokenFile
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was typed."""
+
+    targets: tuple[str, ...]
+    checkpoint: str
+    dataset: str | None
+    split: str
+    start_token: int | None
+    num_tokens: int | None
+    microbatch_size: int
+    benchmark: tuple[str, str] | None
+    runs_dir: Path
+    datasets_dir: Path
+
+
+@click.command()
+@click.argument("targets", nargs=-1, required=True)
+@click.option("--checkpoint", default="best", show_default=True,
+              help="Of runs: latest, best or a checkpoint directory's name.")
+@click.option("--dataset", help="In --datasets-dir, or owner/name on the hub.  [default: the"
+                                " runs']")
+@click.option("--split", type=click.Choice(["validation", "train"]), default="validation",
+              show_default=True)
+@click.option("--start-token", type=click.IntRange(min=0),
+              help="[default: 50,000,000, or 0 where the file is smaller]")
+@click.option("--tokens", "num_tokens", type=click.IntRange(min=1),
+              help="[default: 19,660,800, or what there is]")
+@click.option("--microbatch-size", type=click.IntRange(min=1), default=8, show_default=True,
+              help="Sequences at a time; the figures do not depend on it.")
+@click.option("--benchmark", type=(click.Choice(["hellaswag"]), str), metavar="NAME FILE",
+              help="Score a benchmark instead: hellaswag, from a local file or a hub dataset.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
+              show_default=True)
+@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
+              show_default=True)
+def command(**typed: Any) -> None:
+    """Measure models on tokens that none of them was trained on; one table, lowest loss first.
+
+    A target is a run, a directory of GPT-2 weights, or a model on the Hugging Face hub
+    (owner/name). Under torchrun (torchrun --nproc_per_node=8 -m lab evaluate ...) the processes
+    share the work. What is measured of a run goes into its evaluations.jsonl.
+    """
+    from lab.sharing import sharing, speaks
+
+    request = Request(**typed)
+    with sharing() as share:
+        rows = _score_all(request, share) if request.benchmark else _evaluate_all(request, share)
+    if speaks():
+        from tabulate import tabulate
+
+        click.echo(tabulate(rows, headers="keys", disable_numparse=True,
+                            colalign=["left"] + ["right"] * (len(rows[0]) - 1)))
+
+
+def _evaluate_all(request: Request, share: Share) -> list[dict[str, str]]:
+    """Give the table's rows, lowest loss first."""
+    from lab.held_out import check_tokenizer, choose_slice, evaluate
+
+    dataset = request.dataset or _dataset_of_runs(request)
+    file, found = _open(request, dataset, share), []
+    for name in request.targets:  # one at a time: each may fill the device
+        target = _load(request, name, share)
+        check_tokenizer(target, file)
+        stretch = choose_slice(
+            file, dataset, start_token=request.start_token, num_tokens=request.num_tokens,
+            context_length=target.model.config.context_length)
+        measured = evaluate(target, file, stretch, microbatch_size=request.microbatch_size,
+                            share=share)
+        _record(target, measured.as_record(), share)
+        found.append((measured.loss, {
+            "model": _title(target), "loss": f"{measured.loss:.6f}",
+            "perplexity": f"{measured.perplexity:.3f}",
+            "bits a byte": ("-" if measured.bits_per_byte is None
+                            else f"{measured.bits_per_byte:.6f}"),
+            "tokens": f"{stretch.num_tokens:,}", "from": f"{stretch.start_token:,}",
+            "of": f"{dataset} {request.split}",
+        }))
+    return [row for _, row in sorted(found, key=lambda item: item[0])]
+
+
+def _score_all(request: Request, share: Share) -> list[dict[str, str]]:
+    """Give the table's rows, highest normalised accuracy first."""
+    from lab.hellaswag import read_questions, score
+
+    name, source = request.benchmark
+    with share.first_on_each_machine():
+        questions = read_questions(source)
+    found = []
+    for target_name in request.targets:
+        target = _load(request, target_name, share)
+        scored = score(target, questions, share)
+        numbers = {"accuracy": scored.accuracy, "normalised": scored.normalised_accuracy}
+        _record(target, {"benchmark": name, "questions": scored.num_questions,
+                         "accuracy": scored.accuracy,
+                         "normalised_accuracy": scored.normalised_accuracy}, share)
+        found.append((-scored.normalised_accuracy, {
+            "model": _title(target),
+            **{key: f"{value:.4f} ± {scored.error_of(value):.4f}"
+               for key, value in numbers.items()},
+            "questions": f"{scored.num_questions:,}",
+        }))
+    return [row for _, row in sorted(found, key=lambda item: item[0])]
+
+
+def _load(request: Request, name: str, share: Share) -> Target:
+    from lab.targets import load_target
+
+    with share.first_on_each_machine():
+        return load_target(name, runs_dir=request.runs_dir, checkpoint_name=request.checkpoint,
+                           device=share.process.device)
+
+
+def _dataset_of_runs(request: Request) -> str:
+    """Find the dataset that all runs among the targets were trained on. Raises: UserError."""
+    from lab.targets import is_run
+    from run_config import load_run
+
+    found = {load_run(request.runs_dir, name).train.dataset: name
+             for name in request.targets if is_run(name, request.runs_dir)}
+    if len(found) != 1:
+        which = " and ".join(f"{run} on {dataset}" for dataset, run in found.items())
+        raise UserError(f"--dataset: name the tokens to evaluate on ({which or 'no run'} among the"
+                        " targets says which); one for all, so that they can be compared")
+    return next(iter(found))
+
+
+def _open(request: Request, dataset: str, share: Share) -> TokenFile:
+    """Open the token file, fetched or made first where it is missing. Every rank."""
+    import re
+
+    from preparation.providing import provide_dataset
+    from run_config import DATASET_NAME, check_inside
+    from token_dataset import TokenFile
+
+    if not re.fullmatch(DATASET_NAME, dataset):
+        raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
+    dataset_dir = request.datasets_dir / dataset
+    check_inside(dataset_dir, request.datasets_dir, "--datasets-dir")
+    with share.first_on_each_machine():
+        provide_dataset(dataset_dir, dataset)
+    return TokenFile(dataset_dir / f"{request.split}.safetensors")
+
+
+def _title(target: Target) -> str:
+    return f"{target.name} ({target.checkpoint.name})" if target.checkpoint else target.name
+
+
+def _record(target: Target, measured: dict[str, object], share: Share) -> None:
+    """Keep what was measured of a run in its directory. Rank 0 writes."""
+    if target.run is None or not share.process.is_main:
+        return
+    from run_metrics import append_whole, to_json
+
+    record = {"target": target.name, "checkpoint": target.checkpoint.name,
+              "global_step": target.checkpoint.meta.global_step} | measured
+    record["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    try:
+        append_whole(target.run.evaluations_path, to_json(record) + "\n")
+    except OSError as error:
+        click.echo(f"warning: not kept in {target.run.evaluations_path}:"
+                   f" {error.strerror or error}", err=True)

@@ -1,0 +1,147 @@
+"""The loss of models on a stretch of tokens that none of them was trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from gpt import GPTModel
+from lab.sharing import Share, speaks
+from lab.targets import Target
+from token_dataset import TOKENIZERS_BY_VOCABULARY, TokenFile, check_token_ids
+from tokenizer import load_tokenizer
+from user_error import UserError
+
+DEFAULT_START_TOKEN = 50_000_000  # the slice that the original system's figures are of
+DEFAULT_NUM_TOKENS = 19_660_800
+ROWS_OF_LOGITS = 1024  # made at a time: all of a vocabulary of 50,257 in 0.2 GiB
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of a token file: `num_tokens` from `start_token` on, and the one that follows."""
+
+    dataset: str
+    split: str
+    start_token: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of a slice; the loss is in nats a token."""
+
+    slice: Slice
+    loss: float
+    bits_per_byte: float | None  # none where the tokens' bytes are not known
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self.slice) | {"loss": self.loss, "perplexity": self.perplexity,
+                                     "bits_per_byte": self.bits_per_byte}
+
+
+def choose_slice(file: TokenFile, dataset: str, *, start_token: int | None,
+                 num_tokens: int | None, context_length: int) -> Slice:
+    """Lay out whole sequences of a token file to evaluate on.
+
+    Raises:
+        UserError: the file has not so many tokens there.
+    """
+    if start_token is None:
+        start_token = DEFAULT_START_TOKEN if file.num_tokens > DEFAULT_START_TOKEN else 0
+    available = file.num_tokens - start_token - 1  # the last is only predicted
+    wanted = min(DEFAULT_NUM_TOKENS, available) if num_tokens is None else num_tokens
+    whole = wanted // context_length * context_length
+    if wanted > available or whole < 1:
+        raise UserError(f"{file.path}: {wanted:,} tokens are wanted from token {start_token:,} on,"
+                        f" in sequences of {context_length:,}; it has {max(0, available):,} there;"
+                        " change --start-token or --tokens")
+    return Slice(dataset, file.path.stem, start_token, whole)
+
+
+def check_tokenizer(target: Target, file: TokenFile) -> None:
+    """Refuse a model that has learnt other tokens. Raises: UserError."""
+    made_with = file.metadata.get("tokenizer")
+    if made_with and target.tokenizer_name and made_with != target.tokenizer_name:
+        raise UserError(f"{file.path}: holds tokens of {made_with}, {target.name} was trained on"
+                        f" those of {target.tokenizer_name}; name another --dataset")
+
+
+@torch.inference_mode()
+def evaluate(target: Target, file: TokenFile, stretch: Slice, *, microbatch_size: int,
+             share: Share) -> Evaluation:
+    """Measure a model on a slice. A collective: every rank.
+
+    In float32 throughout, summed in float64: neither the microbatch, nor the device, nor the
+    number of processes shows in six decimals.
+
+    Raises:
+        UserError: a token is outside the model's vocabulary.
+    """
+    torch.set_float32_matmul_precision("highest")
+    loss_sum = num_bytes = 0.0
+    lengths = token_lengths(target, file)
+    for tokens in _microbatches(target, file, stretch, microbatch_size, share):
+        wide = torch.from_numpy(tokens.astype(np.int64)).to(target.device)
+        shape = (-1, target.model.config.context_length)
+        loss_sum += summed_loss(target.model, wide[:-1].view(shape), wide[1:].view(shape))
+        if lengths is not None:
+            num_bytes += int(lengths[tokens[1:]].sum())
+    loss_sum, num_bytes = share.sum(loss_sum, num_bytes)
+    bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
+    return Evaluation(stretch, loss_sum / stretch.num_tokens, bits)
+
+
+def summed_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> float:
+    """Add up the cross-entropies of all targets, in nats: (B, T) int64 both."""
+    x = model.final_norm(model.transform(model.embed(token_ids))).flatten(0, 1)  # (B * T, C)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for rows, wanted in zip(x.split(ROWS_OF_LOGITS), targets.flatten().split(ROWS_OF_LOGITS),
+                            strict=True):
+        logits = F.linear(rows, model.head_weight)
+        total += F.cross_entropy(logits, wanted, reduction="none").sum(dtype=torch.float64)
+    return total.item()
+
+
+def token_lengths(target: Target, file: TokenFile) -> np.ndarray | None:
+    """Give how many bytes of text each token id stands for: (V,) int64; an end of text for none.
+
+    None where the file does not tell its tokenizer and neither does the model.
+    """
+    name = (file.metadata.get("tokenizer") or target.tokenizer_name
+            or TOKENIZERS_BY_VOCABULARY.get(target.model.config.vocab_size))
+    if name is None:
+        return None
+    tokenizer = load_tokenizer(name)
+    lengths = np.zeros(max(target.model.config.vocab_size, tokenizer.n_vocab), dtype=np.int64)
+    for token_id in range(tokenizer.n_vocab):
+        if token_id != tokenizer.eot_token:
+            lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
+    return lengths
+
+
+def _microbatches(target: Target, file: TokenFile, stretch: Slice, microbatch_size: int,
+                  share: Share) -> Iterator[np.ndarray]:
+    """Read this process's microbatches, (B * T + 1,) uint16 each."""
+    config = target.model.config
+    stride = microbatch_size * config.context_length
+    own = share.of(-(-stretch.num_tokens // stride))
+    for index in tqdm(own, unit="batch", desc=target.name, leave=False,
+                      disable=None if speaks() else True):
+        first = stretch.start_token + index * stride
+        stop = min(first + stride, stretch.start_token + stretch.num_tokens) + 1
+        tokens = file.read(first, stop)
+        check_token_ids(tokens, Path(file.path), first=first, vocab_size=config.vocab_size)
+        yield tokens

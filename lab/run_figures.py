@@ -1,0 +1,183 @@
+"""Figures out of what a run writes, as far as that can be read.
+
+A run may still be training, or have been killed; its files may be damaged, or of an older version.
+What cannot be read, and what no run can have measured, is None.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LARGEST = 1e15  # number that a run could have measured
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run was measured by."""
+
+    global_batch_size: float | None = None
+    microbatch_size: float | None = None
+    tokens: float | None = None
+    steps: float | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    test_loss: float | None = None
+    ift_score: float | None = None  # 0 to 100: a judge's, after instruction fine-tuning
+    seconds: float | None = None  # of all phases
+    validation_seconds: float | None = None
+    tokens_per_second: float | None = None  # while training
+    usd: float | None = None
+    validation_usd: float | None = None
+
+    @property
+    def seconds_without_validation(self) -> float | None:
+        return _less(self.seconds, self.validation_seconds)
+
+    @property
+    def usd_without_validation(self) -> float | None:
+        return _less(self.usd, self.validation_usd)
+
+    @property
+    def usd_per_megatoken(self) -> float | None:
+        return _ratio(self.usd, _ratio(self.tokens, 1e6))
+
+    @property
+    def usd_per_megatoken_without_validation(self) -> float | None:
+        return _ratio(self.usd_without_validation, _ratio(self.tokens, 1e6))
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a run has written so far.
+
+    Attributes:
+        summary: of a run that has not ended, only what earlier starts had spent.
+        records: lines of `metrics.jsonl` that say their step.
+        test: the newest evaluation.
+    """
+
+    summary: Record
+    records: tuple[Record, ...]
+    test: Record
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Written:
+        """Read a run's files, also while it trains."""
+        records = (record for record in _read_lines(run_dir / "metrics.jsonl")
+                   if number(record.get("global_step")) is not None)
+        evaluations = _read_lines(run_dir / "evaluations.jsonl")
+        return cls(summary=_object(read_text(run_dir / "summary.json")), records=tuple(records),
+                   test=next((line for line in reversed(evaluations) if "loss" in line), {}))
+
+    @property
+    def is_at_an_end(self) -> bool:
+        return "global_step" in self.summary
+
+    def latest(self, key: str) -> float | None:
+        """Give the summary's number; of a run that has not ended, the last one recorded."""
+        if key in self.summary:
+            return number(self.summary[key])
+        return number(next((r[key] for r in reversed(self.records) if key in r), None))
+
+    def recorded(self, key: str) -> list[float]:
+        return [n for record in self.records if (n := number(record.get(key))) is not None]
+
+    def part(self, name: str) -> Record:
+        """Give an object in the summary, empty where there is none."""
+        found = self.summary.get(name)
+        return found if isinstance(found, dict) else {}
+
+    def phases(self, kind: str) -> dict[str, float]:
+        """Give seconds or usd by phase; nothing where one of them is no number."""
+        found = self.part(kind)
+        return found if all(number(n) is not None for n in found.values()) else {}
+
+
+def number(value: Any) -> float | None:
+    """Give a number as it is; None for all else, and for what no run can have measured."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and 0 <= value <= LARGEST else None
+
+
+def read_text(path: Path) -> str:
+    """Give a file's text, none where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError:
+        return ""
+
+
+def _object(text: str) -> Record:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _read_lines(path: Path) -> list[Record]:
+    """Give the whole lines; one that is only half written is left out."""
+    return [record for line in read_text(path).split("\n") if (record := _object(line))]
+
+
+def _less(whole: float | None, part: float | None) -> float | None:
+    return None if whole is None or part is None else whole - part
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def figures_of(written: Written, config: dict[str, Any]) -> Figures:
+    """Gather a run's figures. Losses are its last ones, not its best."""
+    step, tokens = written.latest("global_step"), written.latest("tokens")
+    steps = None if step is None else step + 1
+    rate = written.latest("tokens_per_second")
+    if not written.is_at_an_end and (rates := written.recorded("tokens_per_second")):
+        rate = statistics.median(rates)
+    planned = written.part("batch").get("microbatch_size")
+    return Figures(
+        global_batch_size=_batch_size(written, config, _ratio(tokens, steps)),
+        microbatch_size=number(planned) or number(config.get("microbatch_size")),
+        tokens=tokens, steps=steps, tokens_per_second=rate,
+        train_loss=written.latest("train_loss"),
+        validation_loss=written.latest("validation_loss"),
+        test_loss=number(written.test.get("loss")),
+        **(_spent(written) if written.is_at_an_end else _spent_so_far(written)),
+    )
+
+
+def _batch_size(written: Written, config: dict[str, Any],
+                tokens_per_step: float | None) -> float | None:
+    """Give the sequences in a global step: as planned, else as trained, else as wanted."""
+    planned = [number(written.part("batch").get(key)) for key in
+               ("microbatch_size", "gradient_accumulation_steps", "world_size")]
+    if all(planned):
+        return number(math.prod(planned))
+    trained = _ratio(tokens_per_step, number(config.get("context_length")))
+    return round(trained) if trained else number(config.get("global_batch_size"))
+
+
+def _spent(written: Written) -> dict[str, float | None]:
+    seconds, usd = written.phases("seconds"), written.phases("usd")
+    return {"seconds": sum(seconds.values()) if seconds else None,
+            "validation_seconds": seconds.get("validation", 0.0) if seconds else None,
+            "usd": usd.get("total"), "validation_usd": usd.get("validation", 0.0)}
+
+
+def _spent_so_far(written: Written) -> dict[str, float | None]:
+    """Give what a run has spent that has not ended: the dollars of validation by its time."""
+    earlier = sum(written.phases("seconds").values()), written.phases("usd").get("total", 0.0)
+    seconds, usd = (max([before, *written.recorded(key)[-1:]]) or None
+                    for before, key in zip(earlier, ("seconds", "usd"), strict=True))
+    validation_seconds = sum(written.recorded("validation_seconds"))
+    share = _ratio(validation_seconds, seconds)
+    return {"seconds": seconds, "validation_seconds": validation_seconds, "usd": usd,
+            "validation_usd": None if usd is None or share is None else usd * share}

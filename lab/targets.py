@@ -1,0 +1,200 @@
+"""A model to look at: of a run, out of a directory of weights, or from the hub."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from pydantic import ValidationError
+
+from checkpoint_loading import DAMAGE, load_weights
+from checkpointing import BEST, Checkpoint, find_checkpoint, open_checkpoint
+from gpt import GPTModel
+from json_files import read_json_object
+from lab.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is_original
+from manifest import MANIFEST
+from preparation.hub import ask_hub
+from resuming import check_weights_fit
+from run_config import RUN_NAME, ModelConfig, Run, describe, load_config, load_run
+from token_dataset import TOKENIZERS_BY_VOCABULARY
+from tokenizer import END_OF_TEXT_IDS
+from user_error import UserError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+NEEDED_BY = "a directory of weights"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model with its weights, float32, on its device and in eval mode.
+
+    Attributes:
+        name: as it was typed.
+        tokenizer_name: none where neither a checkpoint nor the vocabulary tells.
+        run: the run it is of, if it was named by one; so too its checkpoint.
+    """
+
+    name: str
+    model: GPTModel
+    tokenizer_name: str | None
+    run: Run | None = None
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.token_embedding.weight.device
+
+    def needs_tokenizer(self) -> str:
+        """Give the tokenizer's name. Raises: UserError if it is not known."""
+        if self.tokenizer_name is None:
+            raise UserError(f"{self.name}: names no tokenizer, and none has"
+                            f" {self.model.config.vocab_size:,} words; wanted"
+                            f" {' or '.join(END_OF_TEXT_IDS)}")
+        return self.tokenizer_name
+
+
+def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
+                device: torch.device | None = None) -> Target:
+    """Load a run's model, a directory's, or one from the Hugging Face hub (`owner/name`).
+
+    A directory holds a GPT-2 as `transformers` stores it, a checkpoint of a run, or one of the
+    original system with its `model.json` beside it or two directories above.
+
+    Raises:
+        UserError: there is none of that name, it is damaged, or it is no GPT-2.
+    """
+    if is_run(name, runs_dir):
+        target = _of_run(name, runs_dir, checkpoint_name)
+    elif Path(name).is_dir():
+        target = _of_directory(name, Path(name))
+    elif HUB_NAME.fullmatch(name):
+        target = _of_directory(name, _fetched(name))
+    else:
+        load_run(runs_dir, name)  # says which runs there are
+        raise UserError(f"{name}: neither a run, a directory of weights nor owner/name on the hub")
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target.model.to(device).eval()
+    return target
+
+
+def is_run(name: str, runs_dir: Path) -> bool:
+    """Tell if a target's name is that of a run."""
+    return bool(RUN_NAME.fullmatch(name)) and (runs_dir / name).is_dir()
+
+
+def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> Target:
+    run = load_run(runs_dir, name)
+    checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)
+    if checkpoint is None:
+        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
+    return _of_checkpoint(name, checkpoint, run.model, run)
+
+
+def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
+                   run: Run | None = None) -> Target:
+    check_weights_fit(checkpoint, config)
+    with torch.device("meta"):
+        model = GPTModel(config)
+    model.to_empty(device="cpu")
+    load_weights(checkpoint, model)
+    return Target(name, model, checkpoint.meta.tokenizer, run, checkpoint)
+
+
+def _of_directory(name: str, directory: Path) -> Target:
+    if (directory / MANIFEST).exists():
+        checkpoint = open_checkpoint(directory, thoroughly=True)
+        return _of_checkpoint(name, checkpoint, checkpoint.meta.model)
+    weights = _read_weights(directory)
+    try:
+        if is_original(weights.keys()):
+            config = _original_config(directory)
+            ours, end_of_text = from_original(weights, config), None
+        else:
+            gpt2 = _gpt2_config(directory / "config.json")
+            config, ours = from_gpt2(weights, gpt2)
+            end_of_text = gpt2.eos_token_id
+        with torch.device("meta"):
+            model = GPTModel(config)
+        ours = {key: weight.float() for key, weight in ours.items()}
+        model.load_state_dict(ours, assign=True)
+    except KeyError as error:
+        raise UserError(f"{directory}: has no weights {error.args[0]}; wanted those of a GPT-2, as"
+                        " transformers names them") from None
+    except ValidationError as error:
+        raise UserError(f"{directory}: not a GPT-2: {_what_is_wrong(error)}") from None
+    except DAMAGE as error:
+        raise UserError(f"{directory}: not a GPT-2: {_reason(error)}") from None
+    return Target(name, model, _tokenizer_of(config, end_of_text))
+
+
+def _read_weights(directory: Path) -> Weights:
+    """Read `model.safetensors`, or the files that an index names instead."""
+    index_path, names = directory / "model.safetensors.index.json", ["model.safetensors"]
+    if index_path.exists():
+        weight_map = read_json_object(index_path, needed_by=NEEDED_BY).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index_path}: has no weight_map; fetch the directory again")
+        names = sorted(set(map(str, weight_map.values())))
+        for name in names:
+            if not re.fullmatch(r"model-[\w-]+\.safetensors", name):
+                raise UserError(f"{index_path}: names {name[:60]!r}, which is no file of weights"
+                                " beside it; fetch the directory again")
+    weights: Weights = {}
+    for name in names:
+        try:
+            weights |= safetensors.torch.load_file(directory / name)
+        except FileNotFoundError:
+            raise UserError(f"{directory / name}: no such file; {NEEDED_BY} needs it (pickled"
+                            " weights such as pytorch_model.bin are not read)") from None
+        except DAMAGE as error:
+            raise UserError(f"{directory / name}: not a whole safetensors file"
+                            f" ({_reason(error)}); fetch or export it again") from None
+    return weights
+
+
+def _gpt2_config(path: Path) -> Gpt2Config:
+    values = read_json_object(path, needed_by=NEEDED_BY)
+    try:
+        return Gpt2Config.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: not a GPT-2: {_what_is_wrong(error)}") from None
+
+
+def _original_config(directory: Path) -> ModelConfig:
+    """Find the shape of an original checkpoint: in its run, or in what was published of it."""
+    if (directory / "config.json").exists():
+        path = directory / "config.json"
+        published = read_json_object(path, needed_by=NEEDED_BY).get("cfg")
+        return ModelConfig.model_validate(published)
+    above = directory.parent.parent / "model.json"
+    return load_config(directory / "model.json" if not above.exists() else above, ModelConfig)
+
+
+def _tokenizer_of(config: ModelConfig, end_of_text: int | None) -> str | None:
+    by_end = {token_id: name for name, token_id in END_OF_TEXT_IDS.items()
+              if token_id < config.vocab_size}  # a vocabulary may have been padded
+    return TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or by_end.get(end_of_text)
+
+
+def _fetched(repository: str) -> Path:
+    """Bring a model's files from the hub into its client's cache, or find them there."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    config_path = Path(ask_hub(repository, lambda: hf_hub_download(repository, "config.json")))
+    if "cfg" not in read_json_object(config_path, needed_by=NEEDED_BY):
+        _gpt2_config(config_path)  # before gigabytes of something else are fetched
+    return Path(ask_hub(repository, lambda: snapshot_download(
+        repository, revision=config_path.parent.name, allow_patterns=WEIGHT_FILES)))
+
+
+def _what_is_wrong(error: ValidationError) -> str:
+    return describe(error).removesuffix("; change it")  # it is as it was trained
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

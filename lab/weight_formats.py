@@ -1,0 +1,175 @@
+"""GPT-2's weights as others store them, in and out: names and layouts, no files.
+
+A linear layer here has its matrix as (out, in); GPT-2's code, and `transformers` after it, keeps
+(in, out). Source: Radford et al. 2019 for the architecture; the names are those of the published
+files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from run_config import MAX_VOCAB_SIZE, ModelConfig
+from tokenizer import END_OF_TEXT_IDS
+from user_error import UserError
+
+Weights = dict[str, Tensor]
+
+# Ours to GPT-2's and to the original system's names.
+OUTER = {
+    "token_embedding": ("wte", "tok_emb"),
+    "position_embedding": ("wpe", "pos_emb"),
+    "final_norm": ("ln_f", "final_norm"),
+}
+INNER = {
+    "attention_norm": ("ln_1", "norm1"),
+    "attention.output": ("attn.c_proj", "att.out_proj"),
+    "mlp_norm": ("ln_2", "norm2"),
+    "mlp.up": ("mlp.c_fc", "ff.layers.0"),
+    "mlp.output": ("mlp.c_proj", "ff.layers.2"),
+}
+NORM_PARTS = {"weight": "scale", "bias": "shift"}  # as the original calls them
+EXPRESSED = {"vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate",
+             "qkv_bias", "tie_weights", "init"}  # levers that GPT-2 has, or need not know of
+
+
+class Gpt2Config(BaseModel):
+    """What `config.json` of a GPT-2 says of it; other values would be another architecture."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    model_type: Literal["gpt2"]
+    vocab_size: int = Field(default=50257, ge=2, le=MAX_VOCAB_SIZE)
+    n_positions: int = Field(default=1024, ge=1, le=2**20)
+    n_embd: int = Field(default=768, ge=1, le=2**16)
+    n_head: int = Field(default=12, ge=1, le=2**12)
+    n_layer: int = Field(default=12, ge=1, le=2**10)
+    n_inner: int | None = None
+    resid_pdrop: float = Field(default=0.1, ge=0, lt=1)
+    tie_word_embeddings: bool = True
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    layer_norm_epsilon: float = Field(default=1e-5, ge=1e-5, le=1e-5)
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+    eos_token_id: int | None = 50256
+
+    def as_model_config(self, *, qkv_bias: bool) -> ModelConfig:
+        """Give the shape in this project's words; one dropout rate stands for GPT-2's three.
+
+        Raises:
+            ValueError: it is no shape of a GPT-2.
+        """
+        if self.n_inner not in (None, 4 * self.n_embd):
+            raise ValueError(f"n_inner is {self.n_inner}; wanted 4 x n_embd = {4 * self.n_embd}")
+        return ModelConfig(
+            vocab_size=self.vocab_size, context_length=self.n_positions, emb_dim=self.n_embd,
+            n_heads=self.n_head, n_layers=self.n_layer, drop_rate=self.resid_pdrop,
+            qkv_bias=qkv_bias, tie_weights=self.tie_word_embeddings,
+        )
+
+
+def gpt2_config(model: ModelConfig, tokenizer_name: str | None) -> dict[str, Any]:
+    """Give `config.json` for `transformers`. Raises: UserError naming a lever GPT-2 has not."""
+    for lever, value in model.model_dump().items():
+        if lever not in EXPRESSED and value != type(model).model_fields[lever].default:
+            raise UserError(f"model.json: {lever} is {value}, which a GPT-2 cannot express; only a"
+                            " model without it can be exported")
+    end_of_text = END_OF_TEXT_IDS.get(tokenizer_name or "")
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+        "vocab_size": model.vocab_size, "n_positions": model.context_length,
+        "n_embd": model.emb_dim, "n_head": model.n_heads, "n_layer": model.n_layers,
+        "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+        "embd_pdrop": model.drop_rate, "attn_pdrop": model.drop_rate,
+        "resid_pdrop": model.drop_rate, "initializer_range": 0.02, "scale_attn_weights": True,
+        "tie_word_embeddings": model.tie_weights, "use_cache": True, "dtype": "float32",
+        "bos_token_id": end_of_text, "eos_token_id": end_of_text,
+    }
+
+
+def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
+    """Name and lay out this project's weights as GPT-2's, biases of zero where it has none."""
+    ours = dict(weights)
+    if not model.qkv_bias:
+        for layer in range(model.n_layers):
+            ours[f"blocks.{layer}.attention.qkv.bias"] = torch.zeros(3 * model.emb_dim)
+    theirs = {f"transformer.{gpt2}": _turned(ours[name], turns)
+              for name, gpt2, turns in _gpt2_names(model.n_layers)}
+    return theirs if model.tie_weights else theirs | {"lm_head.weight": ours["head.weight"]}
+
+
+def from_gpt2(weights: Weights, config: Gpt2Config) -> tuple[ModelConfig, Weights]:
+    """Read GPT-2's weights. Raises: KeyError for one that is not there; ValueError of a shape."""
+    theirs = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    ours = {name: _turned(theirs[gpt2], turns)
+            for name, gpt2, turns in _gpt2_names(config.n_layer)}
+    biases = [name for name in ours if name.endswith("qkv.bias")]
+    model = config.as_model_config(qkv_bias=any(ours[name].any() for name in biases))
+    if not model.qkv_bias:  # zeros, written because GPT-2 always has them
+        ours = {name: weight for name, weight in ours.items() if name not in biases}
+    if not model.tie_weights:
+        ours["head.weight"] = theirs["lm_head.weight"]
+    return model, ours
+
+
+def from_original(weights: Weights, model: ModelConfig) -> Weights:
+    """Read a checkpoint of the original system; its masks are not weights. Raises: KeyError."""
+    theirs = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    if model.tie_weights:  # of two names for one tensor its files keep either
+        theirs.setdefault("tok_emb.weight", theirs.get("out_head.weight"))
+    ours = {}
+    for name, original in _original_names(model.n_layers):
+        if ".qkv." not in name:
+            ours[name] = theirs[original]
+        elif name.endswith("weight") or model.qkv_bias:
+            parts = [theirs[original.replace("qkv", part)] for part in ("query", "key", "value")]
+            ours[name] = torch.cat(parts)
+    return ours if model.tie_weights else ours | {"head.weight": theirs["out_head.weight"]}
+
+
+def is_original(names: set[str]) -> bool:
+    """Tell if tensor names are the original system's."""
+    return any(name.removeprefix("model.") == "pos_emb.weight" for name in names)
+
+
+def _gpt2_names(n_layers: int) -> Iterator[tuple[str, str, bool]]:
+    """Give our name, GPT-2's, and whether the matrix has to be turned."""
+    for ours, (gpt2, _) in OUTER.items():
+        for part in _parts(ours):
+            yield f"{ours}.{part}", f"{gpt2}.{part}", False
+    inner = {name: gpt2 for name, (gpt2, _) in INNER.items()} | {"attention.qkv": "attn.c_attn"}
+    for layer in range(n_layers):
+        for ours, gpt2 in inner.items():
+            for part in _parts(ours):
+                turns = part == "weight" and "norm" not in ours
+                yield f"blocks.{layer}.{ours}.{part}", f"h.{layer}.{gpt2}.{part}", turns
+
+
+def _original_names(n_layers: int) -> Iterator[tuple[str, str]]:
+    for ours, (_, original) in OUTER.items():
+        for part in _parts(ours):
+            yield f"{ours}.{part}", f"{original}.{_original_part(ours, part)}"
+    inner = {name: original for name, (_, original) in INNER.items()}
+    for layer in range(n_layers):
+        for ours, original in (inner | {"attention.qkv": "att.W_qkv"}).items():
+            for part in _parts(ours):
+                yield (f"blocks.{layer}.{ours}.{part}",
+                       f"trf_blocks.{layer}.{original}.{_original_part(ours, part)}")
+
+
+def _parts(ours: str) -> tuple[str, ...]:
+    return ("weight",) if ours.endswith("embedding") else ("weight", "bias")
+
+
+def _original_part(ours: str, part: str) -> str:
+    return NORM_PARTS[part] if "norm" in ours else part
+
+
+def _turned(weight: Tensor, turns: bool) -> Tensor:
+    return weight.T.contiguous() if turns else weight

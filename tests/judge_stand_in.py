@@ -1,0 +1,142 @@
+"""A judge on loopback: what the real openai client asks of it, and bad answers on demand."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+WORTH = re.compile(r"worth (\d+)")  # an answer says what this judge is to think of it
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the next requests."""
+
+    kind: str  # a status, or one of `spoiled`
+    times: int = 1
+    about: str = ""  # only in requests about a question that holds this
+
+
+@dataclass
+class Endpoint:
+    """A judge, what may happen to who asks it, and what was asked."""
+
+    faults: list[Fault] = field(default_factory=list)
+    takes_schemas: bool = True
+    base_url: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)  # for judgements
+    keys: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fault_for(self, data: dict[str, Any]) -> str:
+        for fault in self.faults:
+            if fault.times and fault.about in data["instruction"]:
+                fault.times -= 1
+                return fault.kind
+        return ""
+
+    def asked(self) -> list[dict[str, Any]]:
+        """Give the data of each request."""
+        return [data_of(request) for request in self.requests]
+
+
+def data_of(request: dict[str, Any]) -> dict[str, Any]:
+    """Give what lies between the marks of the last message, which must be all of it."""
+    first, *lines, last = request["messages"][-1]["content"].split("\n")
+    assert first == last and first in request["messages"][0]["content"]
+    return json.loads("\n".join(lines))
+
+
+def spoiled(kind: str, scores: dict[str, int]) -> str:
+    """Give a reply with what is wrong, or only unusual."""
+    first, *others = scores
+    reply = json.dumps(scores)
+    return {
+        "": reply,
+        "fenced": f"```json\n{json.dumps(scores, indent=2)}\n```",
+        "prose": f"Both {{are}} weak. My scores: {json.dumps({'scores': scores})} Good luck!",
+        "fraction": json.dumps({label: score + 0.5 for label, score in scores.items()}),
+        "junk": "I would rather not {say}.",
+        "empty": "",
+        "deep": '{"a":' * 5000,
+        "missing": json.dumps({label: scores[label] for label in others}),
+        "extra": json.dumps(scores | {"answer_99": 50}),
+        "text": json.dumps(scores | {first: "100"}),
+        "truth": json.dumps(scores | {first: True}),
+        "nan": json.dumps(scores | {first: float("nan")}),
+        "too high": json.dumps(scores | {first: 101}),
+        "too low": json.dumps(scores | {first: -1}),
+        "several": json.dumps(scores | {first: (scores[first] + 1) % 100}) + reply,
+    }[kind]
+
+
+@contextmanager
+def judging(endpoint: Endpoint) -> Iterator[Endpoint]:
+    """Serve a judge while the context lasts."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(endpoint))
+    server.daemon_threads = True
+    endpoint.base_url = f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield endpoint
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send(404, b"{}")  # does not list its models
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with endpoint.lock:
+                endpoint.requests.append(request)
+                endpoint.keys.add(self.headers["Authorization"])
+                kind = endpoint.fault_for(data_of(request))
+            if "response_format" in request and not endpoint.takes_schemas:
+                self.refuse(400, "response_format is not supported")
+            elif kind == "page":
+                self.send(200, b"<html>not an endpoint</html>", {"Content-Type": "text/html"})
+            elif kind == "broken":
+                self.send(200, b'{"choices": [')
+            elif kind == "quota":
+                self.refuse(429, "You exceeded your quota", code="insufficient_quota")
+            elif kind.isdigit():
+                self.refuse(int(kind), f"refused with {kind}")
+            else:
+                self.judge(data_of(request)["answers"], kind)
+
+        def judge(self, answers: dict[str, str], kind: str) -> None:
+            scores = {label: int(WORTH.search(text)[1]) for label, text in answers.items()}
+            message = {"role": "assistant", "content": spoiled(kind, scores)}
+            self.send(200, json.dumps({
+                "id": "1", "object": "chat.completion", "created": 1, "model": "judge",
+                "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+            }).encode())
+
+        def refuse(self, status: int, message: str, *, code: str | None = None) -> None:
+            error = {"error": {"message": message, "type": "error", "code": code}}
+            self.send(status, json.dumps(error).encode(), {"Retry-After": "0.05"})
+
+        def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            usual = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+            for key, value in (usual | (headers or {})).items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler

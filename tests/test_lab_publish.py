@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from support import Workplace, forked, succeeded
+from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
+from upload_stand_in import UploadHub, taking_uploads
+
+from checkpointing import find_checkpoint
+from lab.targets import load_target
+from tokenizer import load_tokenizer
+
+EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
+            "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
+CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    workplace = Workplace(tmp_path_factory.mktemp("published"))
+    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320,
+                             "usd_per_hour": 36.0})
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny"))
+    return workplace
+
+
+@pytest.fixture
+def hub() -> Iterator[UploadHub]:
+    with taking_uploads() as hub:
+        yield hub
+
+
+def publish(workplace: Workplace, *arguments: str, **environment: str) -> CompletedProcess[str]:
+    return forked("lab/__main__.py",
+                  ["publish", *arguments, "--runs-dir", str(workplace.runs_dir)],
+                  environment={"HF_TOKEN": "", **environment})
+
+
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+@torch.no_grad()
+def test_an_export_is_a_stock_gpt2_with_its_tokenizer_and_card(
+    trained: Workplace, tmp_path: Path
+) -> None:
+    output = tmp_path / "export"
+    result = succeeded(publish(trained, "tiny", "--output", str(output)))
+    assert names_in(output) == EXPORTED | CHARTS and f"written to {output}" in result.stdout
+    ours = load_target("tiny", runs_dir=trained.runs_dir).model
+    theirs = GPT2LMHeadModel.from_pretrained(output).eval()
+    tokens = torch.arange(30).view(2, 15)
+    assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+    text = "naïve 😀 text\n"
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer.encode(text) == list(text.encode()) and tokenizer.eos_token_id == 256
+    generated = pipeline("text-generation", model=str(output))(
+        "ab", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    assert generated.startswith("ab") and len(generated) > 2
+
+
+@pytest.mark.parametrize("text", ["Hello, it's  me\n\n\tdef f(x):", "中文 😀 žluť\u00a0x", " "])
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+def test_transformers_reads_the_tokenizers(name: str, text: str, tmp_path: Path) -> None:
+    from lab.tokenizer_files import write_tokenizer_files
+
+    write_tokenizer_files(tmp_path, name, context_length=1024)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(name)
+    assert theirs.encode(text) == ours.encode_ordinary(text)
+    assert theirs.decode(theirs.encode(text)) == text
+    assert (theirs.eos_token_id, len(theirs)) == (ours.eot_token, ours.n_vocab)
+    assert theirs.model_max_length == 1024
+
+
+def test_the_card_tells_what_was_measured(trained: Workplace, tmp_path: Path) -> None:
+    run_dir, output = trained.runs_dir / "tiny", tmp_path / "export"
+    checkpoint = find_checkpoint(run_dir / "checkpoints", "best")
+    measured = {"checkpoint": checkpoint.name, "global_step": checkpoint.meta.global_step,
+                "dataset": "tiny", "split": "validation", "start_token": 16, "num_tokens": 320}
+    (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
+        measured | {"loss": 9.5}, measured | {"loss": 5.25, "perplexity": 190.5},
+        measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1}]) + '{"half')
+    succeeded(publish(trained, "tiny", "--output", str(output), "--license", "apache-2.0"))
+    card = ModelCard.load(output / "README.md")
+    assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
+    results = {found.metric_name: found.metric_value for found in card.data.eval_results}
+    assert results == {
+        "validation loss while training (nats a token)": checkpoint.meta.loss,
+        "loss (nats a token), 320 tokens from token 16": 5.25,
+        "perplexity, 320 tokens from token 16": 190.5,
+    }
+    for wanted in (f"{checkpoint.meta.tokens:,} tokens of `tiny`", "14,976 parameters",
+                   f"step | {checkpoint.meta.global_step + 1} of 10", "| US$ | ",
+                   '"learning_rate": 0.01', "![Training and validation loss](loss-chart.png)",
+                   "| global batch | 2 x 1 x 1 sequences of 16 tokens |", "| 5.250000 |"):
+        assert wanted in card.text, wanted
+    (run_dir / "evaluations.jsonl").unlink()
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_a_model_goes_to_the_hub(trained: Workplace, tmp_path: Path, hub: UploadHub,
+                                 public: bool) -> None:
+    output = tmp_path / "export"
+    result = succeeded(publish(trained, "tiny", "someone/tiny", "--output", str(output),
+                               *["--public"] * public, **hub.environment(tmp_path)))
+    assert f"{'public' if public else 'private'}: {hub.endpoint}/someone/tiny" in result.stdout
+    assert hub.repositories["model", "someone/tiny"]["private"] is not public
+    assert hub.files("model", "someone/tiny") == {
+        path.name: path.read_bytes() for path in output.iterdir()}
+    assert 'model="someone/tiny"' in hub.files("model", "someone/tiny")["README.md"].decode()
+
+
+@pytest.mark.parametrize(("place", "fault"), [
+    ("/lfs/", (99, 0)), ("/lfs/", (99, 500)), ("/commit/", (99, 503)), ("/preupload/", (99, 500)),
+])
+def test_a_broken_upload_can_be_repeated(
+    trained: Workplace, tmp_path: Path, hub: UploadHub, place: str, fault: tuple[int, int]
+) -> None:
+    hub.faults[place] = fault
+    command = "tiny", "someone/tiny", "--output", str(tmp_path / "export")
+    environment = hub.environment(tmp_path)
+    result = publish(trained, *command, **environment)
+    assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith(
+        "Error: someone/tiny on the Hugging Face hub: "), result.stderr
+    assert "Traceback" not in result.stderr
+    assert hub.files("model", "someone/tiny") == {}
+    hub.faults.clear()
+    succeeded(publish(trained, *command, **environment))
+    assert set(hub.files("model", "someone/tiny")) == EXPORTED | CHARTS
+    assert set(hub.received.values()) == {1}  # what had arrived was not sent again
+
+
+def test_passing_trouble_is_passed_over(trained: Workplace, tmp_path: Path,
+                                        hub: UploadHub) -> None:
+    hub.faults |= {"/lfs/": (1, 503), "/commit/": (1, 500), "/api/repos/create": (1, 429)}
+    succeeded(publish(trained, "tiny", "someone/tiny", "--output", str(tmp_path / "export"),
+                      **hub.environment(tmp_path)))
+    assert set(hub.files("model", "someone/tiny")) == EXPORTED | CHARTS
+
+
+def test_a_dataset_goes_to_the_hub_as_it_is(workplace: Workplace, tmp_path: Path,
+                                            hub: UploadHub) -> None:
+    directory = workplace.add_dataset()
+    (directory / "README.md").write_text("---\nlicense: mit\n---\n")
+    (directory / ".train.safetensors.scan.json").write_text("{}")
+    (directory / "notes.txt").write_text("mine")
+    environment = hub.environment(tmp_path)
+    dry = succeeded(publish(workplace, str(directory), "someone/words", "--dry-run", **environment))
+    assert "nothing was sent" in dry.stdout and hub.paths == []
+    succeeded(publish(workplace, str(directory), "someone/words", **environment))
+    files = hub.files("dataset", "someone/words")
+    assert set(files) == {"README.md", "train.safetensors", "validation.safetensors"}
+    assert files["train.safetensors"] == (directory / "train.safetensors").read_bytes()
+
+
+def test_a_dry_run_sends_nothing(trained: Workplace, tmp_path: Path, hub: UploadHub) -> None:
+    output = tmp_path / "export"
+    result = succeeded(publish(trained, "tiny", "someone/tiny", "--dry-run", "--output",
+                               str(output), **hub.environment(tmp_path)))
+    assert hub.paths == [] and names_in(output) == EXPORTED | CHARTS
+    assert "would go to someone/tiny on the Hugging Face hub, a private model" in result.stdout
+    size = (output / "model.safetensors").stat().st_size
+    assert f"{size:>15,} bytes  model.safetensors" in result.stdout
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(
+    trained: Workplace, tmp_path: Path
+) -> None:
+    output = tmp_path / "export"
+    for _ in range(2):
+        succeeded(publish(trained, "tiny", "--output", str(output)))
+    assert names_in(tmp_path) == {"export"}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    result = publish(trained, "tiny", "--output", str(tmp_path / "mine"))
+    assert result.returncode == 2 and "holds other files (thesis.txt)" in result.stderr
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("nix",), "no such run"),
+    (("tiny", "nix"), "'nix' is not a repository's name; wanted owner/name"),
+    (("tiny", "some/one", "--checkpoint", "nix"), "no checkpoint 'nix'"),
+    (("tiny", "some/one"), "uploading needs a token; set HF_TOKEN"),
+    (("../tiny",), "not a plain name"),
+])
+def test_mistakes_are_one_line(trained: Workplace, tmp_path: Path, arguments: tuple[str, ...],
+                               message: str) -> None:
+    result = publish(trained, *arguments, "--output", str(tmp_path / "export"),
+                     HF_HOME=str(tmp_path))
+    assert result.returncode == 2 and message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_token_that_is_refused_is_one_line(trained: Workplace, tmp_path: Path,
+                                             hub: UploadHub) -> None:
+    result = publish(trained, "tiny", "someone/tiny", "--output", str(tmp_path / "export"),
+                     **hub.environment(tmp_path, token="hf_wrong"))
+    assert result.returncode == 2 and "set HF_TOKEN" in result.stderr
+    assert result.stderr.count("\n") == 1

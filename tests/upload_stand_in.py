@@ -1,0 +1,153 @@
+"""A hub on loopback that takes uploads, as far as the real client's plain protocol goes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+TOKEN = "hf_a_word_for_tests"
+COMMIT = "fedcba9876543210fedcba9876543210fedcba98"
+
+
+@dataclass
+class UploadHub:
+    """Repositories, by kind and name, and what may go wrong.
+
+    Attributes:
+        faults: by a part of a path: how many requests for it fail, and with which status; 0
+            breaks the connection.
+    """
+
+    repositories: dict[tuple[str, str], dict[str, object]] = field(default_factory=dict)
+    large_files: dict[str, bytes] = field(default_factory=dict)  # by sha256
+    faults: dict[str, tuple[int, int]] = field(default_factory=dict)
+    received: Counter[str] = field(default_factory=Counter)  # whole large files, by sha256
+    paths: list[str] = field(default_factory=list)
+    endpoint: str = ""
+
+    def environment(self, home: Path, token: str = TOKEN) -> dict[str, str]:
+        """Give what makes a process take this for the hub; without the chunked protocol."""
+        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": token,
+                "HF_HUB_DISABLE_XET": "1"}
+
+    def files(self, kind: str, name: str) -> dict[str, bytes]:
+        return self.repositories[kind, name]["files"]
+
+
+@contextmanager
+def taking_uploads() -> Iterator[UploadHub]:
+    """Serve a hub while the context lasts."""
+    hub = UploadHub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(hub))
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _handler_of(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.respond()
+
+        def do_POST(self) -> None:
+            self.respond()
+
+        def do_PUT(self) -> None:
+            self.respond()
+
+        def respond(self) -> None:
+            hub.paths.append(f"{self.command} {self.path}")
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            for part, (times, status) in hub.faults.items():
+                if part in self.path and times:
+                    hub.faults[part] = times - 1, status
+                    if status:
+                        return self.send({"error": "as asked"}, status)
+                    self.connection.close()
+                    self.close_connection = True
+                    return None
+            is_allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+            if not (is_allowed or self.path.startswith("/lfs/")):
+                return self.send({"error": "Invalid token"}, 401)
+            return self.answer(body)
+
+        def answer(self, body: bytes) -> None:
+            path = self.path.split("?")[0]
+            if path == "/api/repos/create":
+                asked = json.loads(body)
+                key = asked.get("type", "model"), f"{asked['organization']}/{asked['name']}"
+                is_new = key not in hub.repositories
+                if is_new:
+                    is_private = asked["visibility"] == "private"
+                    hub.repositories[key] = {"private": is_private, "files": {}}
+                return self.send({"url": f"{hub.endpoint}/{key[1]}"}, 200 if is_new else 409)
+            if path == "/api/validate-yaml":
+                return self.send({"errors": [], "warnings": []})
+            if path.startswith("/lfs/"):
+                assert hashlib.sha256(body).hexdigest() == path.removeprefix("/lfs/")
+                hub.large_files[path.removeprefix("/lfs/")] = body
+                hub.received[path.removeprefix("/lfs/")] += 1
+                return self.send({})
+            if found := re.fullmatch(r"/(datasets/)?(.+/.+)\.git/info/lfs/objects/batch", path):
+                return self.send({"transfer": "basic", "objects": [
+                    self.place(wanted) for wanted in json.loads(body)["objects"]]})
+            if found := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(/.+)?", path):
+                return self.in_repository(found[1], found[2], found[3] or "", body)
+            return self.send({"error": f"not asked for: {path}"}, 404)
+
+        def place(self, wanted: dict[str, object]) -> dict[str, object]:
+            if wanted["oid"] in hub.large_files:
+                return wanted
+            return wanted | {"actions": {"upload": {"href": f"{hub.endpoint}/lfs/{wanted['oid']}"}}}
+
+        def in_repository(self, kind: str, name: str, rest: str, body: bytes) -> None:
+            repository = hub.repositories.get((kind, name))
+            if repository is None:
+                return self.send({"error": "Repository not found"}, 404)
+            if rest.startswith("/preupload/"):
+                return self.send({"files": [
+                    {"path": asked["path"], "shouldIgnore": False,
+                     "uploadMode": "lfs" if asked["path"].endswith(".safetensors") else "regular"}
+                    for asked in json.loads(body)["files"]]})
+            if rest.startswith("/commit/"):
+                for line in body.splitlines():
+                    self.take(repository["files"], **json.loads(line))
+                return self.send({"success": True, "commitOid": COMMIT, "hookOutput": "",
+                                  "commitUrl": f"{hub.endpoint}/{name}/commit/{COMMIT}"})
+            return self.send({"id": name, "sha": COMMIT, "private": repository["private"],
+                              "tags": [], "downloads": 0, "likes": 0, "siblings": []})
+
+        def take(self, files: dict[str, bytes], key: str, value: dict[str, str]) -> None:
+            if key == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "lfsFile":
+                files[value["path"]] = hub.large_files[value["oid"]]
+
+        def send(self, answer: object, status: int = 200) -> None:
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler
