@@ -132,9 +132,11 @@ def _load(request: Request, name: str, share: Share) -> Target:
 
 def _dataset_of_runs(request: Request) -> str:
     """Find the dataset that all runs among the targets were trained on. Raises: UserError."""
-    from lab.targets import is_run
+    from lab.targets import check_name, is_run
     from run_config import load_run
 
+    for name in request.targets:
+        check_name(name, request.runs_dir)
     found = {load_run(request.runs_dir, name).train.dataset: name
              for name in request.targets if is_run(name, request.runs_dir)}
     if len(found) != 1:

@@ -48,7 +48,7 @@ class Score:
 
     def error_of(self, share: float) -> float:
         """Give the standard error of a share: what another draw of questions would move it."""
-        return (share * (1 - share) / self.num_questions) ** 0.5
+        return (share * (1 - share) / max(1, self.num_questions - 1)) ** 0.5
 
 
 @torch.inference_mode()
@@ -119,7 +119,7 @@ def _clean(text: str) -> str:
 
 def _log_probabilities(target: Target, tokenizer: Encoding, question: Question) -> Tensor:
     """Give the log probability of each ending behind its beginning: (endings,) float64."""
-    num_known = len(tokenizer.encode_ordinary(question.beginning))
+    num_known = len(tokenizer.encode_ordinary(question.beginning.rstrip()))
     texts = [tokenizer.encode_ordinary(f"{question.beginning} {ending}")
              for ending in question.endings]
     longest = target.model.config.context_length + 1  # the last token is only predicted

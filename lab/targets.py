@@ -67,19 +67,21 @@ def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
     Raises:
         UserError: there is none of that name, it is damaged, or it is no GPT-2.
     """
+    check_name(name, runs_dir)
     if is_run(name, runs_dir):
         target = _of_run(name, runs_dir, checkpoint_name)
-    elif Path(name).is_dir():
-        target = _of_directory(name, Path(name))
-    elif HUB_NAME.fullmatch(name):
-        target = _of_directory(name, _fetched(name))
     else:
-        load_run(runs_dir, name)  # says which runs there are
-        raise UserError(f"{name}: neither a run, a directory of weights nor owner/name on the hub")
+        target = _of_directory(name, Path(name) if Path(name).is_dir() else _fetched(name))
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target.model.to(device).eval()
     return target
+
+
+def check_name(name: str, runs_dir: Path) -> None:
+    """Refuse what names no run, no directory and nothing on the hub. Raises: UserError."""
+    if not (is_run(name, runs_dir) or Path(name).is_dir() or HUB_NAME.fullmatch(name)):
+        load_run(runs_dir, name)  # says which runs there are
 
 
 def is_run(name: str, runs_dir: Path) -> bool:

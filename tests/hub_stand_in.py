@@ -35,6 +35,7 @@ class Hub:
 
     files: dict[str, bytes]
     repository: str = "someone/texts"
+    kind: str = "datasets"  # or models
     sha: str = SHA
     card: dict[str, object] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -98,12 +99,15 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append((self.command, path, self.headers.get("Range", "")))
             fault = hub.fault_for(self.command, path)
+            facts_at = f"/api/{hub.kind}/{hub.repository}"
+            folder = "/datasets" if hub.kind == "datasets" else ""
+            files_at = rf"{folder}/{hub.repository}/resolve/(\w+)/(.+)"
             if fault and fault.status:
                 self.send(fault.status, b"{}" if has_body else b"", fault.headers)
-            elif match := re.fullmatch(rf"/datasets/{hub.repository}/resolve/(\w+)/(.+)", path):
+            elif match := re.fullmatch(files_at, path):
                 self.send_file(*match.groups(), fault, has_body=has_body)
-            elif path.startswith(f"/api/datasets/{hub.repository}"):
-                self.send_json(self.answer(path.removeprefix(f"/api/datasets/{hub.repository}")))
+            elif path.startswith(facts_at):
+                self.send_json(self.answer(path.removeprefix(facts_at)))
             else:  # what the hub says to who is not logged in
                 self.send(401, b'{"error": "Invalid username or password."}',
                           {"X-Error-Code": "RepoNotFound"})
