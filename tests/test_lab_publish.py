@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -8,12 +9,13 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from support import Workplace, forked, succeeded
-from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
+from support import Workplace, forked, run_command, succeeded
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, pipeline
 from upload_stand_in import UploadHub, taking_uploads
 
 from checkpointing import find_checkpoint
 from lab.targets import load_target
+from token_dataset import TokenFile
 from tokenizer import load_tokenizer
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
@@ -206,3 +208,34 @@ def test_a_token_that_is_refused_is_one_line(trained: Workplace, tmp_path: Path,
                      **hub.environment(tmp_path, token="hf_wrong"))
     assert result.returncode == 2 and "set HF_TOKEN" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_an_export_can_be_fine_tuned(trained: Workplace, tmp_path: Path) -> None:
+    output = tmp_path / "export"
+    succeeded(publish(trained, "tiny", "--output", str(output)))
+    model = AutoModelForCausalLM.from_pretrained(output).train()
+    tokens = torch.arange(32).view(2, 16) % 7
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(10):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    model.save_pretrained(tmp_path / "tuned")  # and it comes back
+    back = load_target(str(tmp_path / "tuned"), runs_dir=trained.runs_dir)
+    with torch.no_grad():
+        difference = back.model(tokens) - model.eval()(tokens).logits
+    assert difference.abs().max() < 1e-4 and back.tokenizer_name == "bytes"
+
+
+def test_tokens_load_with_safetensors_alone(trained: Workplace) -> None:
+    path = trained.datasets_dir / "tiny/train.safetensors"
+    code = ("import sys\nfrom safetensors import safe_open\n"
+            f"with safe_open({str(path)!r}, framework='numpy') as file:\n"
+            "    print(file.get_slice('tokens')[2:5].tolist())\n"
+            "assert not {'torch', 'token_dataset'} & sys.modules.keys()\n")
+    shown = succeeded(run_command(sys.executable, "-c", code)).stdout
+    assert json.loads(shown) == TokenFile(path).read(2, 5).tolist()
