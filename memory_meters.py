@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,14 @@ class CpuMeter:
         resident = now["VmHWM"] - self._before["VmRSS"]
         mapped = now["VmPeak"] - self._before["VmSize"]
         return Peak(resident, mapped, mapped, self._limit_gib)
+
+
+def peak_gib(device: torch.device) -> float:
+    """Give the most that this process's tensors have taken; on a CPU, what was resident of all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 2**20 if sys.platform == "linux" else 2**30  # KiB there, bytes on a Mac
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def keep_freed_memory() -> None:

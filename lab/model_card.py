@@ -28,7 +28,7 @@ It is a base model: it continues text, and follows no instructions.
 ```python
 from transformers import pipeline
 
-generator = pipeline("text-generation", model="{name}")
+generator = pipeline("text-generation", model="{address}")
 print(generator("{prompt}", max_new_tokens=50)[0]["generated_text"])
 ```
 
@@ -56,7 +56,8 @@ MEASURED = {"loss": "loss (nats a token)", "perplexity": "perplexity",
 class CardFacts:
     """What a card says that no file of the run knows."""
 
-    name: str  # on the hub, or where none was given of the run
+    title: str
+    address: str  # of the model: on the hub, or a directory
     licence: str | None = None
 
 
@@ -65,8 +66,8 @@ def model_card(target: Target, facts: CardFacts) -> str:
     summary, dataset = _summary(target), target.run.train.dataset
     shown = [name for name in CHARTS if (target.run.run_dir / name).exists()]
     return CARD.format(
-        front_matter=_front_matter(target, facts), title=facts.name.split("/")[-1],
-        name=facts.name, num_parameters=target.model.num_parameters(),
+        front_matter=_front_matter(target, facts), title=facts.title,
+        address=facts.address, num_parameters=target.model.num_parameters(),
         on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`",
         prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
         facts=_rows(_model_facts(target)), training=_training(target, summary),
@@ -87,7 +88,7 @@ def _front_matter(target: Target, facts: CardFacts) -> str:
     return ModelCardData(
         license=facts.licence, library_name="transformers", pipeline_tag="text-generation",
         datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, tags=["gpt2", "ddp-train"],
-        model_name=facts.name.split("/")[-1], eval_results=results or None,
+        model_name=facts.title, eval_results=results or None,
     ).to_yaml()
 
 
@@ -133,7 +134,7 @@ def _model_facts(target: Target) -> dict[str, str]:
 
 def _training(target: Target, summary: dict[str, Any]) -> str:
     meta = target.checkpoint.meta
-    facts = {"step": f"{meta.global_step + 1:,} of {summary.get('num_steps') or '?'}",
+    facts = {"step": f"{meta.global_step + 1:,} of {_count(summary.get('num_steps'))}",
              "tokens": f"{meta.tokens:,}",
              "training loss": "-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
              "time": duration(sum(meta.seconds.values()))}
@@ -174,6 +175,10 @@ def _summary(target: Target) -> dict[str, Any]:
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
+
+
+def _count(number: object) -> str:
+    return f"{number:,}" if isinstance(number, int) else "?"
 
 
 def _rows(facts: dict[str, str]) -> str:

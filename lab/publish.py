@@ -114,7 +114,7 @@ def _model(request: Request) -> Parcel:
     output_dir = request.output_dir or request.runs_dir / request.source / "export"
     check_output(output_dir)
     target = _load(request)
-    facts = CardFacts(request.repository or request.source, request.licence)
+    facts = CardFacts(request.source, request.repository or str(output_dir), request.licence)
     folder = write_export(target, output_dir, model_card(target, facts))
     return Parcel(folder, sorted(path.name for path in folder.iterdir()), "model")
 

@@ -94,7 +94,7 @@ def read_result(run_dir: Path) -> Result:
         name=one_line(run_dir.name), status=status, config=config, machine=machine,
         figures=figures_of(written, config), records=written.records,
         test_slice=slice_of(written.test),
-        memory_gib=number(written.part("memory").get("allocated_gib")),
+        memory_gib=number(facts.get("peak_memory_gib")),
         loss_group=_in_common(config, *SETS_LOSS) if status == FINISHED else (),
         memory_group=(*machine, *_in_common(config, *HOLDS_MEMORY)),
     )

@@ -384,7 +384,7 @@ def test_hostile_files_do_not_stop_a_comparison(runs: Runs, text: str) -> None:
 
 
 def test_charts_are_drawn_of_hostile_records_too(runs: Runs, tmp_path: Path) -> None:
-    run_dir = runs.add("a$\\frac{$", summary={"memory": {"allocated_gib": 1e14}})
+    run_dir = runs.add("a$\\frac{$", summary={"machine": {"peak_memory_gib": 1e14}})
     with (run_dir / "metrics.jsonl").open("a") as file:
         for value in HOSTILE:
             file.write(f'{{"global_step": {value}, "train_loss": 3, "tokens": 1}}\n'
@@ -495,8 +495,8 @@ def test_a_minimum_outside_of_what_was_tried_is_not_claimed(runs: Runs) -> None:
 def test_memory_of_different_models_and_precisions_is_not_one_line(runs: Runs) -> None:
     def add(name: str, size: int, gib: float, *, width: int = 16, precision: str = "bf16") -> None:
         runs.add(name, train={"microbatch_size": size}, model={"emb_dim": width}, summary={
-            "memory": {"allocated_gib": gib}, "machine": {"device": "H100", "precision": precision,
-                                                          "processes": 2}})
+            "machine": {"device": "H100", "precision": precision, "processes": 2,
+                        "peak_memory_gib": gib}})
 
     add("small-1", 1, 3.0)
     add("small-2", 2, 4.0)
@@ -576,7 +576,8 @@ def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(
     for size in (1, 2, 4):
         runs.add(f"batch-{size}", train={"microbatch_size": size},
                  losses=(3.0, 3 + 0.1 * np.log(size) ** 2, None),
-                 summary={"memory": {"allocated_gib": 1.0 + size}})
+                 summary={"machine": {"device": "AMD EPYC", "precision": "fp32", "processes": 2,
+                                      "peak_memory_gib": 1.0 + size}})
     page = tmp_path / "page.html"
     result = runs.run("--published", "--html", str(page))
     assert "batch-1" in result.stdout and "8x B200 160 GiB*" in result.stdout

@@ -243,38 +243,43 @@ def test_questions_come_from_the_hub(trained: Workplace, tmp_path: Path) -> None
     assert normalised.split(" ± ")[1] == "0.0000"
 
 
-def test_lm_eval_scores_an_export_as_we_do(tmp_path: Path) -> None:
-    """The harness's own HellaSwag, but for where its questions lie."""
+def write_hellaswag_task(directory: Path) -> str:
+    """Write a task for lm-eval, its own HellaSwag but for questions on this machine; give its name.
+    """
     random = np.random.default_rng(0)
     words = "the a man dog [title] opens his é water  then".split(" ")
 
     def text(most: int) -> str:
         return " ".join(random.choice(words, size=random.integers(1, most)))
 
-    path = tmp_path / "val.jsonl"
-    path.write_text("".join(json.dumps({
+    directory.mkdir()
+    (directory / "val.jsonl").write_text("".join(json.dumps({
         "ind": number, "activity_label": text(3), "ctx_a": text(20), "ctx_b": text(4),
         "endings": [text(8) + "." for _ in range(4)], "label": int(random.integers(4)),
     }) + "\n" for number in range(40)))
+    import lm_eval
+
+    harness = Path(lm_eval.__file__).parent / "tasks/hellaswag/utils.py"
+    (directory / "utils.py").write_text(harness.read_text())
+    (directory / "local.yaml").write_text(TASK.format(path=directory / "val.jsonl"))
+    return "local_hellaswag"
+
+
+def test_lm_eval_scores_an_export_as_we_do(tmp_path: Path) -> None:
     from lab.export import write_export
 
     target = Target("x", random_model(vocab_size=257, context_length=64), "bytes")
     directory = write_export(target, tmp_path / "export", "a card")
-    import lm_eval
-
-    harness = Path(lm_eval.__file__).parent / "tasks/hellaswag/utils.py"
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/utils.py").write_text(harness.read_text())
-    (tmp_path / "tasks/local.yaml").write_text(TASK.format(path=path))
+    task = write_hellaswag_task(tmp_path / "tasks")
     ran = succeeded(run_command(
         "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={directory},dtype=float32",
-        "--tasks", "local_hellaswag", "--include_path", str(tmp_path / "tasks"), "--device", "cpu",
+        "--tasks", task, "--include_path", str(tmp_path / "tasks"), "--device", "cpu",
         "--output_path", str(tmp_path / "out"), HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)))
     result_path, = (tmp_path / "out").rglob("results*.json")
-    theirs = json.loads(result_path.read_text())["results"]["local_hellaswag"]
-    workplace = Workplace(tmp_path)
+    theirs = json.loads(result_path.read_text())["results"][task]
     (_, accuracy, normalised, _), = rows_of(
-        lab_evaluate(workplace, str(directory), "--benchmark", "hellaswag", str(path)))
+        lab_evaluate(Workplace(tmp_path), str(directory), "--benchmark", "hellaswag",
+                     str(tmp_path / "tasks/val.jsonl")))
     for ours, key in ((accuracy, "acc"), (normalised, "acc_norm")):
         wanted = f"{theirs[f'{key},none']:.4f} ± {theirs[f'{key}_stderr,none']:.4f}"
         assert ours == wanted, ran.stdout
