@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -12,13 +11,15 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from user_error import UserError
+from user_error import UserError, tell
 
 CONNECT_TIMEOUT = timedelta(seconds=20)  # torchrun's store is there, or torchrun is gone
 # A dataset of 20 GiB may come in over a slow line before the first collective.
 START_TIMEOUT = timedelta(days=2)
 
 T = TypeVar("T")
+
+BEGUN = "ddp_train/begun"
 
 
 class AgreedError(UserError):
@@ -53,9 +54,9 @@ class Agreement:
         try:
             result = work()
         except UserError as error:
-            failure = str(error)
+            failure = f"{error.status} {error}"
         except BaseException as error:  # told to the others on its way out, whatever it is
-            self._publish(step, f"rank {self._rank} failed: {type(error).__name__}: {error}")
+            self._publish(step, f"1 rank {self._rank} failed: {type(error).__name__}: {error}")
             raise
         self._raise_if_any(step, failure)
         return result
@@ -76,7 +77,7 @@ class Agreement:
         """
         expected = self.from_main(step, lambda: repr(found))
         self._raise_if_any(f"{step}/same", "" if expected == repr(found) else (
-            f"rank {self._rank} reads another run than rank 0; make its configs, dataset and"
+            f"2 rank {self._rank} reads another run than rank 0; make its configs, dataset and"
             " checkpoints the same"))
 
     def gather(self, step: str, text: str) -> list[str]:
@@ -85,6 +86,14 @@ class Agreement:
         keys = [f"{step}/{rank}" for rank in range(self._world_size)]
         self._store.wait(keys, START_TIMEOUT)
         return [self._store.get(key).decode() for key in keys]
+
+    def note_beginning(self) -> None:
+        """Let those that torchrun starts after these know that the run has begun. Rank 0."""
+        _lasting_store().set(BEGUN, "")
+
+    def is_again(self) -> bool:
+        """Tell if torchrun has started these processes after others that had begun. Every rank."""
+        return self.from_main("again", lambda: str(_lasting_store().check([BEGUN]))) == "True"
 
     def raise_flag(self, name: str) -> None:
         """Let the other processes know of something, whenever they look. Any rank."""
@@ -98,9 +107,10 @@ class Agreement:
         self._store.set(f"{step}/{self._rank}", text)
 
     def _raise_if_any(self, step: str, failure: str) -> None:
-        reason = next((text for text in self.gather(step, failure) if text), "")
+        """Raise the lowest rank's failure, a status and a reason, if there is one. Every rank."""
+        status, _, reason = next(filter(None, self.gather(step, failure)), "").partition(" ")
         if reason:
-            raise AgreedError(reason)
+            raise AgreedError(reason, int(status))
 
     def tell_once(self, message: str) -> None:
         """Let rank 0 speak for all. Nobody leaves before: torchrun ends the others with the first.
@@ -108,7 +118,7 @@ class Agreement:
         Every rank.
         """
         if self._rank == 0:
-            print(message, file=sys.stderr, flush=True)
+            tell(message)
             self._store.set("told", "")
         self._store.wait(["told"], timedelta(seconds=20))
 
@@ -121,6 +131,14 @@ def open_store(name: str) -> dist.Store:
 def _connect() -> dist.Store:
     store, _, _ = next(dist.rendezvous("env://", timeout=CONNECT_TIMEOUT))
     store.set_timeout(START_TIMEOUT)
+    return store
+
+
+def _lasting_store() -> dist.Store:
+    """Give the store that stays as long as torchrun, whatever prefix it gives to one attempt."""
+    store = _connect()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
     return store
 
 

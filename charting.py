@@ -68,6 +68,7 @@ def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
         partial = path.with_name(f".{path.name}")
+        partial.unlink(missing_ok=True)  # a link may lie there, to what is somebody else's
         figure.savefig(partial, format="png", dpi=120)
     partial.replace(path)
 

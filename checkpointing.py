@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import re
 import shutil
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
 import safetensors.torch
 import torch
@@ -28,6 +30,10 @@ PARTIAL_PREFIX = ".partial-"
 LATEST, BEST = "latest", "best"
 
 
+Spent = Annotated[float, Field(ge=0, le=1e12)]
+ByPhase = Annotated[dict[str, Spent], Field(max_length=64)]
+
+
 class CheckpointMeta(BaseModel):
     """`meta.json`: where in the run a checkpoint stands. All sums are over the whole run."""
 
@@ -37,9 +43,10 @@ class CheckpointMeta(BaseModel):
     tokens: int = Field(ge=0, lt=2**60)
     loss: float | None  # what `best` goes by; none where it was not measured, or not finite
     train_loss: float | None
-    seconds: dict[str, float]  # by phase
-    usd: dict[str, float] = {}  # by phase; empty where the machine's price was not known
-    num_steps: int | None = None  # of the schedule, where `fit_budget` has laid it out
+    seconds: ByPhase
+    usd: ByPhase = {}  # empty where the machine's price was not known
+    # Of the schedule, where `fit_budget` has laid it out.
+    num_steps: int | None = Field(default=None, ge=1, lt=2**40)
     tokenizer: str | None
     owes_validation: bool = False  # a signal came before it: the next start makes up for it
     model: ModelConfig
@@ -53,18 +60,29 @@ class Checkpoint:
 
     path: Path
     meta: CheckpointMeta
+    remark: str = field(default="", compare=False)  # what went wrong once it had been saved
 
     @property
     def name(self) -> str:
         return self.path.name
 
+    def facts(self) -> dict[str, Any]:
+        """Give what a summary says of it."""
+        return {"checkpoint": self.name, "global_step": self.meta.global_step,
+                "loss": self.meta.loss}
+
 
 def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointMeta) -> Checkpoint:
     """Write a checkpoint aside, give it its name when it is whole, and renew the links. Rank 0.
 
+    With its name it is saved: what goes wrong from there on is a remark.
+
     Raises:
         OSError: it could not be written; nothing half-written stays.
     """
+    if not checkpoints_dir.is_dir():
+        checkpoints_dir.mkdir(parents=True)
+        flush(checkpoints_dir.parent)
     name = _new_name(checkpoints_dir, meta.global_step)
     partial_dir = checkpoints_dir / f"{PARTIAL_PREFIX}{name}"
     try:
@@ -73,16 +91,24 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
         partial_dir.rename(checkpoints_dir / name)
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(partial_dir, ignore_errors=True)
-        raise _as_os_error(error) from None
-    flush(checkpoints_dir)
-    failpoint("save.links")
-    renew_links(checkpoints_dir)
-    return Checkpoint(checkpoints_dir / name, meta)
+        raise as_os_error(error) from None
+    return Checkpoint(checkpoints_dir / name, meta, _settle(checkpoints_dir))
+
+
+def _settle(checkpoints_dir: Path) -> str:
+    """Have a new name on the disk itself, and the links at it; give what speaks against it."""
+    try:
+        flush(checkpoints_dir)
+        failpoint("save.links")
+        renew_links(checkpoints_dir)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     """Write a checkpoint's files, each on the disk itself before the manifest vouches for it."""
-    directory.mkdir(parents=True)
+    directory.mkdir()
     failpoint("save.weights")
     safetensors.torch.save_file(snapshot.weights, directory / "model.safetensors")
     failpoint("save.trainer")
@@ -96,13 +122,14 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     flush(directory)
 
 
-def _as_os_error(error: Exception) -> OSError:
+def as_os_error(error: Exception) -> OSError:
     """Find the full disk behind what the writers of files make of it."""
     if isinstance(error, OSError):
         return error
     # PyTorch's writer says only that a file has not the length it wanted.
-    is_full = "No space left" in str(error) or "unexpected pos" in str(error)
-    return OSError(errno.ENOSPC if is_full else errno.EIO, str(error)[:120])
+    if "No space left" in str(error) or "unexpected pos" in str(error):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return OSError(errno.EIO, str(error)[:120])
 
 
 def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> None:
@@ -227,7 +254,8 @@ def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
     aside_dir = run_dir / "set-aside" / time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
     (aside_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
-        shutil.copy2(path, aside_dir / path.name)
+        if path.is_file() and not path.is_symlink():
+            shutil.copy2(path, aside_dir / path.name)
     for path in chosen:
         path.rename(aside_dir / "checkpoints" / path.name)
     for link in (checkpoints_dir / LATEST, checkpoints_dir / BEST):

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import NoReturn
 
 STARTED = time.perf_counter()
@@ -18,11 +19,11 @@ if __name__ == "__main__":
 from command_line import Options, read_command_line
 from run_config import load_run
 from run_lock import LockedError, end_with_parent, lock_run
-from user_error import UserError
+from user_error import UserError, forget_untold, say, tell
 
 
 def stop_with(error: UserError) -> NoReturn:
-    print(error.line(), file=sys.stderr, flush=True)
+    tell(error.line())
     sys.exit(error.status)
 
 
@@ -39,9 +40,7 @@ if __name__ == "__main__":
             options = read_command_line()
             run_dir = load_run(options.runs_dir, options.run).run_dir
             if not options.find_max_microbatch:
-                lock = lock_run(run_dir)  # until this process ends
-                if rank is None:
-                    os.close(lock)  # the processes of torchrun need it
+                lock = lock_run(run_dir)  # until this process ends, or starts torchrun
     except UserError as error:
         if rank is None or isinstance(error, LockedError):
             stop_with(error)
@@ -82,21 +81,12 @@ from launching import (
 from memory_meters import keep_freed_memory
 from microbatch_search import search
 from optimization import learning_rate_at
-from run_clock import (
-    CHART,
-    CHECKPOINT,
-    COMPILE,
-    TRAINING,
-    VALIDATION,
-    WAITING,
-    Pace,
-    PhaseClock,
-)
+from run_clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, Pace, PhaseClock
 from run_log import RunLog, batch_arithmetic
 from run_metrics import StepWindow, finite_or_none
 from run_summary import RunEnd, settle
-from sampling import sample_text
-from supervision import DISK, NUMBERS, Supervisor
+from sampling import sample_text, try_to_write_samples
+from supervision import DISK, Supervisor
 from token_dataset import Microbatch, prefetch
 from training_step import TrainingState, TrainingStep, build_training_state
 
@@ -112,25 +102,28 @@ def main() -> None:
             sys.exit(launch(read_command_line(), clock))
     except AgreedError as error:
         agreement.tell_once(error.line())
-        sys.stdout.flush()
+        forget_untold()
         os._exit(error.status)  # at once: taking a process group down may wait for the others
     except UserError as error:
         stop_with(error)
+    finally:
+        forget_untold()
 
 
 def launch(options: Options, clock: PhaseClock) -> int:
     """Check the run in this one process, then train it under torchrun; give its exit status."""
     num_processes = options.nproc_per_node or default_num_processes()
-    if not options.find_max_microbatch:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        alone = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
-        job = prepare(options, alone, clock, Alone())
-        if job.is_finished:
-            print(job.finished_line())
-            return 0
+    if options.find_max_microbatch:  # which may go on beside a start that trains the run
+        return start_torchrun(__file__, sys.argv[1:], num_processes=num_processes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    alone = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
+    job = prepare(options, alone, clock, Alone())
+    if job.is_finished:
+        say(job.finished_line())
+        return 0
+    os.close(lock)  # from here on rank 0 has it
     clock.hand_over()
-    status = start_torchrun(__file__, sys.argv[1:], num_processes=num_processes)
-    return settle(load_run(options.runs_dir, options.run), status)
+    return settle(job.run, start_torchrun(__file__, sys.argv[1:], num_processes=num_processes))
 
 
 def work(agreement: Agreement, clock: PhaseClock) -> None:
@@ -144,11 +137,13 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
         return
     if process.device.type == "cpu":
         keep_freed_memory()
+    if agreement.is_again():  # torchrun's restart goes on, wherever the first start began
+        options = replace(options, fresh=False, checkpoint=None)
     job = prepare(options, process, clock, agreement)
     agreement.same("job", job.identity())
     if job.is_finished:
         if process.is_main:
-            print(job.finished_line())
+            say(job.finished_line())
         return
     state = agreement.on("state", lambda: build_state(job, process))
     supervisor = Supervisor(process, agreement.connect("supervision"), clock,
@@ -156,7 +151,7 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
     supervisor.start()
     try:
         with process_group(process, agreement.connect("group"), job.run.train) as control:
-            train(Trainer(job, state, supervisor, control))
+            train(Trainer(job, state, supervisor, control), agreement)
         supervisor.leave()
     except AgreedError:  # all ranks have come to it together
         supervisor.leave()
@@ -173,9 +168,11 @@ def build_state(job: Job, process: Process) -> TrainingState:
     return state
 
 
-def train(trainer: Trainer) -> None:
+def train(trainer: Trainer, agreement: Agreement) -> None:
     """Train a run to its end, or as far as this start may go. Every rank."""
     trainer.start()
+    if trainer.process.is_main:
+        agreement.note_beginning()
     trainer.compile()
     batches = trainer.batches()
     for global_step in trainer.steps():
@@ -205,7 +202,7 @@ class Trainer:
         self.state, self.model, self.supervisor, self.group = state, state.model, supervisor, group
         self.writer = CheckpointWriter(
             self.run.checkpoints_dir, keep=self.config.keep_checkpoints,
-            protected=[job.resume_from.name] if job.resume_from else [])
+            protected=[job.resume_from.name] if job.resume_from else [], sign=supervisor.sign)
         self.ending = Ending(job, clock=self.clock, supervisor=supervisor, group=group,
                              pace=self.pace)
         self.judges_speed, self.owes_validation = True, False
@@ -304,31 +301,17 @@ class Trainer:
         summary = self.window.summarise()
         self.log.report_steps(global_step, self.learning_rate(global_step), summary)
         self.tell_write_failure()
-        self.check_numbers(global_step)
+        self.ending.check_numbers(global_step, self.window.longest_skipped)
         num_steps = global_step - self.job.first_step  # measured, after the first
         if self.process.is_main and self.judges_speed and num_steps + 1 >= SPEED_CHECK_STEPS:
             self.judges_speed = False
             self.log.say(self.speed(num_steps).line())
         self.ending.keep_to_budget(global_step, self.log)
 
-    def check_numbers(self, global_step: int) -> None:
-        """Stop a run that has gone astray, while its last checkpoint is good. Every rank.
-
-        Raises:
-            AgreedError: too many steps in a row were skipped.
-        """
-        skipped = self.window.skipped_in_a_row
-        if skipped and skipped >= self.config.max_skipped_steps:
-            reason = (f"{self.run.run_dir}: the gradient of {skipped} steps in a row, up to step"
-                      f" {global_step + 1:,}, was not finite; go on from an earlier checkpoint"
-                      " with a lower learning_rate, or with precision bf16 or fp32")
-            self.break_off("failed", reason)
-            raise AgreedError(reason, status=NUMBERS)
-
     def tell_write_failure(self) -> None:
         if failure := self.writer.take_failure():
-            self.log.say(f"warning: {failure}; training goes on, and the next one is tried:"
-                         f" make room in {self.run.checkpoints_dir}")
+            self.log.say(f"warning: {failure}; make room in {self.run.checkpoints_dir}: each later"
+                         " checkpoint tries it again")
 
     def pace(self, num_steps: int) -> Pace:
         """Measure what the parts of the run take, from the last `num_steps`. Rank 0's counts."""
@@ -378,7 +361,16 @@ class Trainer:
                 is_cut_short=lambda: bool(self.supervisor.stop_signal))
         if loss is not None:
             self.log.report_validation(global_step, loss, phase.seconds)
+            self.write_samples(global_step)
         return loss
+
+    def write_samples(self, global_step: int) -> None:
+        """Keep what the model makes of the run's prompts by now. Rank 0."""
+        if self.process.is_main and (prompts := self.config.sample_prompts):
+            with self.clock.phase(VALIDATION), autocast(self.step.precision, self.process.device):
+                failure = try_to_write_samples(self.run.samples_path, self.model, prompts,
+                                               self.data.tokenizer_name, global_step)
+            self.log.warn("no samples", failure)
 
     def save_and_chart(self, global_step: int, validation_loss: float | None) -> None:
         """Do rank 0's work between two barriers."""
@@ -392,8 +384,8 @@ class Trainer:
 
     def chart(self) -> None:
         with self.clock.phase(CHART):
-            if failure := try_to_draw_charts(self.run.run_dir, self.run.metrics_path):
-                self.log.say(f"warning: no charts: {failure}")
+            failure = try_to_draw_charts(self.run.run_dir, self.run.metrics_path)
+        self.log.warn("no charts", failure)
         gc.collect()  # what a chart is made of refers to itself
 
     def save(self, global_step: int, loss: float | None, train_loss: float) -> None:
@@ -426,23 +418,32 @@ class Trainer:
         with self.clock.phase(CHECKPOINT):
             self.writer.retry()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
-        self.log.finish(RunEnd(
+        unwritten = self.log.finish(RunEnd(
             global_step=self.ending.last_step,
             stop_reason=self.ending.reason,
             owes_validation=self.owes_validation,
             num_parameters=self.model.num_parameters(),
-            best=best and {"checkpoint": best.name, "global_step": best.meta.global_step,
-                           "loss": best.meta.loss},
+            best=best and best.facts(),
             checkpoints=self.writer.facts(),
             machine=machine_facts(self.process, self.step.precision)
             | {"compiled": self.step.is_compiled},
         ))
         if self.writer.is_behind:
-            raise UserError(f"{self.writer.take_failure()}; make room in {self.run.run_dir} and"
-                            " type the same command: it goes on from the last whole one", DISK)
+            unwritten = self.writer.take_failure()
+        if unwritten:
+            raise UserError(f"{unwritten}; make room in {self.run.run_dir} and type the same"
+                            " command: it goes on from the last whole one", DISK)
+        self.tell_write_failure()
         if self.data.tokenizer_name is not None:
+            self.sample(self.data.tokenizer_name)
+
+    def sample(self, tokenizer_name: str) -> None:
+        """Show what the model writes. That it cannot fails no run. Rank 0."""
+        try:
             with autocast(self.step.precision, self.process.device):
-                self.log.say(f"sample:\n{sample_text(self.model, self.data.tokenizer_name)}")
+                self.log.say(f"sample:\n{sample_text(self.model, tokenizer_name)}")
+        except Exception as error:
+            self.log.say(f"warning: no sample: {type(error).__name__}: {error}")
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Where a start of a run ends: its last step, --max-steps, a budget, a signal."""
+"""Where a start of a run ends: its last step, --max-steps, a budget, a signal, bad numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from agreement import AgreedError
 from batch_plan import BatchPlan
 from job import Job
 from run_clock import REPORT_INTERVAL, Budget, Pace, PhaseClock
 from run_log import RunLog
-from supervision import STOP_SIGNALS, Supervisor
+from supervision import NUMBERS, STOP_SIGNALS, Supervisor
 
 
 class Ending:
@@ -48,6 +49,19 @@ class Ending:
             dist.all_reduce(asked, dist.ReduceOp.MAX, self._group)
         if asked:
             self.last_step, self.reason = global_step, STOP_SIGNALS[int(asked)]
+
+    def check_numbers(self, global_step: int, num_skipped: int) -> None:
+        """Stop a run that has gone astray, while its last checkpoint is good.
+
+        Raises:
+            AgreedError: too many steps in a row were skipped.
+        """
+        if num_skipped and num_skipped >= self._config.max_skipped_steps:
+            reason = (f"{self._job.run.run_dir}: the gradient of {num_skipped} steps in a row, by"
+                      f" step {global_step + 1:,}, was not finite; go on from an earlier checkpoint"
+                      " with a lower learning_rate, or with precision bf16 or fp32")
+            self._supervisor.before_leaving("failed", reason)
+            raise AgreedError(reason, status=NUMBERS)
 
     def keep_to_budget(self, global_step: int, log: RunLog) -> None:
         """Let rank 0's clock say where the run has to end."""

@@ -2,7 +2,8 @@
 
 The environment variable DDP_TRAIN_FAILPOINT holds "place:fault", with ":rank=R", ":hit=N" and
 ":attempt=A" where only one rank, the N-th time, or one of torchrun's restarts is meant:
-"save.rename:kill:rank=0:hit=2". Several are separated by semicolons.
+"save.rename:kill:rank=0:hit=2". Several are separated by semicolons. Each that strikes leaves a
+line in the file that DDP_TRAIN_FAILPOINT_MARKS names: place, fault, rank, process id, time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 
 VARIABLE = "DDP_TRAIN_FAILPOINT"
+MARKS = "DDP_TRAIN_FAILPOINT_MARKS"
 _hits: Counter[str] = Counter()
 
 
@@ -30,10 +32,13 @@ def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
              "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}
     if place != wanted_place or any(wanted.get(key, now) != now for key, now in found.items()):
         return False
-    counted = f"{place}:{fault}"
+    counted = ":".join((place, fault, *conditions))
     _hits[counted] += 1
     if "hit" in wanted and _hits[counted] != int(wanted["hit"]):
         return False
+    if MARKS in os.environ:
+        with open(os.environ[MARKS], "a") as marks:
+            marks.write(f"{place} {fault} {found['rank']} {os.getpid()} {time.time()}\n")
     match fault:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

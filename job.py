@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agreement import Agreement
 from batch_plan import BatchPlan
-from checkpointing import LATEST, Checkpoint, find_checkpoint, newest_whole, open_checkpoint
+from checkpointing import (
+    BEST,
+    LATEST,
+    Checkpoint,
+    find_checkpoint,
+    newest_whole,
+    open_checkpoint,
+)
 from command_line import Options
+from failpoints import failpoint
 from gpt import num_parameters
 from launching import Process
 from manifest import digest_of
 from preparation.providing import provide_dataset
-from resuming import check_identity, check_position, check_weights_fit
+from resuming import changed_validation, check_identity, check_position, check_weights_fit
 from run_clock import BYTES_PER_PARAMETER_SAVED, DOWNLOAD, Budget, PhaseClock
 from run_config import Run, check_inside, load_run
-from run_metrics import spent_before
+from run_metrics import check_records, spent_before
 from run_summary import FINISHED, is_marked
 from token_dataset import RunData, check_token_range, open_run_data
 from user_error import UserError
@@ -95,6 +104,7 @@ def prepare(options: Options, process: Process, clock: PhaseClock,
     step = agreement.on
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
+    step("run directory", lambda: check_run_dir(run))
     dataset_dir = options.datasets_dir / run.train.dataset
     step("dataset directory",
          lambda: check_inside(dataset_dir, options.datasets_dir, "--datasets-dir"))
@@ -106,16 +116,39 @@ def prepare(options: Options, process: Process, clock: PhaseClock,
     has_ended, name, *warnings = json.loads(agreement.from_main(
         "checkpoint", lambda: json.dumps([is_marked(run, FINISHED),
                                           *choose_checkpoint(run, options)])))
-    resume_from = step("resuming", lambda: check_resume_point(run, name, data) if name else None)
+    sees_first = process.is_main_of_node and not process.is_main  # of what lies on this machine
+    resume_from = step("resuming", lambda: check_resume_point(
+        run, name, data, thoroughly=sees_first) if name else None)
+    if resume_from is not None:
+        warnings += changed_validation(resume_from, data.fingerprints)
     job = Job(run, data, resume_from, options, has_ended, tuple(warnings))
     if resume_from is not None:
         clock.go_on_from(resume_from.meta.seconds, resume_from.meta.usd)
     if not options.fresh:
-        clock.count_lost(*spent_before(run.metrics_path, run.summary_path))
+        clock.count_lost(*step("spent", lambda: spent_before(run.metrics_path, run.summary_path)))
     clock.usd_per_hour = run.train.usd_per_hour
     step("budget", lambda: check_budget(job, clock))
     step("room", lambda: check_room(job) if process.is_main else None)
     return job
+
+
+def check_run_dir(run: Run) -> None:
+    """Refuse what a stranger may have laid where a run reads and writes.
+
+    Raises:
+        UserError: naming the first place that is not what a run has there.
+    """
+    failpoint("prepare")
+    for path in (run.checkpoints_dir, run.run_dir / "set-aside"):
+        check_inside(path, run.run_dir, "--runs-dir")
+        if (path.exists() or path.is_symlink()) and not path.is_dir():
+            raise UserError(f"{path}: is not a directory; move it away")
+    for path in (run.metrics_path, run.samples_path, run.evaluations_path, run.summary_path,
+                 run.heartbeat_path):
+        check_records(path)
+    for path in (run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST):
+        if path.exists() and not path.is_symlink():
+            raise UserError(f"{path}: is not a link; move it away: a run points it to a checkpoint")
 
 
 def choose_checkpoint(run: Run, options: Options) -> list[str]:
@@ -133,9 +166,17 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
     return [checkpoint.name if checkpoint else "", *warnings]
 
 
-def check_resume_point(run: Run, name: str, data: RunData) -> Checkpoint:
-    """Open a checkpoint, every byte of which rank 0 has seen, and check that it fits the run."""
-    checkpoint = open_checkpoint(run.checkpoints_dir / name)
+def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
+    """Open a checkpoint that rank 0 has found whole, and check that it fits the run.
+
+    Args:
+        thoroughly: read every byte, as one process does of each machine: it may have its own copy.
+    """
+    try:
+        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
+    except UserError as error:
+        raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
+                        " another machine of the run") from None
     check_identity(checkpoint, run, data.fingerprints)
     check_weights_fit(checkpoint, run.model)
     check_position(checkpoint, data.plan)
@@ -148,7 +189,8 @@ def check_room(job: Job) -> None:
     Raises:
         UserError: the disk has no room for the next checkpoint.
     """
-    free = shutil.disk_usage(job.run.run_dir).free
+    place = job.run.checkpoints_dir if job.run.checkpoints_dir.exists() else job.run.run_dir
+    free = shutil.disk_usage(place).free
     needed = num_parameters(job.run.model) * BYTES_PER_PARAMETER_SAVED
     if not job.is_trained and free < needed:
         raise UserError(f"{job.run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"

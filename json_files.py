@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from user_error import UserError
 
 MAX_BYTES = 2**20  # more than any config has
+MAX_HEADER_BYTES = 2**22  # of a safetensors file: some 20,000 tensors
 
 
 def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, Any]:
@@ -31,6 +35,35 @@ def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, A
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds a {type(values).__name__}; wanted a JSON object {{...}}")
     return values
+
+
+def read_plain(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """Read what a program has written, where a stranger may have laid something else.
+
+    Raises:
+        OSError: it is no file but a link, a pipe or a directory, or it is too large.
+    """
+    # A pipe that nobody writes to would have its reader wait.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is not a plain file")
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(max_bytes).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+
+
+def check_tensor_header(path: Path) -> None:
+    """Refuse a safetensors file whose header would take long to read. Raises: OSError."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise OSError(f"a header of {length:,} bytes")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

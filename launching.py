@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memory_meters import peak_gib
 from run_config import Precision, TrainConfig
-from user_error import UserError
+from user_error import UserError, tell
 
 # Rank 0 may validate and save for as long as it takes while the others wait.
 CONTROL_TIMEOUT = timedelta(days=2)
@@ -84,9 +84,8 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> 
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0 and num_processes == 1:  # nobody else has told of it
-            print(f"Error: rank {rank} was killed, or crashed: {failure.signal_name()}",
-                  file=sys.stderr, flush=True)
-        return abs(failure.exitcode)
+            tell(f"Error: rank {rank} was killed, or crashed: {failure.signal_name()}")
+        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
     return 0
@@ -186,7 +185,7 @@ def seed_for(random_seed: int, microbatch_index: int) -> int:
 
 
 def machine_facts(process: Process, precision: Precision) -> dict[str, Any]:
-    """Name the hardware and the versions that a run used."""
+    """Name the hardware and the versions that a run used, and the memory of this process."""
     on_gpu = process.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(process.device) if on_gpu else _cpu_name(),
@@ -197,6 +196,7 @@ def machine_facts(process: Process, precision: Precision) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "peak_memory_gib": peak_gib(process.device),
     }
 
 

@@ -8,10 +8,12 @@ from safetensors import SafetensorError, safe_open
 from batch_plan import BatchPlan
 from checkpointing import Checkpoint
 from gpt import GPTModel
+from json_files import check_tensor_header
 from run_config import ModelConfig, Run
 from user_error import UserError
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # of model.json, in the middle of a run
+STARTS = ("start_train_token", "start_val_token")  # of train.json: data would be read twice
 
 
 def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
@@ -22,6 +24,7 @@ def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
     """
     path = checkpoint.path / "model.safetensors"
     try:
+        check_tensor_header(path)
         with safe_open(path, framework="pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
     except (OSError, SafetensorError) as error:
@@ -57,7 +60,8 @@ def check_identity(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
     """Refuse to go on with another model, seed or data: it would be another run.
 
     Args:
-        data: by split, what tells one token file from another.
+        data: the fingerprints of what the run reads. A checkpoint may have fewer of them: earlier
+            versions did.
 
     Raises:
         UserError: naming what has changed and how to keep it.
@@ -72,8 +76,21 @@ def check_identity(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
         raise UserError(f"{run.train_path}: random_seed is {run.train.random_seed},"
                         f" {checkpoint.name} was trained with {meta.random_seed}; set it back, or"
                         " start over with --fresh")
-    for split, found in data.items():
-        if meta.data.get(split, found) != found:
-            raise UserError(f"{run.train_path}: the {split} tokens of {run.train.dataset} are not"
+    for key, found in data.items():
+        was = meta.data.get(key, found)
+        if was != found and key in STARTS:
+            raise UserError(f"{run.train_path}: {key} is {found}, {checkpoint.name} was trained"
+                            f" with {was}; set it back, or start over with --fresh")
+        if was != found and key in ("train", "validation"):
+            raise UserError(f"{run.train_path}: the {key} tokens of {run.train.dataset} are not"
                             f" those that {checkpoint.name} was trained with ({found}, then"
-                            f" {meta.data[split]}); restore them, or start over with --fresh")
+                            f" {was}); restore them, or start over with --fresh")
+
+
+def changed_validation(checkpoint: Checkpoint, data: dict[str, str]) -> list[str]:
+    """Warn where validations are of another length than before: another split may bring it."""
+    found = data.get("validation_sequences")
+    was = checkpoint.meta.data.get("validation_sequences", found)
+    return [] if was == found else [
+        f"a validation is {found} sequences now, up to {checkpoint.name} it was {was}: best"
+        " compares the losses of both"]

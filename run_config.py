@@ -25,6 +25,9 @@ DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,9
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # the original's first name for it
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
+# JSON has lists, a frozen config a tuple.
+Prompts = Annotated[tuple[Annotated[str, Field(max_length=2**14)], ...],
+                    Field(strict=False, min_length=1, max_length=64)]
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -68,6 +71,7 @@ class TrainConfig(_FrozenConfig):
     validate_on: Literal["rank0", "all"] = "rank0"
     checkpoint_interval: Count | None = None
     keep_checkpoints: Count | None = None
+    sample_prompts: Prompts | None = None
     learning_rate: float = Field(default=4e-4, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_norms_and_biases: bool = False
@@ -114,6 +118,9 @@ class TrainConfig(_FrozenConfig):
             raise ValueError(f'use_amp is false but precision is "{self.precision}": drop one')
         if self.compile is False and self.compile_mode != "default":
             raise ValueError("compile is false but compile_mode is set: drop one")
+        if self.sample_prompts and not self.validates:
+            raise ValueError("sample_prompts are continued at each validation, but there is none:"
+                             " set validation_interval, or drop them")
         if self.validate_on == "all" and not self.validates:
             raise ValueError('validate_on is "all" but there is no validation: set'
                              " validation_interval, or drop it")

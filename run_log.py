@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from batch_plan import BatchPlan
+from failpoints import failpoint
 from run_clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from run_config import Run
 from run_metrics import WindowSummary, append_whole, remove_metrics_from, to_json, write_aside
@@ -31,13 +32,19 @@ class RunLog:
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._last_step, self._last_seconds = -1, 0.0
-        self._unwritten = ""  # records that the disk had no room for
+        self._unwritten, self._is_behind = "", False  # records that the disk had no room for
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
         if self.is_active:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+            with suppress(OSError):  # a log on a full disk, or that nobody reads, ends no run
+                tqdm.write(line, file=sys.stdout)
+                sys.stdout.flush()
+
+    def warn(self, of: str, failure: str) -> None:
+        """Say what went wrong, if anything did."""
+        if failure:
+            self.say(f"warning: {of}: {failure}")
 
     def start(self, first_step: int, facts: list[str], *, owes_validation: bool = False) -> None:
         """Print what is about to happen, and start the bar at `first_step`."""
@@ -55,7 +62,8 @@ class RunLog:
         mark_run(self.run, status, reason, seconds=self.clock.read(), usd=self.clock.usd())
 
     def step(self) -> None:
-        self._bar.update()
+        with suppress(OSError):
+            self._bar.update()
 
     def measure_from(self, global_step: int) -> None:
         """Count tokens a second from behind this step on."""
@@ -88,7 +96,8 @@ class RunLog:
             usd = sum(self.clock.usd().values())
             at_end = usd + seconds_left / 3600 * self.clock.usd_per_hour
             said += f" | ${usd:,.2f} of ${at_end:,.2f}"
-        self._bar.set_postfix_str(f"loss {window.train_loss:.4f} | {said}")
+        with suppress(OSError):
+            self._bar.set_postfix_str(f"loss {window.train_loss:.4f} | {said}")
         plain = self._bar.disable or not sys.stdout.isatty()  # a file gets no bar
         if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
@@ -108,14 +117,21 @@ class RunLog:
         return tqdm(batches, total=total, unit="batch", desc="validating", leave=False,
                     disable=None if self.is_active else True, dynamic_ncols=True)
 
-    def finish(self, end: RunEnd) -> None:
-        """Write `summary.json` and print what it says."""
-        self._bar.close()
-        summary = summarise(self.run, self.plan, self.clock, end)
+    def finish(self, end: RunEnd) -> str:
+        """Write `summary.json` and print what it says; give what could not be written."""
         with suppress(OSError):
-            write_aside(self.run.summary_path, to_json(summary, indent=2) + "\n")
+            self._bar.close()
+        failure = self._write_records()
+        summary = summarise(self.run, self.plan, self.clock, end)
+        if not failure:
+            try:
+                failpoint("summary")
+                write_aside(self.run.summary_path, to_json(summary, indent=2) + "\n")
+            except OSError as error:
+                failure = f"summary.json could not be written ({error.strerror})"
         for line in summary_lines(summary, self.run):
             self.say(line)
+        return failure
 
     def _record(self, global_step: int, values: dict[str, float]) -> None:
         record = {
@@ -126,9 +142,22 @@ class RunLog:
         if usd := self.clock.usd():
             record["usd"] = round(sum(usd.values()), 6)
         self._unwritten += to_json(record) + "\n"
-        with suppress(OSError):  # a full disk: it is tried again with the next record
-            append_whole(self.run.metrics_path, self._unwritten)
-            self._unwritten = ""
+        failure = self._write_records()
+        if failure and not self._is_behind:  # said once, until it has gone well again
+            self.say(f"warning: {failure}; training goes on, and it is tried again: make room in"
+                     f" {self.run.run_dir}")
+        self._is_behind = bool(failure)
+
+    def _write_records(self) -> str:
+        """Write what is not on the disk yet; give what went wrong."""
+        try:
+            if self._unwritten:
+                failpoint("record")
+                append_whole(self.run.metrics_path, self._unwritten)
+        except OSError as error:
+            return f"metrics.jsonl could not be written ({error.strerror})"
+        self._unwritten = ""
+        return ""
 
     def _plain_line(self, global_step: int, learning_rate: float, window: WindowSummary) -> str:
         return (f"step {global_step + 1:,}/{self.plan.num_steps:,} | loss {window.train_loss:.4f}"

@@ -6,6 +6,8 @@ import errno
 import json
 import math
 import os
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from json_files import read_plain
+from manifest import flush
 from run_clock import REPORT_INTERVAL
+from user_error import UserError
+
+MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # of one file: some four million steps
+MAX_RECORD_LENGTH = 2**18
+MAX_STEP = 2**40
+MOST = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": MAX_STEP}  # at least 0
+NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss", "grad_norm",
+           "grad_norm_max", "learning_rate", "validation_seconds")
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,8 @@ class StepWindow:
     """Losses and gradient norms of a few global steps, kept on the device until reported.
 
     Attributes:
-        skipped_in_a_row: steps up to the last report whose gradient was not finite.
+        longest_skipped: most steps in a row, up to one since the last report but one, whose
+            gradient was not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +54,7 @@ class StepWindow:
         self._grad_norms = torch.zeros(REPORT_INTERVAL, device=device)
         self._filled = 0
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
-        self.skipped_in_a_row = 0
+        self._skipped_in_a_row = self.longest_skipped = 0
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Note one global step: this process's mean loss, () and the gradient's norm, ()."""
@@ -62,8 +75,10 @@ class StepWindow:
         dist.all_reduce(losses)  # gloo cannot average
         losses = (losses / dist.get_world_size()).cpu()
         grad_norms = self._grad_norms[: self._filled].cpu()  # the same on every rank
+        self.longest_skipped = 0
         for is_finite in grad_norms.isfinite().tolist():
-            self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
+            self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
+            self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
         taken = grad_norms.isfinite()
         losses, grad_norms = losses[taken], grad_norms[taken]
         num_skipped, self._filled = self._filled - len(losses), 0
@@ -81,17 +96,60 @@ class StepWindow:
         return mean
 
 
+def check_records(path: Path) -> None:
+    """Refuse to go on with records that are no file of a run's.
+
+    Raises:
+        UserError: a link, a pipe or a directory lies there, or far too much.
+    """
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path}: is not a plain file; move it away")
+        with path.open("rb") as file:
+            pieces = iter(lambda: file.read(2**20), b"")
+            is_long = (found.st_size > MAX_RECORDS_BYTES
+                       or sum(piece.count(b"\n") for piece in pieces) > MAX_RECORDS)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); move it away") from None
+    if is_long:
+        raise UserError(f"{path}: has {found.st_size:,} bytes, more than any run has; move it away")
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the whole lines of a `metrics.jsonl`; a line cut short by a kill is left out."""
+    """Read the whole lines of a `metrics.jsonl`; a line cut short by a kill is left out.
+
+    So is what is no record: its numbers are finite, and its counts not below 0.
+    """
     records = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    try:
+        text = read_plain(path, max_bytes=MAX_RECORDS_BYTES)
+    except OSError:  # there is none yet, or a run's start has refused it
+        return []
+    for line in text.split("\n"):
+        if len(line) > MAX_RECORD_LENGTH:
+            continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("global_step"), int):
+        if isinstance(record, dict) and _is_record(record):
             records.append(record)
     return records
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    step = record.get("global_step")
+    return (type(step) is int and 0 <= step < MAX_STEP
+            and all(_is_number(record[key], 0, MOST[key]) for key in MOST if key in record)
+            and all(record.get(key) is None or _is_number(record[key], -1e100, 1e100)
+                    for key in NUMBERS))
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return type(value) in (int, float) and least <= value <= most
 
 
 def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
@@ -100,12 +158,13 @@ def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
     seconds = [record.get("seconds") for record in records]
     usd = [record.get("usd") for record in records]
     try:
-        summary = json.loads(summary_path.read_text())
+        summary = json.loads(read_plain(summary_path))
         seconds.append(sum(summary["seconds"].values()))
         usd.append((summary["usd"] or {"total": 0.0})["total"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+            OverflowError):
         pass  # there is none yet, or it is damaged: it is not needed
-    return tuple(max((n for n in numbers if isinstance(n, int | float)), default=0.0)
+    return tuple(max((n for n in numbers if _is_number(n, 0, 1e12)), default=0.0)
                  for numbers in (seconds, usd))
 
 
@@ -119,7 +178,7 @@ def remove_metrics_from(path: Path, first_step: int, *, owes_validation: bool = 
     kept = [record for record in read_metrics(path) if record["global_step"] < first_step
             and not (owes_validation and record["global_step"] == first_step - 1
                      and "validation_loss" in record)]
-    write_aside(path, "".join(to_json(record) + "\n" for record in kept))
+    write_aside(path, "".join(to_json(record) + "\n" for record in kept), flushes=True)
 
 
 def append_whole(path: Path, text: str) -> None:
@@ -134,11 +193,28 @@ def append_whole(path: Path, text: str) -> None:
             raise
 
 
-def write_aside(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a reader sees the old one or the new one."""
+def write_aside(path: Path, text: str, *, flushes: bool = False) -> None:
+    """Replace a file in one step, so that a reader sees the old one or the new one.
+
+    Args:
+        flushes: wait for the disk, so that a power loss too leaves one of the two.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
+    partial.unlink(missing_ok=True)  # a link may lie there, to what is somebody else's
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    if flushes:
+        flush(partial)
     partial.replace(path)
+    if flushes:
+        flush(path.parent)
+
+
+def flush_records(path: Path) -> None:
+    """Have what a run has measured on the disk itself, where there is any."""
+    with suppress(FileNotFoundError):
+        flush(path)
 
 
 def to_json(values: Any, **options: Any) -> str:
@@ -153,4 +229,6 @@ def finite_or_none(number: float | None) -> float | None:
 def _finite(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_finite(value) for value in values]
     return finite_or_none(values) if isinstance(values, float) else values

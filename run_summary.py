@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from batch_plan import BatchPlan
+from json_files import read_plain
 from run_clock import (
     CHART,
     CHECKPOINT,
@@ -79,7 +80,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
 def is_marked(run: Run, status: str) -> bool:
     """Tell if `summary.json` is there and says that a run stands like this."""
     try:
-        return json.loads(run.summary_path.read_text())["status"] == status
+        return json.loads(read_plain(run.summary_path))["status"] == status
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
@@ -103,14 +104,17 @@ def settle(run: Run, status: int) -> int:
         status: torchrun's; 0 is also that of a run that a signal to one process has stopped.
     """
     try:
-        summary = json.loads(run.summary_path.read_text())
+        summary = json.loads(read_plain(run.summary_path))
         stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()
                            if summary["reason"] == name), 0)
         if summary["status"] == "running":  # nobody was left to say more
-            summary |= {"status": "failed", "reason": f"ended with status {status}"}
-            write_aside(run.summary_path, to_json(summary, indent=2) + "\n")
+            signal_name = STOP_SIGNALS.get(status - 128)  # a second one: it left at once
+            summary |= {"status": "stopped", "reason": signal_name} if signal_name else {
+                "status": "failed", "reason": f"ended with status {status}"}
+            with suppress(OSError):
+                write_aside(run.summary_path, to_json(summary, indent=2) + "\n")
         return status or stopped_by
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return status
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpt import Block, CausalSelfAttention, GPTModel
+from run_metrics import append_whole, to_json
 from tokenizer import decode, load_tokenizer
+
+SAMPLE_TOKENS = 64  # of each prompt at a validation: a second or two on a GPU
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,17 @@ class SamplingOptions:
 class KeyValueCache:
     """What the layers have made of the tokens so far, so that each token passes them once.
 
+    Args:
+        num_tokens: that it will be asked for, at most.
+
     A context that is full loses its older half: what is left is read anew.
     """
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: GPTModel, *, num_tokens: int) -> None:
         self._model = model
+        self._capacity = min(num_tokens, model.config.context_length)
         self._context: Tensor | None = None  # (B, T), what the cached keys and values are of
-        self._layers: dict[Block, tuple[Tensor, Tensor]] = {}  # each (B, H, context length, D)
+        self._layers: dict[Block, tuple[Tensor, Tensor]] = {}  # each (B, H, capacity, D)
 
     def next_logits(self, token_ids: Tensor) -> Tensor:
         """Read on: (B, T) int64 to the logits of the token that comes next, (B, V) float32."""
@@ -66,7 +74,7 @@ class KeyValueCache:
         q, k, v = attention.project(x)  # each (B, H, T, D)
         B, H, T, D = k.shape
         if block not in self._layers:
-            shape = (B, H, self._model.config.context_length, D)
+            shape = (B, H, self._capacity, D)
             self._layers[block] = k.new_empty(shape), k.new_empty(shape)
         first, stop = self._first, self._first + T
         for cached, new in zip(self._layers[block], (k, v), strict=True):
@@ -91,7 +99,7 @@ def stream_tokens(model: GPTModel, prompt: list[int],
     token_ids = torch.tensor([prompt] * options.num_samples, device=device)  # (B, T)
     has_ended = [False] * options.num_samples
     model.eval()
-    cache = KeyValueCache(model)
+    cache = KeyValueCache(model, num_tokens=len(prompt) + options.max_new_tokens)
     for _ in range(options.max_new_tokens):
         logits = cache.next_logits(token_ids)  # (B, V)
         drawn = [_draw(row, options, generator=generator)
@@ -117,6 +125,28 @@ def sample_text(model: GPTModel, tokenizer_name: str) -> str:
     return decode(tokenizer, generate_tokens(model, [tokenizer.eot_token], options))
 
 
+def try_to_write_samples(path: Path, model: GPTModel, prompts: Sequence[str],
+                         tokenizer_name: str | None, global_step: int) -> str:
+    """Append a line with what a model makes of each prompt; leave it in training mode.
+
+    Gives what went wrong, whatever it is: training is worth more.
+    """
+    try:
+        tokenizer = load_tokenizer(tokenizer_name or "")
+        options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS, stop_token=tokenizer.eot_token)
+        lines = ""
+        for prompt in prompts:
+            prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+            text = decode(tokenizer, generate_tokens(model, prompt_ids, options))
+            lines += to_json({"global_step": global_step, "prompt": prompt, "text": text}) + "\n"
+        append_whole(path, lines)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        model.train()
+    return ""
+
+
 def _draw(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:
     """Draw one token, (1,), by its logits (V,)."""
     if options.temperature == 0:
@@ -124,5 +154,6 @@ def _draw(logits: Tensor, options: SamplingOptions, *, generator: torch.Generato
     if 0 < options.top_k < logits.numel():
         smallest_kept = logits.topk(options.top_k).values[-1]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
-    probabilities = (logits / options.temperature).softmax(dim=-1)
+    # The largest at 0: a temperature next to nothing still divides it.
+    probabilities = ((logits - logits.max()) / options.temperature).softmax(dim=-1)
     return torch.multinomial(probabilities, num_samples=1, generator=generator)

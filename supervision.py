@@ -13,18 +13,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from failpoints import failpoint
 from launching import Process
+from neighbours import Neighbours
 from notice_board import NoticeBoard
 from run_clock import PhaseClock
 from run_metrics import to_json, write_aside
-from user_error import UserError, one_line
+from user_error import UserError, one_line, tell
 
 STOP_SIGNALS = {int(number): number.name
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
@@ -33,7 +35,9 @@ FAILED, NUMBERS, DISK, HANG = 1, 3, 4, 5  # exit statuses, beside 0 and UserErro
 TICK = 0.25  # seconds between two looks at the others and at the clock
 HEARTBEAT_SECONDS = 5.0
 SAME_SIGNAL_SECONDS = 1.0  # torchrun passes on what its processes may have got already
-STOP_DEADLINE = 25.0  # seconds from a signal to the end, come what may: torchrun kills after 30
+# Seconds from a signal to leaving, come what may. Rank 0 has a checkpoint to wait for: the others
+# stay until it is gone, for with the first that ends torchrun ends all.
+STOP_DEADLINE, OTHERS_STOP_DEADLINE = 13.0, 19.0
 WAITS = "waits"
 FAILURE_GRACE = 7.0  # seconds that others have to save what they are writing
 
@@ -55,23 +59,20 @@ class Supervisor:
         self.stop_signal = 0
         self.before_leaving: Callable[[str, str], None] = lambda status, reason: None
         self._step: int | None = None  # once it trains
-        self._hang_seconds: float | None = None
+        self._hang_seconds = float("inf")
         self._signs, self._last_sign = 0, time.monotonic()
         self._may_wait, self._has_accused = False, False
-        self._stop_at = self._leave_at = float("inf")
+        self._stopped_at, self._stop_at, self._leave_at = -float("inf"), float("inf"), float("inf")
         self._leaving = threading.Lock()
         self._left = threading.Event()
-        self._siblings: dict[int, int] = {}  # rank: process id, of this machine
-        self._looked_for = {process.rank}
-        self._seen: dict[int, tuple[int, float]] = {}  # rank: its count of beats, and since when
+        self._neighbours = Neighbours(process.rank, process.world_size, self._board)
 
     def start(self) -> None:
         """Watch from here on. Needs the main thread."""
-        self._board.tell(f"process/{self.process.rank}", f"{socket.gethostname()} {os.getpid()}")
-        self._signals, wakeup = socket.socketpair()
-        wakeup.setblocking(False)
-        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-        self._wakeup = wakeup
+        self._neighbours.arrive()
+        self._signals, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)  # the thread hears of it, wherever this one is
         self._beat()
@@ -106,10 +107,12 @@ class Supervisor:
 
     def leave(self) -> None:
         """End the watch: this process is done."""
-        self._board.tell(f"left/{self.process.rank}")
+        self._neighbours.take_leave()
         self._left.set()
         self._wakeup.send(b"\0")
         self._thread.join()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)  # nobody else would heed it any more
         self._board.close()
         if self.process.is_main:
             self._heartbeat_path.unlink(missing_ok=True)
@@ -119,89 +122,86 @@ class Supervisor:
         if _comes_from_others(error):  # somebody else's failure is the cause, and comes to light
             is_timeout = "imed out" in str(error) or "imeout" in str(error)
             if is_timeout:
+                self._may_wait = True  # whoever has waited for so long is not who hangs
                 self._accuse(f"no answer within the collective timeout: {_cause(error)}")
             self._wait_for_failure()
+            if self.stop_signal and not self._has_failed_somewhere():
+                self._leave_for_signal()  # as the others have
             self._end(FAILED, f"lost the others {self._position()}: {_cause(error)}")
         status = DISK if isinstance(error, OSError) and error.errno == 28 else FAILED
         if isinstance(error, UserError):
             status = error.status
         elif not isinstance(error, torch.OutOfMemoryError):
-            traceback.print_exception(error)
+            _show(error)
         self._end(status, f"failed {self._position()}: {_cause(error)}")
 
     def _end(self, status: int, claim: str) -> NoReturn:
         """Leave at once. Whoever claims first has the word."""
-        with self._leaving:  # one thread of the two
+        self._leaving.acquire(timeout=FAILURE_GRACE)  # one thread of the two, unless that hangs
+        try:
             status, reason = self._claim(status, f"rank {self.process.rank} {claim}")
-            try:
-                self.before_leaving("failed", reason)
-            finally:
-                os._exit(status)
+            self.before_leaving("failed", reason)
+        finally:
+            os._exit(status)
 
     def _claim(self, status: int, reason: str) -> tuple[int, str]:
         """Say why the run fails, if nobody has yet; give the status and reason that hold."""
         mine = f"{status} {self.process.rank} {reason}"
         held = self._board.claim("failed", mine)
         if held == mine:
-            print(f"Error: {one_line(reason)}", file=sys.stderr, flush=True)
+            tell(f"Error: {one_line(reason)}")
         held_status, _, held_reason = held.split(" ", 2)
         return int(held_status), held_reason
 
     def _watch(self) -> None:
-        while not self._left.is_set():
-            ready, _, _ = select.select([self._signals], [], [], TICK)
-            if ready:
-                for number in self._signals.recv(64):
-                    self._heard(number)
-            self._look_at_the_others()
-            self._look_at_the_clock()
-            self._beat()
+        try:
+            while not self._left.is_set():
+                failpoint("watch")
+                ready, _, _ = select.select([self._signals], [], [], TICK)
+                if ready:
+                    for number in self._signals.recv(64):
+                        self._heard(number)
+                self._look_at_the_others()
+                self._look_at_the_clock()
+                self._beat()
+        except BaseException as error:  # without this thread nothing would end a hang
+            _show(error)
+            self._end(FAILED, f"failed in its watch {self._position()}: {_cause(error)}")
 
     def _heard(self, number: int) -> None:
         now = time.monotonic()
-        if number not in STOP_SIGNALS or now < self._stopped_at() + SAME_SIGNAL_SECONDS:
+        if number not in STOP_SIGNALS or now < self._stopped_at + SAME_SIGNAL_SECONDS:
             return
         if self.stop_signal:
             os._exit(128 + number)
         if self._has_failed_somewhere():
             self._end(FAILED, "was stopped")
         self._stop(number)
-        self._board.tell("stop", str(number))
 
     def _stop(self, number: int) -> None:
-        self._stop_at, self.stop_signal = time.monotonic() + STOP_DEADLINE, number
+        self._stopped_at, self.stop_signal = time.monotonic(), number
+        self._stop_at = self._stopped_at + (
+            STOP_DEADLINE if self.process.is_main else OTHERS_STOP_DEADLINE)
+        self._board.tell("stop", str(number))
         if self._step is None:  # nothing is trained yet, so there is nothing to save
             self._leave_for_signal()
 
-    def _stopped_at(self) -> float:
-        return self._stop_at - STOP_DEADLINE if self.stop_signal else -float("inf")
-
     def _leave_for_signal(self) -> NoReturn:
-        self.before_leaving("stopped", STOP_SIGNALS[self.stop_signal])
-        os._exit(128 + self.stop_signal)
+        self._leaving.acquire(timeout=FAILURE_GRACE)
+        try:
+            self.before_leaving("stopped", STOP_SIGNALS[self.stop_signal])
+        finally:
+            os._exit(128 + self.stop_signal)
 
     def _look_at_the_others(self) -> None:
         if not self.stop_signal and self._board.knows("stop"):
             self._stop(int(self._board.read("stop") or signal.SIGTERM))
         if self._board.knows("accused"):
             self._testify()
-        self._find_siblings()
-        if not self._board.is_there:
-            return  # nobody can tell any more who has left and who was lost
-        for rank, pid in list(self._siblings.items()):
-            if not Path(f"/proc/{pid}").exists() and not self._board.knows(f"left/{rank}"):
-                del self._siblings[rank]
-                self._claim(FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed")
+        for rank in self._neighbours.gone():
+            self._claim(FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed")
         if self._leave_at == float("inf") and self._has_failed_somewhere():
             self._leave_at = time.monotonic() + FAILURE_GRACE
-
-    def _find_siblings(self) -> None:
-        for rank in range(self.process.world_size):
-            if rank not in self._looked_for and self._board.knows(f"process/{rank}"):
-                self._looked_for.add(rank)
-                host, pid = (self._board.read(f"process/{rank}") or "- 0").split()
-                if host == socket.gethostname() and Path("/proc").is_dir():
-                    self._siblings[rank] = int(pid)
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
@@ -210,11 +210,13 @@ class Supervisor:
         if now > self._stop_at:
             self._leave_for_signal()
         silence = now - self._last_sign
-        if self._hang_seconds and silence > self._hang_seconds:
-            if not self._may_wait:
-                self._accuse(f"no sign of life for {silence:.0f} s")
-            elif not self._board.is_there:  # so nobody can say that the others are at work
-                self._end(FAILED, f"lost the others {self._position()}: torchrun's store is gone")
+        is_silent = silence > self._hang_seconds
+        if is_silent and not self._may_wait:
+            self._accuse(f"no sign of life for {silence:.0f} s")
+        if is_silent and not self._board.is_there:  # so nobody can say that the others are at work
+            self._end(FAILED, f"lost the others {self._position()}: torchrun's store is gone")
+        if self._neighbours.all_wait(is_silent):
+            self._accuse(f"each has waited for the others for {silence:.0f} s")
 
     def _accuse(self, what: str) -> NoReturn:
         """Find out who hangs: every process says how far it is, and shows its stacks."""
@@ -223,46 +225,41 @@ class Supervisor:
         time.sleep(4 * TICK)
         signs = {}
         for rank in range(self.process.world_size):
-            if self._board.knows(f"signs/{rank}"):
-                said = self._board.read(f"signs/{rank}")
-                if said and said != WAITS:
-                    signs[rank] = tuple(map(int, said.split()))
+            said = self._board.read(f"signs/{rank}") if self._board.knows(f"signs/{rank}") else ""
+            if said and said != WAITS:
+                signs[rank] = tuple(map(int, said.split()))
         hung = [rank for rank, place in signs.items() if place == min(signs.values())]
-        ranks = " and ".join(map(str, hung or [self.process.rank]))
+        ranks = " and ".join(map(str, hung or range(self.process.world_size)))
         self._claim(HANG, f"rank {ranks} hung {self._position()}: {what}")
         self._end(HANG, "hung")
 
     def _testify(self) -> None:
         if not self._has_accused:
             self._has_accused = True
-            with tempfile.TemporaryFile() as stacks:  # written at once: others write theirs now
-                faulthandler.dump_traceback(file=stacks)
-                stacks.seek(0)
-                head = f"rank {self.process.rank} {self._position()}, its stacks:\n"
-                os.write(sys.stderr.fileno(), head.encode() + stacks.read())
-            said = WAITS if self._may_wait else f"{self._step} {self._signs}"
-            self._board.tell(f"signs/{self.process.rank}", said)
+            with suppress(OSError):  # a log on a full disk shows nothing
+                self._show_stacks()
+            step = -1 if self._step is None else self._step  # not a step yet
+            self._board.tell(f"signs/{self.process.rank}",
+                             WAITS if self._may_wait else f"{step} {self._signs}")
 
-    def _look_for_lost_machines(self, now: float) -> None:
-        """See if all count their beats: a machine out of reach would be waited for forever."""
-        patience = max(self._hang_seconds or float("inf"), 3 * HEARTBEAT_SECONDS)
-        for rank in range(self.process.world_size):
-            beats = self._board.count(f"beats/{rank}")
-            if self._seen.get(rank, (None, 0.0))[0] != beats:
-                self._seen[rank] = beats, now
-            elif now - self._seen[rank][1] > patience and not self._board.knows(f"left/{rank}"):
-                self._claim(FAILED, f"rank {rank} is lost {self._position()}: its machine has not"
-                                    f" answered for {patience:.0f} s")
-                self._seen[rank] = beats, float("inf")  # said once
+    def _show_stacks(self) -> None:
+        with tempfile.TemporaryFile() as stacks:  # written at once: others write theirs now
+            faulthandler.dump_traceback(file=stacks)
+            stacks.seek(0)
+            head = f"rank {self.process.rank} {self._position()}, its stacks:\n"
+            os.write(sys.stderr.fileno(), head.encode() + stacks.read())
 
     def _beat(self) -> None:
         now = time.monotonic()
         if now < self._heartbeat_due:
             return
         self._heartbeat_due = now + HEARTBEAT_SECONDS
-        self._board.count(f"beats/{self.process.rank}", up_by=1)
+        self._neighbours.beat()
         if self._board.is_there and self.process.world_size > 1:
-            self._look_for_lost_machines(now)
+            patience = max(self._hang_seconds, 3 * HEARTBEAT_SECONDS)
+            for rank in self._neighbours.silent(now, patience):
+                self._claim(FAILED, f"rank {rank} is lost {self._position()}: its machine has not"
+                                    f" answered for {patience:.0f} s")
         if self.process.is_main:
             try:
                 write_aside(self._heartbeat_path, to_json({
@@ -281,8 +278,7 @@ class Supervisor:
 
     def _wait_for_failure(self) -> None:
         until = time.monotonic() + 2
-        while (self._board.is_there and time.monotonic() < until
-               and not self._has_failed_somewhere()):
+        while time.monotonic() < until and not self._has_failed_somewhere():
             time.sleep(TICK / 5)
 
 
@@ -294,6 +290,10 @@ def _comes_from_others(error: BaseException) -> bool:
         word in str(error) for word in ("onnection", "imed out", "imeout", "gloo", "NCCL"))
 
 
+def _show(error: BaseException) -> None:
+    with suppress(OSError):
+        traceback.print_exception(error)
+
+
 def _cause(error: BaseException) -> str:
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line}"[:160]
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:160]

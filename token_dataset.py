@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batch_plan import BatchPlan, plan_batches
+from json_files import check_tensor_header
 from run_config import Run
 from user_error import UserError
 
@@ -42,6 +43,7 @@ class TokenFile:
         if path.exists() and not path.is_file():  # a pipe, say, that would never end
             raise UserError(f"{path}: is not a file; delete it and prepare or fetch the dataset")
         try:
+            check_tensor_header(path)
             self._file = safe_open(path, framework="numpy")
             keys = list(self._file.keys())
             self.metadata: dict[str, str] = self._file.metadata() or {}
@@ -197,9 +199,14 @@ class RunData:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """What tells the token files from others, by split."""
-        parts = {"train": self.train, "validation": self.validation}
-        return {split: part.token_file.fingerprint() for split, part in parts.items() if part}
+        """What tells the token files from others, by split; by key, what of them the run reads."""
+        found = {"train": self.train.token_file.fingerprint(),
+                 "start_train_token": str(self.train.start_token)}
+        if self.validation is not None:
+            found |= {"validation": self.validation.token_file.fingerprint(),
+                      "start_val_token": str(self.validation.start_token),
+                      "validation_sequences": str(self.validation.num_sequences)}
+        return found
 
 
 def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:

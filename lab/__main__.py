@@ -9,7 +9,7 @@ import time
 
 import click
 
-from user_error import UserError
+from user_error import UserError, tell
 
 VERBS = ("compare", "evaluate", "generate", "judge", "plan", "publish", "tune")
 
@@ -37,8 +37,20 @@ def main() -> None:
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)  # by then torchrun ends this process, where rank 0 has said the same
-        print(error.line(), file=sys.stderr)
+        tell(error.line())
+        sys.exit(error.status)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        tell(UserError("out of memory; give a smaller --microbatch-size, --batch-size or number of"
+                       " --samples").line())
         sys.exit(2)
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Recognise it on a GPU and on a CPU, without importing torch."""
+    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            or "can't allocate memory" in str(error))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,15 +53,23 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
         return
     from lab.comparison_charts import draw_comparison
 
-    try:
-        charts, missing = draw_comparison(comparison, charts_dir or runs_dir / "comparison")
-        if html_path:
+    charts_dir = charts_dir or runs_dir / "comparison"
+    with _told_if_not_written(charts_dir, "--charts"):
+        charts, missing = draw_comparison(comparison, charts_dir)
+    if html_path:
+        with _told_if_not_written(html_path, "--html"):
             html_path.write_text(html_page(comparison, charts), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror}); name another"
-                        " place with --charts and --html") from None
     for line in [*missing, *(f"written: {path}" for path in [*charts, html_path] if path)]:
         click.echo(line, err=True)  # not into a table that goes to a file
+
+
+@contextmanager
+def _told_if_not_written(place: Path, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # names no file where it was the disk that had no room
+        raise UserError(f"{error.filename or place}: cannot be written ({error.strerror or error});"
+                        f" make room, or name another place with {option}") from None
 
 
 def _results(runs_dir: Path, names: tuple[str, ...], *, published: bool) -> list[Result]:

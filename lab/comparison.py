@@ -79,13 +79,29 @@ class Comparison:
 
 def compare(results: list[Result]) -> Comparison:
     """Set results beside each other."""
-    rows = _mark_slices(_group_seeds(results))
+    rows = _mark_slices(_group_seeds(_with_test_losses(results)))
     rows, common = _mark_differences(rows)
     kind = deciding_loss(rows)
     rows, within = _mark_within_spread(sorted(rows, key=_order(kind)), kind)
     return Comparison(rows, kind, [note for note in (
         _sorting_note(rows, kind), common, within, *_slice_notes(rows), _published_note(rows)
     ) if note])
+
+
+def _with_test_losses(results: list[Result]) -> list[Result]:
+    """Give each result its loss on the slice that most have, of equals on the longest.
+
+    The slice of published rows comes first.
+    """
+    counts = Counter(test_slice for result in results for test_slice in result.tests)
+    published = {test_slice for result in results if result.status == PUBLISHED
+                 for test_slice in result.tests}
+    chosen = [max(result.tests, key=lambda test_slice: (test_slice in published,
+                                                        counts[test_slice]), default="")
+              for result in results]
+    return [replace(result, test_slice=test_slice, figures=replace(
+                result.figures, test_loss=result.tests.get(test_slice)))
+            for result, test_slice in zip(results, chosen, strict=True)]
 
 
 def _group_seeds(results: list[Result]) -> list[Row]:

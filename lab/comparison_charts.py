@@ -68,7 +68,11 @@ def _draw(path: Path, plot: Callable[[Figure], object]) -> Path:
         for axes in figure.axes:
             axes.spines[["top", "right"]].set_visible(False)
         partial = path.with_name(f".{path.name}")
-        figure.savefig(partial, format="png", dpi=120)
+        try:
+            figure.savefig(partial, format="png", dpi=120)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     return partial.replace(path)
 
 

@@ -20,8 +20,9 @@ UNKNOWN = "-"
 NARROWEST = {"run": 20, "differs": 28}  # characters of the columns that can be broken into lines
 LEFT_OUT_FIRST = (  # where the terminal has no room
     "microbatch_size", "usd_per_megatoken_without_validation", "ift_score", "steps",
-    "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss", "tokens",
-    "seconds", "usd", "validation_loss", "global_batch_size",
+    "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss",
+    "seconds_without_validation", "tokens", "seconds", "usd", "validation_loss",
+    "global_batch_size",
 )
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -112,6 +113,8 @@ COLUMNS = (
     Column("test_loss", "test\nloss", partial(_loss, key="test_loss"), "left"),
     Column("ift_score", "IFT", _figure("ift_score", "{:.2f}".format)),
     Column("seconds", "seconds", _figure("seconds", _whole)),
+    Column("seconds_without_validation", "seconds,\nno val.",
+           _figure("seconds_without_validation", _whole)),
     Column("tokens_per_second", "tokens\na sec.", _figure("tokens_per_second", _whole)),
     Column("usd", "US$", _figure("usd", _dollars)),
     Column("usd_without_validation", "US$,\nno val.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import click
 from user_error import UserError
 
 if TYPE_CHECKING:
+    from lab.held_out import Slice
+    from lab.hellaswag import Question
     from lab.sharing import Share
     from lab.targets import Target
     from token_dataset import TokenFile
@@ -74,69 +77,93 @@ def command(**typed: Any) -> None:
 
 def _evaluate_all(request: Request, share: Share) -> list[dict[str, str]]:
     """Give the table's rows, lowest loss first."""
-    from lab.held_out import check_tokenizer, choose_slice, evaluate
+    from lab.held_out import choose_slice
 
-    dataset = request.dataset or _dataset_of_runs(request)
-    file, found = _open(request, dataset, share), []
-    for name in request.targets:  # one at a time: each may fill the device
-        target = _load(request, name, share)
-        check_tokenizer(target, file)
-        stretch = choose_slice(
-            file, dataset, start_token=request.start_token, num_tokens=request.num_tokens,
-            context_length=target.model.config.context_length)
-        measured = evaluate(target, file, stretch, microbatch_size=request.microbatch_size,
-                            share=share)
-        _record(target, measured.as_record(), share)
-        found.append((measured.loss, {
-            "model": _title(target), "loss": f"{measured.loss:.6f}",
-            "perplexity": f"{measured.perplexity:.3f}",
-            "bits a byte": ("-" if measured.bits_per_byte is None
-                            else f"{measured.bits_per_byte:.6f}"),
-            "tokens": f"{stretch.num_tokens:,}", "from": f"{stretch.start_token:,}",
-            "of": f"{dataset} {request.split}",
-        }))
-    return [row for _, row in sorted(found, key=lambda item: item[0])]
+    dataset = share.on(lambda: _dataset(request))
+    file = share.one_by_one(lambda: _open(request, dataset))
+    stretch = share.on(lambda: choose_slice(
+        file, dataset, start_token=request.start_token, num_tokens=request.num_tokens))
+    found = [_evaluate_one(request, name, file, stretch, share) for name in request.targets]
+    return _sorted(found)
+
+
+def _evaluate_one(request: Request, name: str, file: TokenFile, stretch: Slice,
+                  share: Share) -> tuple[float, dict[str, str]]:
+    """Give what a target is sorted by and its row. It is gone before the next one is loaded."""
+    from lab.held_out import check_tokenizer, evaluate
+
+    target = share.one_by_one(lambda: _load(request, name, share))
+    share.on(lambda: check_tokenizer(target, file))
+    measured = evaluate(target, file, stretch, microbatch_size=request.microbatch_size,
+                        share=share)
+    _record(target, measured.as_record(), share)
+    bits = measured.bits_per_byte
+    return measured.loss, {
+        "model": _title(target), "loss": f"{measured.loss:.6f}",
+        "perplexity": f"{measured.perplexity:.3f}",
+        "bits a byte": "-" if bits is None else f"{bits:.6f}",
+        "tokens": f"{stretch.num_tokens:,}", "from": f"{stretch.start_token:,}",
+        "of": f"{stretch.dataset} {stretch.split}",
+    }
 
 
 def _score_all(request: Request, share: Share) -> list[dict[str, str]]:
     """Give the table's rows, highest normalised accuracy first."""
-    from lab.hellaswag import read_questions, score
+    from lab.hellaswag import read_questions
 
-    name, source = request.benchmark
-    with share.first_on_each_machine():
-        questions = read_questions(source)
-    found = []
-    for target_name in request.targets:
-        target = _load(request, target_name, share)
-        scored = score(target, questions, share)
-        numbers = {"accuracy": scored.accuracy, "normalised": scored.normalised_accuracy}
-        _record(target, {"benchmark": name, "questions": scored.num_questions,
-                         "accuracy": scored.accuracy,
-                         "normalised_accuracy": scored.normalised_accuracy}, share)
-        found.append((-scored.normalised_accuracy, {
-            "model": _title(target),
-            **{key: f"{value:.4f} ± {scored.error_of(value):.4f}"
-               for key, value in numbers.items()},
-            "questions": f"{scored.num_questions:,}",
-        }))
-    return [row for _, row in sorted(found, key=lambda item: item[0])]
+    share.on(lambda: _check_names(request))
+    questions = share.one_by_one(lambda: read_questions(request.benchmark[1]))
+    return _sorted([_score_one(request, name, questions, share) for name in request.targets])
+
+
+def _score_one(request: Request, name: str, questions: list[Question],
+               share: Share) -> tuple[float, dict[str, str]]:
+    """Give what a target is sorted by and its row. It is gone before the next one is loaded."""
+    from lab.hellaswag import score
+
+    target = share.one_by_one(lambda: _load(request, name, share))
+    scored = score(target, questions, microbatch_size=request.microbatch_size, share=share)
+    numbers = {"accuracy": scored.accuracy, "normalised_accuracy": scored.normalised_accuracy}
+    _record(target, {"benchmark": request.benchmark[0], "questions": len(questions)} | numbers,
+            share)
+    return -scored.normalised_accuracy, {
+        "model": _title(target),
+        **{key.removesuffix("_accuracy"): f"{value:.4f} ± {scored.error_of(value):.4f}"
+           for key, value in numbers.items()},
+        "questions": f"{len(questions):,}",
+    }
+
+
+def _sorted(found: list[tuple[float, dict[str, str]]]) -> list[dict[str, str]]:
+    """Put rows in order, those without a finite number last."""
+    return [row for _, row in sorted(found, key=lambda item: (math.isnan(item[0]), item[0]))]
 
 
 def _load(request: Request, name: str, share: Share) -> Target:
     from lab.targets import load_target
 
-    with share.first_on_each_machine():
-        return load_target(name, runs_dir=request.runs_dir, checkpoint_name=request.checkpoint,
-                           device=share.process.device)
+    return load_target(name, runs_dir=request.runs_dir, checkpoint_name=request.checkpoint,
+                       device=share.process.device)
+
+
+def _check_names(request: Request) -> None:
+    """Refuse a mistyped target before the first one is measured."""
+    from lab.targets import check_name
+
+    for name in request.targets:
+        check_name(name, request.runs_dir)
+
+
+def _dataset(request: Request) -> str:
+    _check_names(request)
+    return request.dataset or _dataset_of_runs(request)
 
 
 def _dataset_of_runs(request: Request) -> str:
     """Find the dataset that all runs among the targets were trained on. Raises: UserError."""
-    from lab.targets import check_name, is_run
+    from lab.targets import is_run
     from run_config import load_run
 
-    for name in request.targets:
-        check_name(name, request.runs_dir)
     found = {load_run(request.runs_dir, name).train.dataset: name
              for name in request.targets if is_run(name, request.runs_dir)}
     if len(found) != 1:
@@ -146,8 +173,8 @@ def _dataset_of_runs(request: Request) -> str:
     return next(iter(found))
 
 
-def _open(request: Request, dataset: str, share: Share) -> TokenFile:
-    """Open the token file, fetched or made first where it is missing. Every rank."""
+def _open(request: Request, dataset: str) -> TokenFile:
+    """Open the token file, fetched or made first where it is missing."""
     import re
 
     from preparation.providing import provide_dataset
@@ -158,8 +185,7 @@ def _open(request: Request, dataset: str, share: Share) -> TokenFile:
         raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
     dataset_dir = request.datasets_dir / dataset
     check_inside(dataset_dir, request.datasets_dir, "--datasets-dir")
-    with share.first_on_each_machine():
-        provide_dataset(dataset_dir, dataset)
+    provide_dataset(dataset_dir, dataset)
     return TokenFile(dataset_dir / f"{request.split}.safetensors")
 
 

@@ -6,15 +6,21 @@ import json
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from checkpointing import as_os_error
+from json_files import read_plain
+from lab.model_card import CHARTS, MARK
 from lab.targets import Target
 from lab.tokenizer_files import write_tokenizer_files
 from lab.weight_formats import gpt2_config, to_gpt2
 from tokenizer import END_OF_TEXT_IDS
-from user_error import UserError
+from user_error import UserError, cannot_be_written
 
-OURS = {"config.json", "model.safetensors"}  # by which an earlier export is known
+FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
+         "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+         "merges.txt", *CHARTS}
 
 
 def write_export(target: Target, output_dir: Path, card: str) -> Path:
@@ -29,18 +35,21 @@ def write_export(target: Target, output_dir: Path, card: str) -> Path:
     check_output(output_dir)
     config = gpt2_config(target.model.config, target.tokenizer_name)
     partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
+    old_dir = output_dir.with_name(f".{output_dir.name}.old")
     try:
-        shutil.rmtree(partial_dir, ignore_errors=True)
+        for leftover in (partial_dir, old_dir):
+            shutil.rmtree(leftover, ignore_errors=True)
         partial_dir.mkdir(parents=True)
         _write(target, partial_dir, config)
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
         if output_dir.exists():
-            shutil.rmtree(output_dir)
+            output_dir.rename(old_dir)
         partial_dir.rename(output_dir)
-    except OSError as error:
+        shutil.rmtree(old_dir, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise cannot_be_written(output_dir, as_os_error(error)) from None
+    finally:
         shutil.rmtree(partial_dir, ignore_errors=True)
-        raise UserError(f"{output_dir}: cannot be written: {error.strerror or error}; make room, or"
-                        " name another place with --output") from None
     return output_dir
 
 
@@ -48,10 +57,18 @@ def check_output(output_dir: Path) -> None:
     """Refuse a place that holds something else than an export. Raises: UserError."""
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
         raise UserError(f"{output_dir}: is not a directory; name another with --output")
-    found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else OURS
-    if found and not found >= OURS:
-        raise UserError(f"{output_dir}: holds other files ({', '.join(sorted(found)[:3])}); name"
-                        " another directory with --output")
+    found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
+    if found and not (found <= FILES and MARK in _card_of(output_dir)):
+        others = ", ".join(sorted(found - FILES)[:3]) or "a model that is not from here"
+        raise UserError(f"{output_dir}: holds other files ({others}); name another directory with"
+                        " --output")
+
+
+def _card_of(directory: Path) -> str:
+    try:
+        return read_plain(directory / "README.md")
+    except OSError:
+        return ""
 
 
 def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
@@ -65,5 +82,6 @@ def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
     if tokenizer_name is not None:
         write_tokenizer_files(directory, tokenizer_name,
                               context_length=model.config.context_length)
-    for chart in target.run.run_dir.glob("*-chart.png") if target.run else ():
-        shutil.copyfile(chart, directory / chart.name)
+    for name in CHARTS if target.run else ():
+        if (target.run.run_dir / name).is_file():
+            shutil.copyfile(target.run.run_dir / name, directory / name)

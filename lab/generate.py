@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from user_error import UserError
 
 if TYPE_CHECKING:
     from lab.targets import Target
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
               show_default=True, help="How many texts, side by side.")
 @click.option("--stop", "stops", multiple=True, metavar="TEXT",
               help="End before this text; may be given several times.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True,
+@click.option("--temperature", type=click.FloatRange(0, 1e6), default=0.8, show_default=True,
               help="0 takes the likeliest token every time.")
 @click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True,
               help="Draw from the K likeliest tokens only; 0 draws from all.")
@@ -37,12 +41,15 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
     """Print text that a model makes up.
 
     TARGET is a run, a directory of GPT-2 weights, or a model on the Hugging Face hub
-    (owner/name). One text is shown as it comes; of several, each when all are done.
+    (owner/name). One text is shown as it comes; of several, each when all are done. A text ends
+    with its document, or before a --stop. A context that is full loses its older half.
     """
     # Imported here so that --help does not wait for torch.
     from lab.targets import load_target
     from sampling import SamplingOptions
 
+    if math.isnan(sampling["temperature"]):
+        raise UserError("--temperature: nan is no number; wanted one from 0 on")
     model = load_target(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
     options = SamplingOptions(**sampling)
     pieces = stream_texts(model, prompt, options, stops=stops)
@@ -63,7 +70,7 @@ def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
                  stops: tuple[str, ...] = ()) -> Iterator[list[str]]:
     """Continue a prompt: yield what each sample's text gains by a token, often nothing.
 
-    An empty prompt starts a new document.
+    An empty prompt starts a new document. A text ends where its document does.
 
     Raises:
         UserError: the model's tokenizer is not known.
@@ -72,6 +79,7 @@ def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
     from tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(target.needs_tokenizer())
+    options = replace(options, stop_token=tokenizer.eot_token)
     prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     texts = [GrowingText(stops) for _ in range(options.num_samples)]
     for token_ids in stream_tokens(target.model, prompt_ids, options):

@@ -53,8 +53,8 @@ class Evaluation:
 
 
 def choose_slice(file: TokenFile, dataset: str, *, start_token: int | None,
-                 num_tokens: int | None, context_length: int) -> Slice:
-    """Lay out whole sequences of a token file to evaluate on.
+                 num_tokens: int | None) -> Slice:
+    """Lay out what all models are evaluated on, however long their contexts are.
 
     Raises:
         UserError: the file has not so many tokens there.
@@ -63,12 +63,11 @@ def choose_slice(file: TokenFile, dataset: str, *, start_token: int | None,
         start_token = DEFAULT_START_TOKEN if file.num_tokens > DEFAULT_START_TOKEN else 0
     available = file.num_tokens - start_token - 1  # the last is only predicted
     wanted = min(DEFAULT_NUM_TOKENS, available) if num_tokens is None else num_tokens
-    whole = wanted // context_length * context_length
-    if wanted > available or whole < 1:
-        raise UserError(f"{file.path}: {wanted:,} tokens are wanted from token {start_token:,} on,"
-                        f" in sequences of {context_length:,}; it has {max(0, available):,} there;"
+    if wanted > available or wanted < 1:
+        raise UserError(f"{file.path}: {max(1, wanted):,} tokens are wanted from token"
+                        f" {start_token:,} on; it has {max(0, available):,} to be predicted there;"
                         " change --start-token or --tokens")
-    return Slice(dataset, file.path.stem, start_token, whole)
+    return Slice(dataset, file.path.stem, start_token, wanted)
 
 
 def check_tokenizer(target: Target, file: TokenFile) -> None:
@@ -82,26 +81,43 @@ def check_tokenizer(target: Target, file: TokenFile) -> None:
 @torch.inference_mode()
 def evaluate(target: Target, file: TokenFile, stretch: Slice, *, microbatch_size: int,
              share: Share) -> Evaluation:
-    """Measure a model on a slice. A collective: every rank.
+    """Measure a model on a slice, in sequences of its own context. A collective: every rank.
 
-    In float32 throughout, summed in float64: neither the microbatch, nor the device, nor the
-    number of processes shows in six decimals.
+    The last sequence may be shorter. In float32 throughout, summed in float64, so that neither the
+    microbatch nor the number of processes shows in six decimals.
 
     Raises:
         UserError: a token is outside the model's vocabulary.
     """
     torch.set_float32_matmul_precision("highest")
-    loss_sum = num_bytes = 0.0
     lengths = token_lengths(target, file)
-    for tokens in _microbatches(target, file, stretch, microbatch_size, share):
-        wide = torch.from_numpy(tokens.astype(np.int64)).to(target.device)
-        shape = (-1, target.model.config.context_length)
-        loss_sum += summed_loss(target.model, wide[:-1].view(shape), wide[1:].view(shape))
-        if lengths is not None:
-            num_bytes += int(lengths[tokens[1:]].sum())
-    loss_sum, num_bytes = share.sum(loss_sum, num_bytes)
+
+    def own_part() -> tuple[float, int]:
+        loss_sum, num_bytes = 0.0, 0
+        for tokens in _microbatches(target, file, stretch, microbatch_size, share):
+            loss_sum += _loss_of(target, tokens)
+            num_bytes += 0 if lengths is None else int(lengths[tokens[1:]].sum())
+        return loss_sum, num_bytes
+
+    loss_sum, num_bytes = share.sum(*share.on(own_part))
     bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
     return Evaluation(stretch, loss_sum / stretch.num_tokens, bits)
+
+
+def _loss_of(target: Target, tokens: np.ndarray) -> float:
+    """Add up the losses of all tokens but the first: whole sequences, and what is left over."""
+    longest = target.model.config.context_length
+    wide = torch.from_numpy(tokens.astype(np.int64)).to(target.device)
+    token_ids, targets = wide[:-1], wide[1:]
+    whole = len(token_ids) // longest * longest
+    total = 0.0
+    if whole:
+        shape = (-1, longest)
+        total += summed_loss(target.model, token_ids[:whole].view(shape),
+                             targets[:whole].view(shape))
+    if whole < len(token_ids):
+        total += summed_loss(target.model, token_ids[None, whole:], targets[None, whole:])
+    return total
 
 
 def summed_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> float:
@@ -134,7 +150,7 @@ def token_lengths(target: Target, file: TokenFile) -> np.ndarray | None:
 
 def _microbatches(target: Target, file: TokenFile, stretch: Slice, microbatch_size: int,
                   share: Share) -> Iterator[np.ndarray]:
-    """Read this process's microbatches, (B * T + 1,) uint16 each."""
+    """Read this process's microbatches, (B * T + 1,) uint16 each; the last may be of any length."""
     config = target.model.config
     stride = microbatch_size * config.context_length
     own = share.of(-(-stretch.num_tokens // stride))

@@ -52,18 +52,25 @@ class Score:
 
 
 @torch.inference_mode()
-def score(target: Target, questions: list[Question], share: Share) -> Score:
-    """Put all questions to a model. A collective: every rank."""
+def score(target: Target, questions: list[Question], *, microbatch_size: int,
+          share: Share) -> Score:
+    """Put all questions to a model. A collective: every rank.
+
+    Args:
+        microbatch_size: questions at a time.
+    """
+    share.on(target.needs_tokenizer)
     tokenizer = load_tokenizer(target.needs_tokenizer())
-    num_right = num_right_normalised = 0.0
-    own = share.of(len(questions))
-    for number in tqdm(own, unit="question", desc=target.name, leave=False,
-                       disable=None if speaks() else True):
-        question = questions[number]
-        found = _log_probabilities(target, tokenizer, question)  # (endings,)
-        lengths = torch.tensor([len(ending) for ending in question.endings])
-        num_right += int(found.argmax()) == question.right
-        num_right_normalised += int((found / lengths).argmax()) == question.right
+    num_right = num_right_normalised = 0
+    own = [questions[number] for number in share.of(len(questions))]
+    for first in tqdm(range(0, len(own), microbatch_size), desc=target.name, leave=False,
+                      unit="batch", disable=None if speaks() else True):
+        asked = own[first : first + microbatch_size]
+        found = _log_probabilities(target, tokenizer, asked).split([len(q.endings) for q in asked])
+        for question, sums in zip(asked, found, strict=True):
+            lengths = torch.tensor([len(ending) for ending in question.endings])
+            num_right += int(sums.argmax()) == question.right
+            num_right_normalised += int((sums / lengths).argmax()) == question.right
     num_right, num_right_normalised = share.sum(num_right, num_right_normalised)
     return Score(len(questions), num_right / len(questions), num_right_normalised / len(questions))
 
@@ -99,11 +106,14 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(encoding="utf-8") as file:
         while line := file.readline(LONGEST_LINE):
-            yield json.loads(line)
+            if line.strip():
+                yield json.loads(line)
 
 
 def _question(record: dict[str, Any]) -> Question:
     beginning = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
+    if not isinstance(record["endings"], list):
+        raise TypeError("endings are no list")
     endings = [_clean(ending) for ending in record["endings"]]
     right = int(record["label"])
     if not (0 <= right < len(endings) and all(endings)):
@@ -117,23 +127,28 @@ def _clean(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def _log_probabilities(target: Target, tokenizer: Encoding, question: Question) -> Tensor:
-    """Give the log probability of each ending behind its beginning: (endings,) float64."""
-    num_known = len(tokenizer.encode_ordinary(question.beginning.rstrip()))
-    texts = [tokenizer.encode_ordinary(f"{question.beginning} {ending}")
-             for ending in question.endings]
+def _log_probabilities(target: Target, tokenizer: Encoding, questions: list[Question]) -> Tensor:
+    """Give the log probability of each ending behind its beginning: (endings of all,) float64."""
     longest = target.model.config.context_length + 1  # the last token is only predicted
-    num_new = [min(len(text) - num_known, longest - 1) for text in texts]
-    texts = [text[-longest:] for text in texts]  # of a long one the end
-    width = max(map(len, texts))
-    padded = torch.zeros(len(texts), width, dtype=torch.int64)  # (B, T + 1)
-    for row, text in zip(padded, texts, strict=True):
-        row[: len(text)] = torch.tensor(text)  # what pads comes after: nothing before sees it
-    padded = padded.to(target.device)
-    logits = target.model(padded[:, :-1]).float()  # (B, T, V)
-    losses = F.cross_entropy(logits.transpose(1, 2), padded[:, 1:], reduction="none")  # (B, T)
-    return torch.stack([-losses[row, len(text) - 1 - new : len(text) - 1].sum(dtype=torch.float64)
-                        for row, (text, new) in enumerate(zip(texts, num_new, strict=True))]).cpu()
+    texts, num_new = [], []
+    for question in questions:
+        num_known = len(tokenizer.encode_ordinary(question.beginning.rstrip()))
+        for ending in question.endings:
+            text = tokenizer.encode_ordinary(f"{question.beginning} {ending}")
+            num_new.append(min(len(text) - num_known, longest - 1))
+            texts.append(text[-longest:])  # of a long one the end
+    tokens = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)  # (B, T + 1)
+    is_new = torch.zeros(tokens[:, 1:].shape, dtype=torch.bool)  # (B, T), of the targets
+    for row, (text, new) in enumerate(zip(texts, num_new, strict=True)):
+        tokens[row, : len(text)] = torch.tensor(text)  # what pads comes after: nobody sees it
+        is_new[row, len(text) - 1 - new : len(text) - 1] = True
+    tokens, is_new = tokens.to(target.device), is_new.to(target.device)
+    model = target.model
+    x = model.transform(model.embed(tokens[:, :-1]))[is_new]  # (new tokens, C): no others' logits
+    logits = F.linear(model.final_norm(x), model.head_weight)
+    losses = F.cross_entropy(logits, tokens[:, 1:][is_new], reduction="none").double()
+    sums = torch.zeros(len(texts), dtype=torch.float64, device=target.device)
+    return -sums.index_add_(0, is_new.nonzero()[:, 0], losses).cpu()
 
 
 def _fetched(repository: str) -> Path:

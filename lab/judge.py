@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,7 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     missing = {c.key: c for c in comparisons if judgements.scores(c) is None}
     reason = ""
     if missing:
+        judgements.check_writable()
         judge = Judge(_client_options(base_url), model)
         judge.check_reachable()
         reason = judge_all(judge, missing.values(), judgements, concurrency=concurrency)
@@ -127,7 +128,7 @@ def judge_all(judge: Judge, comparisons: Iterable[Comparison], judgements: Judge
     """Ask what has to be asked, several at a time; give the reason of the first that failed.
 
     Raises:
-        UserError: nothing more can be judged. What was, is kept.
+        UserError: nothing more can be judged. What was, or was under way, is kept.
     """
     from tqdm import tqdm
 
@@ -143,9 +144,22 @@ def judge_all(judge: Judge, comparisons: Iterable[Comparison], judgements: Judge
                 judgements.add(asked[future], future.result(), judge_model=judge.model)
             except Unusable as error:
                 reason = reason or str(error)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after an error nothing more is asked
+            del asked[future]
+    finally:  # after an error, or Ctrl-C, nothing more is asked
+        judge.stop()
+        pool.shutdown(wait=False, cancel_futures=True)
+        _keep_rest(asked, judgements, judge)
     return reason
+
+
+def _keep_rest(asked: dict[Future, Comparison], judgements: Judgements, judge: Judge) -> None:
+    """Keep what comes after asking has ended early: it is paid for."""
+    rest = [future for future in asked if not future.cancelled()]
+    if num_missing := sum(not future.done() for future in rest):
+        click.echo(f"waiting for {num_missing} answers under way", err=True)
+    for future in as_completed(rest):
+        if future.exception() is None:
+            judgements.add(asked[future], future.result(), judge_model=judge.model)
 
 
 def _report(comparisons: list[Comparison], judgements: Judgements, *, model: str, reason: str,
@@ -167,7 +181,8 @@ def _table(judged: list[dict[str, float]], *, seed: int) -> str:
 
     scored = [summarise(model, [scores[model] for scores in judged], seed=seed)
               for model in judged[0]]
-    rows = [(one_line(found.model), found.mean, "{:.2f} to {:.2f}".format(*found.interval))
+    rows = [(one_line(found.model), found.mean,
+             "{:.2f} to {:.2f}".format(*found.interval) if found.interval else "-")
             for found in sorted(scored, key=lambda found: (-found.mean, found.model))]
     return tabulate(rows, headers=["model", "mean score", "95% interval"], floatfmt=".2f",
                     disable_numparse=[0, 2])
@@ -175,11 +190,11 @@ def _table(judged: list[dict[str, float]], *, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's place in the table."""
+    """A model's place in the table; a single question gives no interval."""
 
     model: str
     mean: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
 
 
 def summarise(model: str, scores: list[float], *, seed: int) -> Scored:
@@ -189,6 +204,8 @@ def summarise(model: str, scores: list[float], *, seed: int) -> Scored:
     """
     import numpy as np
 
+    if len(scores) < 2:
+        return Scored(model, scores[0], None)
     generator = np.random.default_rng(seed)  # the same questions are drawn for every model
     values = np.asarray(scores)
     means = [generator.choice(values, len(values)).mean() for _ in range(NUM_RESAMPLES)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,8 @@ class Judgements:
         """
         self.path = path
         try:
+            if path.exists() and not path.is_file():  # to read a pipe would be to wait for ever
+                raise OSError("is no plain file")
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}; name another file"
@@ -51,6 +54,20 @@ class Judgements:
                 continue
             self._by_key[judgement.key] = judgement
         self._is_cut = bool(content) and not content.endswith(b"\n")
+
+    def check_writable(self) -> None:
+        """Find out before anything is paid for. Raises: UserError if it cannot be written."""
+        is_new = not os.path.lexists(self.path)  # a link to nowhere is not ours to take away
+        try:
+            self.path.open("ab").close()
+            if is_new:
+                self.path.unlink()
+        except OSError as error:
+            raise self._not_written(error) from None
+
+    def _not_written(self, error: OSError) -> UserError:
+        return UserError(f"{self.path}: cannot be written: {error.strerror or error}; make room, or"
+                         " name another file with --output")
 
     def scores(self, comparison: Comparison) -> dict[str, float] | None:
         """Give the score of each model's answer; None where there is no judgement yet."""
@@ -69,7 +86,6 @@ class Judgements:
             with self.path.open("ab") as file:
                 file.write(("\n" + line if self._is_cut else line).encode())
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written: {error.strerror or error}; make"
-                            " room, or name another file with --output") from None
+            raise self._not_written(error) from None
         self._is_cut = False
         self._by_key[judgement.key] = judgement

@@ -143,6 +143,11 @@ class Judge:
     def __init__(self, client_options: dict[str, Any], model: str) -> None:
         self.client, self.model = OpenAI(**client_options), model
         self._takes_schemas = True  # until the server says otherwise
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Ask no question again; what is under way may end."""
+        self._is_stopped = True
 
     def check_reachable(self) -> None:
         """Try once if anybody answers. Raises: UserError; no patience is spent on it."""
@@ -167,6 +172,8 @@ class Judge:
                 return comparison.read_scores(reply)
             except Unusable as error:
                 complaint = str(error)
+            if self._is_stopped:
+                break
         raise Unusable(f"of the reply: {complaint}")
 
     def _ask(self, comparison: Comparison, complaint: str) -> str:

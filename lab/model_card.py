@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from lab.run_figures import Written, number
 from lab.targets import HUB_NAME, Target
+from run_config import ModelConfig, TrainConfig
 from run_metrics import read_metrics
-from run_summary import duration
+from user_error import one_line
 
 CARD = """---
 {front_matter}
@@ -36,6 +38,8 @@ The architecture is stock GPT-2 (`GPT2LMHeadModel`), in float32: no code has to 
 {notes}
 ## How it was trained
 
+| | |
+|---|---|
 {training}
 
 What its settings change from the defaults:
@@ -50,6 +54,7 @@ CHARTS = {"loss-chart.png": "Training and validation loss", "grad-norm-chart.png
 MEASURED = {"loss": "loss (nats a token)", "perplexity": "perplexity",
             "bits_per_byte": "bits a byte", "accuracy": "accuracy",
             "normalised_accuracy": "accuracy by length"}
+MARK = "ddp-train"  # a tag, by which a card of ours is known
 
 
 @dataclass(frozen=True)
@@ -62,64 +67,68 @@ class CardFacts:
 
 
 def model_card(target: Target, facts: CardFacts) -> str:
-    """Write the card of a run's model, from its summary and evaluations."""
-    summary, dataset = _summary(target), target.run.train.dataset
-    shown = [name for name in CHARTS if (target.run.run_dir / name).exists()]
+    """Write the card of a run's model: from what its checkpoint, summary and evaluations say.
+
+    The run's JSON files may have changed since; they only stand in where there is no summary.
+    """
+    written = Written.read(target.run.run_dir)
+    settings = written.part("train") or target.run.train.model_dump()
+    dataset = one_line(str(settings.get("dataset")))
+    found = measurements(target, dataset)
+    shown = [name for name in CHARTS if (target.run.run_dir / name).is_file()]
     return CARD.format(
-        front_matter=_front_matter(target, facts), title=facts.title,
+        front_matter=_front_matter(dataset, found, facts), title=facts.title,
         address=facts.address, num_parameters=target.model.num_parameters(),
         on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`",
         prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
-        facts=_rows(_model_facts(target)), training=_training(target, summary),
-        notes=_notes(target), levers=json.dumps(_levers(target), indent=2),
+        facts=_rows(_model_facts(target, found)), training=_rows(_training(target, written)),
+        notes=_notes(target), levers=json.dumps(_levers(target, settings), indent=2),
         charts="".join(f"\n![{CHARTS[name]}]({name})\n" for name in shown),
     )
 
 
-def _front_matter(target: Target, facts: CardFacts) -> str:
+def _front_matter(dataset: str, found: list[dict[str, Any]], facts: CardFacts) -> str:
     from huggingface_hub import EvalResult, ModelCardData  # slow to import
 
-    dataset = target.run.train.dataset
     results = [EvalResult(task_type="text-generation", task_name="Language modelling",
-                          dataset_type=found["dataset"], dataset_name=found["dataset"],
-                          dataset_split=found["split"], metric_type=found["metric"],
-                          metric_name=found["name"], metric_value=found["value"])
-               for found in measurements(target)]
+                          dataset_type=one["dataset"], dataset_name=one["dataset"],
+                          dataset_split=one["split"], metric_type=one["metric"],
+                          metric_name=one["name"], metric_value=one["value"]) for one in found]
     return ModelCardData(
         license=facts.licence, library_name="transformers", pipeline_tag="text-generation",
-        datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, tags=["gpt2", "ddp-train"],
+        datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, tags=["gpt2", MARK],
         model_name=facts.title, eval_results=results or None,
     ).to_yaml()
 
 
-def measurements(target: Target) -> list[dict[str, Any]]:
+def measurements(target: Target, dataset: str) -> list[dict[str, Any]]:
     """Give what was measured of this checkpoint: its validation loss, and its evaluations.
 
-    Of what was measured twice, the newer.
+    Of what was measured twice, the newer; what is no number is left out.
     """
-    meta, dataset = target.checkpoint.meta, target.run.train.dataset
-    found = {}
+    meta, found = target.checkpoint.meta, {}
     if target.run.train.validates and meta.loss is not None:
         name = "validation loss while training (nats a token)"
         found[dataset, name] = {"metric": "loss", "value": meta.loss, "split": "validation"}
     for record in read_metrics(target.run.evaluations_path):
         if record.get("checkpoint") == target.checkpoint.name:
             for metric, name in MEASURED.items():
-                if isinstance(record.get(metric), float):
-                    where = record.get("benchmark") or record.get("dataset")
-                    found[str(where), name + _slice(record)] = {
-                        "metric": metric, "value": record[metric],
-                        "split": record.get("split", "validation")}
+                if (value := number(record.get(metric))) is not None:
+                    where = one_line(str(record.get("benchmark") or record.get("dataset")))
+                    split = one_line(str(record.get("split", "validation")))
+                    found[where, name + _slice(record)] = {
+                        "metric": metric, "value": value, "split": split}
     return [{"dataset": where, "name": name} | values for (where, name), values in found.items()]
 
 
 def _slice(record: dict[str, Any]) -> str:
-    if "num_tokens" not in record:
+    count, start = number(record.get("num_tokens")), number(record.get("start_token"))
+    if count is None or start is None:
         return ""
-    return f", {record['num_tokens']:,} tokens from token {record.get('start_token', 0):,}"
+    return f", {count:,.0f} tokens from token {start:,.0f}"
 
 
-def _model_facts(target: Target) -> dict[str, str]:
+def _model_facts(target: Target, found: list[dict[str, Any]]) -> dict[str, str]:
     config = target.model.config
     return {
         "layers, heads, width": f"{config.n_layers}, {config.n_heads}, {config.emb_dim}",
@@ -127,40 +136,44 @@ def _model_facts(target: Target) -> dict[str, str]:
         "vocabulary": f"{config.vocab_size:,} ({target.tokenizer_name or 'unknown tokenizer'})",
         "output head": "the token embedding" if config.tie_weights else "a matrix of its own",
         "biases of queries, keys, values": "yes" if config.qkv_bias else "none (stored as zeros)",
-        **{f"{found['name']}, `{found['dataset']}`": f"{found['value']:.6f}"
-           for found in measurements(target)},
+        **{f"{one['name']}, `{one['dataset']}`": f"{one['value']:.6f}" for one in found},
     }
 
 
-def _training(target: Target, summary: dict[str, Any]) -> str:
-    meta = target.checkpoint.meta
-    facts = {"step": f"{meta.global_step + 1:,} of {_count(summary.get('num_steps'))}",
+def _training(target: Target, written: Written) -> dict[str, str]:
+    meta, machine = target.checkpoint.meta, written.part("machine")
+    num_steps = number(written.summary.get("num_steps"))
+    facts = {"step": f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
              "tokens": f"{meta.tokens:,}",
              "training loss": "-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
-             "time": duration(sum(meta.seconds.values()))}
+             "hours": f"{sum(meta.seconds.values()) / 3600:.3f}"}
     if meta.usd:
         facts["US$"] = f"{sum(meta.usd.values()):.2f}"
-    batch, machine = summary.get("batch") or {}, summary.get("machine") or {}
-    if batch:
-        facts["global batch"] = (f"{batch['microbatch_size']} x"
-                                 f" {batch['gradient_accumulation_steps']} x"
-                                 f" {batch['world_size']} sequences of"
-                                 f" {batch['context_length']:,} tokens")
+    batch = [number(written.part("batch").get(key)) for key in (
+        "microbatch_size", "gradient_accumulation_steps", "world_size", "context_length")]
+    if all(batch):
+        sizes = "{:.0f} x {:.0f} x {:.0f} sequences of {:,.0f} tokens"
+        facts["global batch"] = sizes.format(*batch)
     if machine:
-        facts["hardware"] = f"{machine['processes']} x {machine['device']}, {machine['precision']}"
-        facts["software"] = f"PyTorch {machine['torch']}, Python {machine['python']}"
-    if summary.get("tokens_per_second"):
-        facts["tokens a second while training"] = f"{summary['tokens_per_second']:,.0f}"
-    return "| | |\n|---|---|\n" + _rows(facts)
+        processes = number(machine.get("processes")) or 1
+        each = "processes on" if machine.get("device_type") == "cpu" else "x"
+        facts["hardware"] = f"{processes:.0f} {each} {machine.get('device')}"
+        facts["precision"] = str(machine.get("precision"))
+        facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
+    if speed := number(written.summary.get("tokens_per_second")):
+        facts["tokens a second while training"] = f"{speed:,.0f}"
+    return facts
 
 
-def _levers(target: Target) -> dict[str, Any]:
+def _levers(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
     """Give the settings that are not at their defaults, of the model and of the training."""
-    run = target.run
-    return {key: value for config in (run.model, run.train)
-            for key, value in config.model_dump().items()
-            if type(config).model_fields[key].is_required()
-            or value != type(config).model_fields[key].get_default()}
+    levers = {}
+    for config, values in ((ModelConfig, target.checkpoint.meta.model.model_dump()),
+                           (TrainConfig, settings)):
+        for key, field in config.model_fields.items():
+            if key in values and (field.is_required() or values[key] != field.get_default()):
+                levers[key] = values[key]
+    return levers
 
 
 def _notes(target: Target) -> str:
@@ -169,17 +182,6 @@ def _notes(target: Target) -> str:
     return ""
 
 
-def _summary(target: Target) -> dict[str, Any]:
-    try:
-        found = json.loads(target.run.summary_path.read_text())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _count(number: object) -> str:
-    return f"{number:,}" if isinstance(number, int) else "?"
-
-
 def _rows(facts: dict[str, str]) -> str:
-    return "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return "\n".join("| {} | {} |".format(*(one_line(text).replace("|", "\\|") for text in row))
+                     for row in facts.items())

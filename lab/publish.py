@@ -69,7 +69,7 @@ def command(**typed: Any) -> None:
     request = Request(**typed)
     if request.repository is not None:
         _check_name(request.repository)
-    parcel = _dataset(Path(request.source)) or _model(request)
+    parcel = _dataset(request) or _model(request)
     for line in parcel.lines():
         click.echo(line)
     if request.repository is None:
@@ -89,13 +89,25 @@ def _check_name(repository: str) -> None:
         raise UserError(f"{repository[:60]!r} is not a repository's name; wanted owner/name")
 
 
-def _dataset(directory: Path) -> Parcel | None:
-    """Take a directory of token files as it is; what is there besides stays."""
+def _dataset(request: Request) -> Parcel | None:
+    """Take a directory of token files as it is; what is there besides stays.
+
+    Raises:
+        UserError: it is a dataset, but not whole, or the command asks for what only a model has.
+    """
     from preparation.providing import is_complete
 
+    directory = Path(request.source)
     if not is_complete(directory):
         return None
     from token_dataset import TokenFile
+
+    if request.repository is None:
+        raise UserError(f"{directory}: is a dataset as it is; name the REPOSITORY that it is to"
+                        " go to")
+    if request.output_dir or request.licence:
+        raise UserError(f"{directory}: is a dataset; --output and --license are for models, a"
+                        " dataset's licence stands in its README.md")
 
     for split in ("train", "validation"):
         TokenFile(directory / f"{split}.safetensors")  # an error if it is not whole
@@ -112,6 +124,7 @@ def _model(request: Request) -> Parcel:
     if not is_run(request.source, request.runs_dir):
         load_run(request.runs_dir, request.source)  # says which runs there are
     output_dir = request.output_dir or request.runs_dir / request.source / "export"
+    output_dir = output_dir.absolute()
     check_output(output_dir)
     target = _load(request)
     facts = CardFacts(request.source, request.repository or str(output_dir), request.licence)
@@ -141,9 +154,12 @@ def _upload(parcel: Parcel, repository: str, *, is_public: bool) -> None:
     api = HfApi()
     about = {"repo_id": repository, "repo_type": parcel.kind}
     ask_hub(repository, lambda: api.create_repo(**about, private=not is_public, exist_ok=True))
-    is_private = ask_hub(repository, lambda: api.repo_info(**about).private)
+    if ask_hub(repository, lambda: api.repo_info(**about).private) is is_public:
+        raise UserError(f"{repository} on the Hugging Face hub: is there already, and"
+                        f" {'private: leave out --public' if is_public else 'public: say --public'}"
+                        ", or change that on its page; nothing was sent")
     commit = ask_hub(repository, lambda: api.upload_folder(
         **about, folder_path=parcel.folder, allow_patterns=parcel.files,
         commit_message=f"Upload {parcel.folder.name} with lab publish"))
-    click.echo(f"now on the Hugging Face hub, {'private' if is_private else 'public'}:"
+    click.echo(f"now on the Hugging Face hub, {'public' if is_public else 'private'}:"
                f" {commit.repo_url.url}")

@@ -60,21 +60,23 @@ class Written:
     Attributes:
         summary: of a run that has not ended, only what earlier starts had spent.
         records: lines of `metrics.jsonl` that say their step.
-        test: the newest evaluation.
+        evaluations: lines of `evaluations.jsonl` with a loss on validation tokens.
     """
 
     summary: Record
     records: tuple[Record, ...]
-    test: Record
+    evaluations: tuple[Record, ...]
 
     @classmethod
     def read(cls, run_dir: Path) -> Written:
         """Read a run's files, also while it trains."""
         records = (record for record in _read_lines(run_dir / "metrics.jsonl")
                    if number(record.get("global_step")) is not None)
-        evaluations = _read_lines(run_dir / "evaluations.jsonl")
+        evaluations = (line for line in _read_lines(run_dir / "evaluations.jsonl")
+                       if number(line.get("loss")) is not None
+                       and line.get("split") == "validation")  # of others a run may have learnt
         return cls(summary=_object(read_text(run_dir / "summary.json")), records=tuple(records),
-                   test=next((line for line in reversed(evaluations) if "loss" in line), {}))
+                   evaluations=tuple(evaluations))
 
     @property
     def is_at_an_end(self) -> bool:
@@ -136,7 +138,7 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def figures_of(written: Written, config: dict[str, Any]) -> Figures:
-    """Gather a run's figures. Losses are its last ones, not its best."""
+    """Gather a run's figures, without its test loss. Losses are its last ones, not its best."""
     step, tokens = written.latest("global_step"), written.latest("tokens")
     steps = None if step is None else step + 1
     rate = written.latest("tokens_per_second")
@@ -149,7 +151,6 @@ def figures_of(written: Written, config: dict[str, Any]) -> Figures:
         tokens=tokens, steps=steps, tokens_per_second=rate,
         train_loss=written.latest("train_loss"),
         validation_loss=written.latest("validation_loss"),
-        test_loss=number(written.test.get("loss")),
         **(_spent(written) if written.is_at_an_end else _spent_so_far(written)),
     )
 

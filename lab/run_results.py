@@ -32,7 +32,8 @@ class Result:
 
     Attributes:
         config: both files in one, with defaults; empty where one of them cannot be read.
-        test_slice: the tokens that the test loss is of, in words.
+        tests: losses on held-out tokens, by their slice in words; the longest first.
+        test_slice: the one that the test loss is of, which a comparison chooses.
         machine: device, precision, number of processes.
         loss_group: what it shares with those whose losses make one curve over the batch.
         memory_group: what it shares with those whose memory makes one line over the microbatch.
@@ -42,6 +43,7 @@ class Result:
     status: str
     figures: Figures
     config: dict[str, Any] = field(default_factory=dict)
+    tests: dict[str, float] = field(default_factory=dict)
     test_slice: str = ""
     notes: str = ""
     machine: tuple[str, ...] = ()
@@ -93,18 +95,36 @@ def read_result(run_dir: Path) -> Result:
     return Result(
         name=one_line(run_dir.name), status=status, config=config, machine=machine,
         figures=figures_of(written, config), records=written.records,
-        test_slice=slice_of(written.test),
+        tests=_tests(written),
         memory_gib=number(facts.get("peak_memory_gib")),
         loss_group=_in_common(config, *SETS_LOSS) if status == FINISHED else (),
         memory_group=(*machine, *_in_common(config, *HOLDS_MEMORY)),
     )
 
 
+def _tests(written: Written) -> dict[str, float]:
+    """Give the newest loss of each slice: of the best checkpoint, else of the last one."""
+    best = written.part("best").get("checkpoint")
+    last = number(written.summary.get("global_step"))
+    if best is None and last is None:  # of a run that has not ended, the last that was measured
+        last = max((step for line in written.evaluations if (step := _step(line)) is not None),
+                   default=None)
+    of_last = [line for line in written.evaluations if last is not None and _step(line) == last]
+    of_best = [line for line in written.evaluations
+               if best is not None and line.get("checkpoint") == best]
+    lines = sorted([*of_last, *of_best], key=lambda line: -(number(line.get("num_tokens")) or 0))
+    return {slice_of(line): line["loss"] for line in lines}  # of one slice the last one stays
+
+
+def _step(line: Record) -> float | None:
+    return number(line.get("global_step"))
+
+
 def slice_of(test: Record) -> str:
     """Word the tokens that a test loss is of."""
     start, count = (number(test.get(key)) for key in ("start_token", "num_tokens"))
     if start is None or count is None:
-        return "tokens that it does not tell" if test else ""
+        return "tokens that it does not tell"
     where = f"{shown(test.get('dataset'))}/{shown(test.get('split'))}"
     return f"{where}, {count:,.0f} tokens from {start:,.0f} on"
 

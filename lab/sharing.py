@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from launching import Process, share_cpu_cores, started_by_torchrun, this_process
+from user_error import UserError
 
 LONGEST_WAIT = timedelta(days=2)  # for a process that fetches something large
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,37 @@ class Share:
             dist.all_reduce(total)
         return total.tolist()
 
-    @contextmanager
-    def first_on_each_machine(self) -> Iterator[None]:
-        """Let one process of a machine do what is inside before the others. Every rank."""
-        is_alone, is_first = self.process.world_size == 1, self.process.is_main_of_node
-        if not (is_alone or is_first):
-            dist.barrier()
-        yield
-        if is_first and not is_alone:
-            dist.barrier()
+    def on(self, work: Callable[[], T]) -> T:
+        """Do this process's part of a step. A collective: every rank.
+
+        Raises:
+            UserError: on every rank, the mistake of the lowest rank that has one.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except UserError as error:
+            failure = str(error)
+        failures: list[str | None] = [failure]
+        if self.process.world_size > 1:
+            failures *= self.process.world_size
+            dist.all_gather_object(failures, failure)
+        if any(failures):
+            raise UserError(next(filter(None, failures)))
+        return result
+
+    def one_by_one(self, work: Callable[[], T]) -> T:
+        """Do what may fetch something: one process of each machine before the others. Every rank.
+
+        Raises:
+            UserError: as `on`.
+        """
+        if self.process.world_size == 1:
+            return self.on(work)
+        is_first = self.process.is_main_of_node
+        early = self.on(lambda: work() if is_first else None)
+        late = self.on(lambda: None if is_first else work())
+        return early if is_first else late
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from checkpoint_loading import DAMAGE, load_weights
 from checkpointing import BEST, Checkpoint, find_checkpoint, open_checkpoint
 from gpt import GPTModel
-from json_files import read_json_object
+from json_files import check_tensor_header, read_json_object
 from lab.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is_original
 from manifest import MANIFEST
 from preparation.hub import ask_hub
@@ -122,6 +122,7 @@ def _of_directory(name: str, directory: Path) -> Target:
             end_of_text = gpt2.eos_token_id
         with torch.device("meta"):
             model = GPTModel(config)
+        _check_shapes(directory, ours, model.state_dict())
         ours = {key: weight.float() for key, weight in ours.items()}
         model.load_state_dict(ours, assign=True)
     except KeyError as error:
@@ -132,6 +133,13 @@ def _of_directory(name: str, directory: Path) -> Target:
     except DAMAGE as error:
         raise UserError(f"{directory}: not a GPT-2: {_reason(error)}") from None
     return Target(name, model, _tokenizer_of(config, end_of_text))
+
+
+def _check_shapes(directory: Path, found: Weights, wanted: Weights) -> None:
+    for name, weight in wanted.items():
+        if found[name].shape != weight.shape:
+            raise UserError(f"{directory}: not a GPT-2: {name} is {tuple(found[name].shape)}, its"
+                            f" config makes it {tuple(weight.shape)}")
 
 
 def _read_weights(directory: Path) -> Weights:
@@ -149,6 +157,9 @@ def _read_weights(directory: Path) -> Weights:
     weights: Weights = {}
     for name in names:
         try:
+            if (directory / name).exists() and not (directory / name).is_file():
+                raise OSError("no file")  # a pipe, say, that would never end
+            check_tensor_header(directory / name)
             weights |= safetensors.torch.load_file(directory / name)
         except FileNotFoundError:
             raise UserError(f"{directory / name}: no such file; {NEEDED_BY} needs it (pickled"
@@ -186,8 +197,11 @@ def _tokenizer_of(config: ModelConfig, end_of_text: int | None) -> str | None:
 def _fetched(repository: str) -> Path:
     """Bring a model's files from the hub into its client's cache, or find them there."""
     from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.utils import logging
 
-    config_path = Path(ask_hub(repository, lambda: hf_hub_download(repository, "config.json")))
+    logging.set_verbosity_error()  # the client tells of each of its attempts
+    config_path = Path(ask_hub(repository, lambda: hf_hub_download(repository, "config.json"),
+                               pauses=()))
     if "cfg" not in read_json_object(config_path, needed_by=NEEDED_BY):
         _gpt2_config(config_path)  # before gigabytes of something else are fetched
     return Path(ask_hub(repository, lambda: snapshot_download(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +27,16 @@ if TYPE_CHECKING:
     from lab.tuning import Epoch, Examples, TuneOptions, Tuner
 
 
+class Rate(click.FloatRange):
+    """A number in a range. Those that are not finite are in none; click lets NaN pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 @click.command()
 @click.argument("target_name", metavar="RUN")
 @click.option("--checkpoint", default="best", show_default=True,
@@ -35,9 +48,9 @@ if TYPE_CHECKING:
               show_default=True,
               help="response: learn to answer. all: learn the prompt's tokens as well, as the main"
                    " code of the book's chapter 7 does. The losses of the two do not compare.")
-@click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=5e-5,
+@click.option("--learning-rate", type=Rate(min=0, min_open=True), default=5e-5,
               show_default=True)
-@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.1, show_default=True)
+@click.option("--weight-decay", type=Rate(min=0), default=0.1, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--max-epochs", type=click.IntRange(min=1), default=10, show_default=True,
               help="Stop after so many, if validation loss has not risen before.")
@@ -71,8 +84,9 @@ def command(target_name: str, checkpoint: str, data: Path | None, output: Path |
     _make_place(output)
     data = data or fetch_default_entries(datasets_dir)
     entries = split_entries(load_entries(data))
-    tuner, counts = _fine_tune(target, entries, data, options)
-    answers = _answer(target, entries.test, options)
+    with _told_if_full(target, options):
+        tuner, counts = _fine_tune(target, entries, data, options)
+        answers = _answer(target, entries.test, options)
     _write(output, {
         "model": target.name,
         "checkpoint": target.checkpoint and target.checkpoint.name,
@@ -96,18 +110,32 @@ def _make_place(output: Path) -> None:
     """Find out before the work, not after it, that a file cannot be written."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        if output.is_dir() or not os.access(output.parent, os.W_OK):
-            raise OSError("is a directory, or lies in one that is not yours")
+        # What is written takes the place of what lies there: a pipe or a device would be gone.
+        if output.exists() and not output.is_file():
+            raise OSError("is no plain file")
+        if not os.access(output.parent, os.W_OK):
+            raise OSError("lies in a directory that is not yours")
     except OSError as error:
         raise UserError(f"{output}: cannot be written: {error.strerror or error}; name another"
                         " file with --output") from None
 
 
+@contextmanager
+def _told_if_full(target: Target, options: TuneOptions) -> Iterator[None]:
+    """Turn running out of the GPU's memory into one line."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        smaller = f"a --batch-size below {options.batch_size}, or " * (options.batch_size > 1)
+        raise UserError(f"{target.name}: fine-tuning and answering do not fit in the GPU's memory;"
+                        f" try {smaller}a GPU that nothing else runs on") from None
+
+
 def _fine_tune(target: Target, entries: Split, data: Path,
                options: TuneOptions) -> tuple[Tuner, dict[str, int]]:
     """Fine-tune a target's model in place; give how it went, and what was made of the data."""
-    import torch
-
     from lab.tuning import Tuner, encode_entries
     from tokenizer import load_tokenizer
 
@@ -117,11 +145,7 @@ def _fine_tune(target: Target, entries: Split, data: Path,
         loss_on=options.loss_on) for part in (entries.train, entries.validation))
     counts = _counts(target, data, train, validation, num_test=len(entries.test))
     tuner = Tuner(target.model, options, pad_id=tokenizer.eot_token)
-    try:
-        tuner.run(train.examples, validation.examples, _report)
-    except torch.OutOfMemoryError:
-        raise UserError(f"{target.name}: fine-tuning does not fit in the GPU's memory; try a"
-                        f" --batch-size below {options.batch_size}") from None
+    tuner.run(train.examples, validation.examples, _report)
     rose = tuner.best is not tuner.epochs[-1]
     click.echo(f"validation loss rose: back to the weights of epoch {tuner.best.number}" if rose
                else "validation loss has not risen: --max-epochs ended it")

@@ -107,6 +107,8 @@ def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
 def from_gpt2(weights: Weights, config: Gpt2Config) -> tuple[ModelConfig, Weights]:
     """Read GPT-2's weights. Raises: KeyError for one that is not there; ValueError of a shape."""
     theirs = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    if f"h.{config.n_layer}.ln_1.weight" in theirs:
+        raise ValueError(f"it has more layers than n_layer, {config.n_layer}")
     ours = {name: _turned(theirs[gpt2], turns)
             for name, gpt2, turns in _gpt2_names(config.n_layer)}
     biases = [name for name in ours if name.endswith("qkv.bias")]

@@ -30,7 +30,7 @@ from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
 from preparation.parquet import count_rows, text_bytes
 from preparation.readers import Task
-from user_error import UserError
+from user_error import UserError, cannot_be_written
 
 QUESTION_PAUSES = (1, 5)  # seconds before another attempt
 DOWNLOAD_PAUSES = (1, 5, 20, 60)  # the client has made some attempts of its own
@@ -45,21 +45,19 @@ def fetch_dataset(dataset_dir: Path, repository: str) -> None:
     Its files get their names when whole; what is there already is not fetched again.
 
     Raises:
-        UserError: the hub cannot be reached, or has no such dataset for this user.
+        UserError: the hub cannot be reached, or has no such dataset for this user, or the disk is
+            full.
     """
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
     # The hub's client looks what is there before it waits for another that downloads it.
     lock = FileLock(dataset_dir / ".cache" / "fetching.lock")
     try:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        with lock:
+            for name in ("train.safetensors", "validation.safetensors"):
+                _download(repository, name, revision=info.sha, local_dir=dataset_dir)
     except OSError as error:
-        raise UserError(f"{dataset_dir}: cannot be written: {error.strerror or error}") from None
-    try:
-        for name in ("train.safetensors", "validation.safetensors"):
-            _download(repository, name, revision=info.sha, local_dir=dataset_dir)
-    finally:
-        lock.release()
+        raise cannot_be_written(dataset_dir, error) from None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from failpoints import failpoint
-from user_error import UserError
+from user_error import UserError, cannot_be_written
 
 STDLIB_DATASET = "python-stdlib"  # text that every machine has: prepared where it is first used
 
@@ -54,8 +54,7 @@ def _prepare_stdlib(dataset_dir: Path) -> None:
         own_dir.rename(dataset_dir)  # takes the place of an empty directory, never of a full one
     except OSError as error:
         if not is_complete(dataset_dir):  # else another was first, with the same result
-            reason = error.strerror or error
-            raise UserError(f"{dataset_dir}: cannot be written: {reason}") from None
+            raise cannot_be_written(dataset_dir, error) from None
     finally:
         shutil.rmtree(own_dir, ignore_errors=True)
 

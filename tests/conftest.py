@@ -29,6 +29,15 @@ def num_restarts(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--restarts")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count what strangers could have made, and was answered as it should be."""
+    seconds = [report.duration for report in terminalreporter.stats.get("passed", [])
+               if report.when == "call" and "test_hostile" in report.nodeid]
+    if seconds:
+        terminalreporter.write_line(f"{len(seconds)} hostile inputs: each answered, the slowest"
+                                    f" after {max(seconds):.1f} s")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

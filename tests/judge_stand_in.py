@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +33,7 @@ class Endpoint:
     requests: list[dict[str, Any]] = field(default_factory=list)  # for judgements
     keys: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    before_reply: Callable[[int], None] = lambda _: None  # gets the request's number, from 1 on
 
     def fault_for(self, data: dict[str, Any]) -> str:
         for fault in self.faults:
@@ -105,7 +106,8 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
             with endpoint.lock:
                 endpoint.requests.append(request)
                 endpoint.keys.add(self.headers["Authorization"])
-                kind = endpoint.fault_for(data_of(request))
+                kind, number = endpoint.fault_for(data_of(request)), len(endpoint.requests)
+            endpoint.before_reply(number)
             if "response_format" in request and not endpoint.takes_schemas:
                 self.refuse(400, "response_format is not supported")
             elif kind == "page":

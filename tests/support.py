@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from run_lock import PARENT_DEATH_SIGNAL
@@ -204,6 +206,19 @@ def _run_script(script: str, arguments: list[str]) -> None:
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[None]:
+    """Have a disk of a size in the middle of a test; what is not allowed to mount one skips it."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place],
+                             capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()[:80]}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 def succeeded(result: CompletedProcess[str]) -> CompletedProcess[str]:

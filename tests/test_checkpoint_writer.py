@@ -10,7 +10,7 @@ from support import TINY_MODEL, TINY_TRAIN
 import checkpoint_writer
 from checkpoint_loading import load_checkpoint
 from checkpoint_writer import CheckpointWriter
-from checkpointing import CheckpointMeta, find_checkpoint, list_checkpoints
+from checkpointing import Checkpoint, CheckpointMeta, find_checkpoint, list_checkpoints
 from run_config import ModelConfig, TrainConfig
 from training_step import TrainingState, build_training_state
 
@@ -43,13 +43,14 @@ class Gate:
         self.save = checkpoint_writer.save_checkpoint
         monkeypatch.setattr(checkpoint_writer, "save_checkpoint", self)
 
-    def __call__(self, *arguments: object) -> None:
+    def __call__(self, *arguments: object) -> Checkpoint:
         self.inside += 1
         self.most = max(self.most, self.inside)
         self.entered.set()
         assert self.opened.wait(timeout=30)
-        self.save(*arguments)
+        saved = self.save(*arguments)
         self.inside -= 1
+        return saved
 
 
 def test_training_goes_on_while_it_writes_what_was(

@@ -3,14 +3,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from support import TINY_MODEL, TINY_TRAIN, Workplace
+from support import TINY_MODEL, TINY_TRAIN, Workplace, small_disk, succeeded
 from torch.amp import GradScaler
 
 from checkpoint_loading import load_checkpoint
+from checkpoint_writer import CheckpointWriter
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,
@@ -22,10 +25,15 @@ from checkpointing import (
     save_checkpoint,
     set_aside,
 )
+from command_line import command_line
+from failpoints import VARIABLE
 from gpt import GPTModel
+from job import Job, prepare
+from launching import Process
 from manifest import MANIFEST, find_damage
 from optimization import build_optimizer
-from resuming import check_identity, check_weights_fit
+from resuming import changed_validation, check_identity, check_weights_fit
+from run_clock import PhaseClock
 from run_config import ModelConfig, TrainConfig, load_run
 from training_step import SnapshotBuffers, TrainingState
 from user_error import UserError
@@ -43,11 +51,15 @@ def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
     return TrainingState(network, optimizer, GradScaler("cpu", init_scale=2.0**seed))
 
 
-def save(checkpoints_dir: Path, global_step: int, loss: float | None = 1.0) -> Checkpoint:
-    meta = CheckpointMeta(global_step=global_step, tokens=0, loss=loss, train_loss=loss,
+def describe(global_step: int, loss: float | None = 1.0) -> CheckpointMeta:
+    return CheckpointMeta(global_step=global_step, tokens=0, loss=loss, train_loss=loss,
                           seconds={}, tokenizer=None, model=MODEL, random_seed=42,
                           data={"train": "100 tokens, abc"})
-    return save_checkpoint(checkpoints_dir, SnapshotBuffers().take(state(global_step)), meta)
+
+
+def save(checkpoints_dir: Path, global_step: int, loss: float | None = 1.0) -> Checkpoint:
+    snapshot = SnapshotBuffers().take(state(global_step))
+    return save_checkpoint(checkpoints_dir, snapshot, describe(global_step, loss))
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
@@ -197,6 +209,128 @@ def test_the_configs_weight_decay_counts_after_loading(tmp_path: Path) -> None:
     loaded.optimizer.param_groups[0]["weight_decay"] = 0.7
     load_checkpoint(save(tmp_path, 3), loaded)
     assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7
+
+
+def test_a_checkpoint_has_no_say_in_how_the_optimizer_works(tmp_path: Path) -> None:
+    checkpoint, loaded = save(tmp_path, 3), state(0)
+    wanted = [{**group, "params": None} for group in loaded.optimizer.param_groups]
+    trainer = torch.load(checkpoint.path / "optimizer.pt", weights_only=True)
+    for group in trainer["optimizer"]["param_groups"]:
+        group |= {"betas": ("a", "b"), "eps": float("nan"), "maximize": True, "amsgrad": True,
+                  "fused": False, "lr": "x"}
+    torch.save(trainer, checkpoint.path / "optimizer.pt")
+    load_checkpoint(checkpoint, loaded)
+    assert wanted == [{**group, "params": None} for group in loaded.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("scaler", [{}, {"scale": "x"}, {"scale": float("nan")}, {"scale": -1.0},
+                                    {"_growth_tracker": -1}])
+def test_a_loss_scale_that_is_none(tmp_path: Path, scaler: dict) -> None:
+    checkpoint = save(tmp_path, 3)
+    trainer = torch.load(checkpoint.path / "optimizer.pt", weights_only=True)
+    trainer["scaler"] = scaler and trainer["scaler"] | scaler
+    torch.save(trainer, checkpoint.path / "optimizer.pt")
+    with pytest.raises(UserError, match="cannot be loaded: "):
+        load_checkpoint(checkpoint, state(0))
+
+
+@pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
+def test_what_fails_after_the_rename_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1)
+    monkeypatch.setenv(VARIABLE, fault)
+    for step in range(2):
+        writer.save(state(step), describe(step))
+        writer.wait()
+    assert not writer.is_behind and writer.num_checkpoints == 2
+    writer.retry()
+    steps = [found.meta.global_step for found in list_checkpoints(tmp_path)]
+    assert steps == ([1] if fault == "save.links:full" else [0, 1])
+    assert writer.take_failure() == {
+        "save.links:full": "the checkpoint of step 2 is whole, but latest and best could not be"
+                           " renewed (No space left on device)",
+        "save.prune:full": "older checkpoints could not be removed (No space left on device)",
+    }[fault]
+
+
+@pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
+def test_a_run_ends_well_where_only_links_or_pruning_fail(
+    workplace: Workplace, fault: str
+) -> None:
+    run_dir = workplace.add_run(train={"keep_checkpoints": 1, "validation_interval": 2})
+    workplace.add_dataset()
+    result = succeeded(workplace.torchrun(1, "tiny", "--max-steps", "6", **{VARIABLE: fault}))
+    assert "could not be re" in result.stdout and "could not be written" not in result.stdout
+    steps = [found.meta.global_step for found in list_checkpoints(run_dir / "checkpoints")]
+    assert len(steps) == len(set(steps)) and steps[-1] == 5
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
+    assert json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["global_step"] == 6
+
+
+def test_a_full_disk_is_said_as_one(tmp_path: Path) -> None:
+    """A genuine one: what PyTorch and safetensors make of it is not for people."""
+    place = tmp_path / "small"
+    place.mkdir()
+    for size in ("8k", "48k", "64k", "96k"):
+        with small_disk(place, size), pytest.raises(OSError) as caught:  # noqa: PT011
+            save(place / "checkpoints", 3)
+        assert (caught.value.errno, caught.value.strerror) == (28, "No space left on device"), size
+
+
+def test_each_machine_proves_its_own_copy(workplace: Workplace) -> None:
+    workplace.add_run(train={"gradient_accumulation_steps": None, "global_batch_size": 8})
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "3"))
+    options = command_line.main(["tiny", "--runs-dir", str(workplace.runs_dir), "--datasets-dir",
+                                 str(workplace.datasets_dir)], standalone_mode=False)
+    (checkpoint,) = list_checkpoints(workplace.runs_dir / "tiny/checkpoints")
+    damage(checkpoint.path / "optimizer.pt", "a bit")  # on the second machine, behind rank 0's back
+
+    def prepared(*, rank: int, local_rank: int) -> Job:
+        place = Process(rank, local_rank, world_size=4, device=torch.device("cpu"))
+        return prepare(options, place, PhaseClock(), Decided([False, checkpoint.name]))
+
+    with pytest.raises(UserError, match="damaged: optimizer.pt has changed .*, on .*; copy the"):
+        prepared(rank=2, local_rank=0)
+    for rank in (0, 1, 3):  # rank 0 has looked before, for all of its machine
+        assert prepared(rank=rank, local_rank=rank % 2).resume_from == checkpoint
+
+
+@dataclass
+class Decided:
+    """Stands for an agreement in which rank 0 has seen another machine's files."""
+
+    by_rank_0: list[object]
+
+    def on(self, step: str, work: Callable[[], object]) -> object:
+        return work()
+
+    def from_main(self, step: str, work: Callable[[], str]) -> str:
+        return json.dumps(self.by_rank_0)
+
+
+def test_data_is_neither_read_twice_nor_left_out(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "3"))
+    for key in ("start_train_token", "start_val_token"):
+        (run_dir / "train.json").write_text(json.dumps(TINY_TRAIN | {key: 16}))
+        result = workplace.ddp_train("tiny")
+        assert result.returncode == 2
+        assert f"{key} is 16, " in result.stderr and "was trained with 0; set it" in result.stderr
+    (run_dir / "train.json").write_text(json.dumps(TINY_TRAIN | {"validation_batches": 2}))
+    result = succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
+    assert "warning: a validation is 4 sequences now, up to " in result.stdout
+
+
+def test_a_checkpoint_of_an_earlier_version_has_fewer_fingerprints(workplace: Workplace) -> None:
+    workplace.add_run(model={"drop_rate": 0.3}, train={"start_train_token": 16})
+    checkpoint = save(workplace.root, 3)
+    data = checkpoint.meta.data | {"start_train_token": "16", "validation_sequences": "6"}
+    check_identity(checkpoint, load_run(workplace.runs_dir, "tiny"), data)
+    assert changed_validation(checkpoint, data) == []
 
 
 def test_a_failed_write_leaves_no_checkpoint_and_the_last_one_whole(

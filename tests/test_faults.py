@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ import pytest
 from support import (
     PROJECT_DIR,
     Workplace,
+    ended,
     read_lines,
     run_command,
+    start_forked,
     succeeded,
     torchrun_command,
 )
@@ -45,11 +48,13 @@ def read_only(directory: Path) -> Iterator[None]:
         subprocess.run(["mount", "-o", "remount,ro,bind", directory], check=True)
     else:
         directory.chmod(0o555)
-    yield
-    if is_root:
-        subprocess.run(["umount", directory], check=True)
-    else:
-        directory.chmod(0o755)
+    try:
+        yield
+    finally:
+        if is_root:
+            subprocess.run(["umount", directory], check=True)
+        else:
+            directory.chmod(0o755)
 
 
 def weights_of(run_dir: Path) -> str:
@@ -275,7 +280,7 @@ def test_too_many_in_a_row_end_the_run_and_leave_best_alone(workplace: Workplace
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "gradient:nan"})
     assert result.returncode == 3
     line = last_line_of_ours(result)
-    assert "the gradient of 5 steps in a row, up to step 10, was not finite; go on from" in line
+    assert "the gradient of 5 steps in a row, by step 10, was not finite; go on from" in line
     assert result.stderr.count("\n") == 1
     assert (run_dir / "checkpoints/best").readlink() == best
     assert summary_of(run_dir)["status"] == "failed" and "Infinity" not in (
@@ -294,6 +299,8 @@ def test_validation_longer_than_the_collective_timeout_ends_nothing(
 def test_a_second_start_is_refused_and_names_the_first(
     workplace: Workplace, run_dir: Path
 ) -> None:
+    train_path = run_dir / "train.json"  # the first is to be slow, but not to be taken for hung
+    train_path.write_text(train_path.read_text().replace(": 4.0", ": 600.0"))
     command = [sys.executable, str(PROJECT_DIR / "ddp_train.py"), *workplace.arguments("tiny")]
     first = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
@@ -301,7 +308,7 @@ def test_a_second_start_is_refused_and_names_the_first(
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         until = time.monotonic() + 60
-        while time.monotonic() < until and not (run_dir / "metrics.jsonl").exists():
+        while time.monotonic() < until and not (run_dir / "heartbeat.json").exists():
             time.sleep(0.1)
         pid = json.loads((run_dir / "heartbeat.json").read_text())["pid"]
         second = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -356,6 +363,33 @@ def test_torchrun_restarts_what_was_killed(
         assert weights_of(run_dir) == weights_of(undisturbed)
         assert metrics_of(run_dir) == metrics_of(undisturbed)
     print(f"\n{num_restarts} of {num_restarts} restarts recovered")
+
+
+@pytest.mark.parametrize("beginning", ["--fresh", "a named checkpoint"])
+def test_a_restart_goes_on_whatever_the_first_start_was_to_begin_from(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, beginning: str
+) -> None:
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
+    first = (run_dir / "checkpoints/latest").readlink().name
+    succeeded(workplace.torchrun(2, "tiny"))
+    arguments = [beginning] if beginning == "--fresh" else [first]
+    with tempfile.TemporaryDirectory() as folder:
+        result = ended(*start_forked(
+            "ddp_train.py", workplace.arguments("tiny", *arguments), num_processes=2,
+            folder=Path(folder), max_restarts=2,
+            environment={VARIABLE: "train:kill:rank=1:hit=7:attempt=0;compile:kill:attempt=1"}))
+    assert result.returncode == 0, result.stderr
+    going_on = re.findall("going on from .*-([0-9]+)", result.stdout)
+    assert going_on == {"--fresh": ["4", "4"], first: ["4", "9", "9"]}[arguments[0]]
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert len(list((run_dir / "set-aside").iterdir())) == 1
+
+
+def test_a_crash_has_the_status_of_its_signal(workplace: Workplace, run_dir: Path) -> None:
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
+                                 **{VARIABLE: "train:signal:number=4:rank=1:hit=7"})
+    assert result.returncode == 128 + 4  # SIGILL; 4 alone is a full disk
+    assert last_line_of_ours(result).startswith("Error: rank 1 is gone in training at step 7")
 
 
 def test_a_heartbeat_can_be_seen_from_outside(workplace: Workplace, run_dir: Path) -> None:

@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import struct
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from manifest import MANIFEST, read_manifest, write_manifest
 from run_metrics import read_metrics, remove_metrics_from, spent_before
 
 LONGEST = 200  # characters, "Error: " and all
+SECONDS = 20  # for an answer: five, on a machine that does nothing else
 MARK = Path("/tmp") / f"hostile-code-was-run-{os.getpid()}"
 
 
@@ -95,6 +97,8 @@ TOKEN_FILES = {
     "a pickle": pickle.dumps(RunsCode()), "a page": b"<!DOCTYPE html><html>404</html>",
     "an LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
     "a control character": tokens_header().replace(b"tokens", b"tok\\u001b[31mens"),
+    "a header of many keys": header(b'{"__metadata__":{' + b",".join(
+        b'"%x":""' % number for number in range(10**6)) + b"}}"),
 }
 
 
@@ -120,6 +124,29 @@ def changed_optimizer(change: Callable[[dict], None]) -> Callable[[Path], None]:
     return make
 
 
+class TakesMemory:
+    """What a pickle can hold that PyTorch makes, however large it is told to be."""
+
+    def __reduce__(self) -> tuple:
+        return bytearray, (2**33,)
+
+
+def changed_moment(name: str, change: Callable[[torch.Tensor], object]) -> Callable[[Path], None]:
+    return changed_optimizer(lambda trainer: trainer["optimizer"]["state"][0].update(
+        {name: change(trainer["optimizer"]["state"][0][name])}))
+
+
+def expanded(size: int) -> torch.Tensor:
+    """Eight bytes that pass for any number of numbers."""
+    return torch.zeros(1, dtype=torch.float64).expand(size)
+
+
+def many_tensors(path: Path) -> None:
+    facts = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    path.write_bytes(header(("{" + ",".join(
+        f'"{number}":{facts}' for number in range(1_500_000)) + "}").encode()))
+
+
 def weights(change: Callable[[dict], None]) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         found = safetensors.numpy.load_file(path)
@@ -140,6 +167,39 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda t: t["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)))),
     "a list of states": ("optimizer.pt", changed_optimizer(
         lambda t: t["optimizer"].update(state=[1, 2]))),
+    "an expanded moment": ("optimizer.pt", changed_moment(
+        "exp_avg", lambda t: expanded(2 * 10**9))),
+    "an expanded moment of the right shape": ("optimizer.pt", changed_moment(
+        "exp_avg", lambda t: torch.zeros(1).expand(t.shape))),
+    "moments that overlap": ("optimizer.pt", changed_moment(
+        "exp_avg", lambda t: torch.zeros(10**4)[:t.numel()].view(t.shape))),
+    "moments laid out otherwise": ("optimizer.pt", changed_moment(
+        "exp_avg", lambda t: t.t().contiguous().t())),
+    "no moments": ("optimizer.pt", changed_optimizer(
+        lambda t: t["optimizer"]["state"][3].pop("exp_avg"))),
+    "a parameter without moments": ("optimizer.pt", changed_optimizer(
+        lambda t: t["optimizer"]["state"].pop(3))),
+    "a third moment": ("optimizer.pt", changed_optimizer(
+        lambda t: t["optimizer"]["state"][0].update(max_exp_avg_sq=torch.zeros(3)))),
+    "parameters in another order": ("optimizer.pt", changed_optimizer(
+        lambda t: t["optimizer"]["param_groups"][0]["params"].reverse())),
+    "a step of another shape": ("optimizer.pt", changed_moment("step", lambda t: torch.zeros(16))),
+    "a step below 0": ("optimizer.pt", changed_moment("step", lambda t: t - 10)),
+    "a step of no number": ("optimizer.pt", changed_moment("step", lambda t: t * torch.nan)),
+    "moments of NaN": ("optimizer.pt", changed_moment("exp_avg", lambda t: t * torch.nan)),
+    "moments below 0": ("optimizer.pt", changed_moment("exp_avg_sq", lambda t: t - 1)),
+    "moments of integers": ("optimizer.pt", changed_moment("exp_avg", lambda t: t.long())),
+    "complex moments": ("optimizer.pt", changed_moment("exp_avg", lambda t: t.cfloat())),
+    "sparse moments": ("optimizer.pt", changed_moment("exp_avg", lambda t: t.to_sparse())),
+    "a text of moments": ("optimizer.pt", changed_moment("exp_avg", lambda t: "x")),
+    "a pickle that takes memory": ("optimizer.pt", lambda p: torch.save(TakesMemory(), p)),
+    "weights of NaN": ("model.safetensors", weights(
+        lambda w: w["final_norm.weight"].fill(np.nan))),
+    "a header of many tensors": ("model.safetensors", many_tensors),
+    "seconds beyond all numbers": ("meta.json", lambda p: p.write_text(json.dumps(
+        json.loads(p.read_text()) | {"seconds": {"training": 1e308, "waiting": 1e308}}))),
+    "seconds below 0": ("meta.json", lambda p: p.write_text(json.dumps(
+        json.loads(p.read_text()) | {"seconds": {"training": -1e9}}))),
     "a tensor less": ("model.safetensors", weights(lambda w: w.pop("final_norm.weight"))),
     "a tensor more": ("model.safetensors", weights(lambda w: w.update(x=np.zeros(3)))),
     "weights of another shape": ("model.safetensors", weights(
@@ -155,12 +215,19 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 FOUND_OUT_BY = {
     "optimizer.pt": ["cannot be loaded: "], "meta.json": ["damaged: meta.json"],
-    "model.safetensors": ["not a whole safetensors file", "but model.json makes it"],
+    "model.safetensors": ["not a whole safetensors file", "but model.json makes it",
+                          "cannot be loaded: "],
 }
 NAMES = ["../tiny", "/etc", "a/b", "", ".", "..", "tiny\n", "t\x1b[31m", "x" * 300, "tiny/", "~",
          "-tiny", "tiny\t", "\u202etiny"]
 CHECKPOINT_NAMES = ["../..", "/etc", "latest/..", "x" * 3000, "\x1b[31m", "tiny\nError: no",
                     "20260101Z000000-iteration-9", "best "]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> None:
+    """Have torch imported where all that is run here is forked from."""
+    forked("ddp_train.py", ["--help"])
 
 
 @pytest.fixture
@@ -173,8 +240,9 @@ def tiny(workplace: Workplace) -> Workplace:
 def refused(workplace: Workplace, *arguments: str, **environment: str) -> str:
     """Run the trainer, which must not; give its line."""
     before = contents(workplace.root)
-    command = [*workplace.arguments(), "--", *arguments]
+    command, began = [*workplace.arguments(), "--", *arguments], time.monotonic()
     result = forked("ddp_train.py", command, environment=environment)
+    assert time.monotonic() - began < SECONDS
     assert result.returncode == 2, result.stdout + result.stderr
     line = result.stderr
     assert line.startswith("Error: ") and line.count("\n") == 1 and line.endswith("\n")
@@ -211,7 +279,10 @@ def test_a_value_that_is_none(tiny: Workplace, file: str, key: str, value: objec
 @pytest.mark.parametrize("case", TOKEN_FILES)
 def test_a_token_file_that_is_none(tiny: Workplace, split: str, case: str) -> None:
     (tiny.datasets_dir / "tiny" / f"{split}.safetensors").write_bytes(TOKEN_FILES[case])
-    assert "safetensors" in refused(tiny, "tiny")
+    line = refused(tiny, "tiny")
+    assert "safetensors" in line
+    if case == "a header of many keys":  # told by its length alone: to read it takes long
+        assert "(a header of 10," in line
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
@@ -293,8 +364,9 @@ def test_a_checkpoint_from_a_stranger(resumable: tuple[Workplace, Path], case: s
     file, make = CHECKPOINT_FILES[case]
     make(checkpoint / file)
     vouch(checkpoint)
-    before = contents(workplace.root)
+    before, began = contents(workplace.root), time.monotonic()
     result = workplace.torchrun(1, "tiny", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
+    assert time.monotonic() - began < SECONDS
     lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert result.returncode != 0 and len(lines) == 1 and len(lines[0]) <= LONGEST
     assert "exitcode  : 2" in result.stderr and "checkpoint_loading.py\", line" not in result.stderr

@@ -19,7 +19,7 @@ ROWS = [
     {"acceleration", "run_summary"},
     {"supervision"},
     {"gpt", "token_dataset", "optimization", "tokenizer", "launching", "run_metrics", "agreement"},
-    {"run_clock", "command_line", "expected_speed", "head_loss", "block_attention"},
+    {"run_clock", "command_line", "expected_speed", "head_loss", "block_attention", "neighbours"},
     {"batch_plan", "curve_fits", "memory_meters", "run_lock", "notice_board"},
     {"run_config", "manifest", "failpoints"},
     {"json_files"},

@@ -21,7 +21,14 @@ from hub_stand_in import Fault, Hub, serving
 from huggingface_hub import DatasetCard
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
-from support import PROJECT_DIR, Workplace, run_command, succeeded, torchrun_command
+from support import (
+    PROJECT_DIR,
+    Workplace,
+    run_command,
+    small_disk,
+    succeeded,
+    torchrun_command,
+)
 
 from preparation.documents import find_documents
 from preparation.pipeline import prepare_dataset
@@ -73,7 +80,7 @@ def fetch(hub: Hub, tmp_path: Path, *, repository: str = "",
             "from preparation.providing import provide_dataset\n"
             "from user_error import UserError\n"
             "try:\n    provide_dataset(Path(sys.argv[1]), sys.argv[2])\n"
-            "except UserError as error:\n    print(error)\n    sys.exit(2)\n")
+            "except UserError as error:\n    print(error)\n    sys.exit(error.status)\n")
     return run_command(sys.executable, "-c", code, str(tmp_path / "data"),
                        repository or hub.repository, PYTHONPATH=str(PROJECT_DIR),
                        **hub.environment(tmp_path / "home"))
@@ -242,6 +249,18 @@ def test_what_stays_is_one_line_that_says_what_to_do(
     assert tokens_hub.repository in result.stdout and "Traceback" not in result.stderr
     assert not (tmp_path / "data" / "train.safetensors").exists()
     assert len(tokens_hub.requests) < 100
+
+
+@pytest.mark.parametrize("size", ["4k", "100k"])
+def test_a_full_disk_while_it_fetches_is_one_line(
+    tokens_hub: Hub, tmp_path: Path, size: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    with small_disk(tmp_path / "data", size):
+        result = fetch(tokens_hub, tmp_path, is_patient=False)
+    assert result.returncode == 4 and "Traceback" not in result.stderr
+    assert result.stdout == (f"{tmp_path / 'data'}: cannot be written: No space left on device;"
+                             " make room, or name another place\n")
 
 
 def test_a_repository_that_nobody_has(tokens_hub: Hub, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import io
 import json
 import os
 import re
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from lab.comparison import Comparison, Row, compare, seed_spread
 from lab.comparison_charts import draw_comparison
 from lab.comparison_points import loss_panels, loss_points, memory_points
 from lab.comparison_tables import csv_table, html_page, markdown_table, terminal_table
-from lab.published import read_published
+from lab.published import PUBLISHED_PATH, read_published
 from lab.run_results import find_results
 from run_config import UserError
 
@@ -60,6 +62,7 @@ class Runs:
                       "gradient_accumulation_steps": config["gradient_accumulation_steps"],
                       "world_size": world_size, "context_length": 16, "num_steps": 12},
             "model": TINY_MODEL | (model or {}), "train": config,
+            "best": {"checkpoint": "best-iteration-9", "global_step": 9, "loss": 3.0},
         } | (summary or {})))
         self.record(name, tokens=tokens, usd=1.0)
         if test_loss is not None:
@@ -81,8 +84,9 @@ class Runs:
 
     def evaluate(self, name: str, loss: float, **where: Any) -> None:
         with (self.dir / name / "evaluations.jsonl").open("a") as file:
-            file.write(json.dumps({"target": name, "checkpoint": None, "loss": loss,
-                                   "perplexity": 1.0} | SLICE | where) + "\n")
+            file.write(json.dumps({"target": name, "checkpoint": "best-iteration-9",
+                                   "global_step": 9, "loss": loss, "perplexity": 1.0}
+                                  | SLICE | where) + "\n")
 
     def compare(self, *names: str, published: bool = False) -> Comparison:
         return compare(find_results(self.dir, names) + (read_published() if published else []))
@@ -198,6 +202,7 @@ def test_test_losses_of_other_tokens_are_marked_and_not_sorted_by(runs: Runs) ->
     for name, validation, test in (("a", 3.3, 3.0), ("b", 3.2, 3.1), ("c", 3.1, 3.2)):
         runs.add(name, losses=(3.0, validation, test))
     assert names_of(runs.compare()) == ["a", "b", "c"]
+    (runs.dir / "b" / "evaluations.jsonl").unlink()
     runs.evaluate("b", 2.0, start_token=100)
     comparison = runs.compare()
     assert names_of(comparison) == ["c", "b", "a"]  # by validation
@@ -212,6 +217,71 @@ def test_the_newest_evaluation_counts_and_half_a_line_is_none(runs: Runs) -> Non
     with (runs.dir / "a" / "evaluations.jsonl").open("a") as file:
         file.write('{"benchmark": "hellaswag"}\n{"target": "a", "loss": 4.')
     assert runs.compare().rows[0].figures.test_loss == 4.5
+
+
+@pytest.mark.parametrize("value", ["NaN", "null", '"2.0"', "-1"])
+def test_a_test_loss_that_is_no_number_is_passed_over(runs: Runs, value: str) -> None:
+    path = runs.add("a", losses=(3.0, 3.0, 4.5)) / "evaluations.jsonl"
+    path.write_text(path.read_text() + path.read_text().replace("4.5", value))
+    assert runs.compare().rows[0].figures.test_loss == 4.5
+
+
+def test_only_what_a_run_has_not_learnt_is_its_test(runs: Runs) -> None:
+    runs.add("a", losses=(3.0, 3.0, 4.5))
+    runs.evaluate("a", 2.0, split="train")
+    assert runs.compare().rows[0].figures.test_loss == 4.5
+    runs.add("b", losses=(3.0, 3.0, None))
+    runs.evaluate("b", 2.0, split="train")
+    assert csv_rows(runs.compare("b"))["b"]["test_loss"] == ""
+
+
+LAST = {"checkpoint": "last-iteration-11", "global_step": 11}
+EARLY = {"checkpoint": "early-iteration-4", "global_step": 4}
+
+
+@pytest.mark.parametrize(("summary", "measured", "loss"), [
+    ({}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 3.5),
+    ({}, [(4.0, LAST), (5.0, EARLY)], 4.0),
+    ({}, [(3.5, {}), (4.0, LAST), (3.6, {})], 3.6),
+    ({}, [(5.0, EARLY)], None),
+    ({"best": None}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 4.0),
+    ({"best": None}, [(5.0, EARLY)], None),
+    ({"best": None, "global_step": None}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 4.0),
+    ({"best": "?", "global_step": None}, [(3.5, {}), (5.0, EARLY)], 3.5),
+])
+def test_the_test_loss_is_that_of_the_best_checkpoint_or_the_last(
+    runs: Runs, summary: dict, measured: list[tuple[float, dict]], loss: float | None
+) -> None:
+    runs.add("a", losses=(3.0, 3.0, None), summary=summary)
+    for found, where in measured:
+        runs.evaluate("a", found, **where)
+    assert runs.compare().rows[0].figures.test_loss == loss
+
+
+def test_of_several_slices_the_test_loss_is_of_the_one_that_most_rows_have(runs: Runs) -> None:
+    for name in ("a", "b"):
+        runs.add(name, losses=(3.0, 3.0, None))
+        runs.evaluate(name, 3.5)
+    runs.evaluate("a", 2.0, num_tokens=100)
+    assert csv_rows(runs.compare("a"))["a"]["test_loss"] == "3.5"  # the longest
+    runs.evaluate("b", 2.5, num_tokens=4000)
+    assert csv_rows(runs.compare("b"))["b"]["test_loss"] == "2.5"
+    rows = csv_rows(runs.compare())
+    assert {name: row["test_loss"] for name, row in rows.items()} == {"a": "3.5", "b": "3.5"}
+    assert {row["test_slice"] for row in rows.values()} == {
+        "tiny/validation, 400 tokens from 0 on"}
+    assert not any(row.is_of_other_slice for row in runs.compare().rows)
+
+
+def test_beside_published_rows_their_slice_is_preferred(runs: Runs) -> None:
+    for name in ("mine", "other"):
+        runs.add(name, losses=(3.0, 3.0, None))
+        runs.evaluate(name, 3.5, num_tokens=10**9)
+    runs.evaluate("mine", 3.7, dataset="gpjt/fineweb-gpt2-tokens", start_token=50_000_000,
+                  num_tokens=19_660_800)
+    comparison = compare(find_results(runs.dir, ()) + read_published()[:1])
+    assert cells_of(comparison, "mine")["test loss"] == "3.7000"
+    assert cells_of(comparison, "other")["test loss"] == "3.5000 †"
 
 
 def test_runs_that_differ_in_their_seed_are_one_row(runs: Runs) -> None:
@@ -563,6 +633,15 @@ def test_the_terminal_table_fits_and_says_what_it_leaves_out(runs: Runs, width: 
     assert "3.0200 ± 0.0100 (n=3)" in table
 
 
+def test_seconds_are_shown_with_and_without_validation(runs: Runs) -> None:
+    runs.add("mine", losses=(3.0, 3.0, 3.0))
+    cells = cells_of(runs.compare(), "mine")
+    assert (cells["seconds"], cells["seconds, no val."]) == ("100", "90")
+    table, _ = terminal_table(runs.compare(published=True), width=160).split("\n\n")
+    assert {"13,904", "12,404"} <= set(table.split())
+    assert max(map(len, table.splitlines())) <= 160
+
+
 def share_of(color: str, path: Path) -> float:
     from matplotlib.colors import to_rgb
 
@@ -610,6 +689,36 @@ def test_what_there_is_nothing_to_draw_of_is_said_and_an_old_chart_goes(
         runs.run("--charts", str(tmp_path / "file" / "charts"))
 
 
+@pytest.mark.parametrize("reason", [OSError(errno.EFBIG, "File too large"), OSError("encoder")])
+def test_a_chart_that_cannot_be_written_leaves_nothing_and_names_its_place(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: OSError
+) -> None:
+    def savefig(_: Figure, path: Path, **__: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise reason
+
+    runs.add("a")
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    charts = tmp_path / "charts"
+    with pytest.raises(UserError) as caught:
+        runs.run("--charts", str(charts))
+    assert re.match(rf"{charts}: cannot be written \((File too large|encoder)\).* with --charts",
+                    str(caught.value))
+    assert not list(charts.iterdir())
+
+
+def test_a_page_that_cannot_be_written_is_named(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    runs.add("a")
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(UserError, match="page.html: cannot be written .No space.* with --html"):
+        runs.run("--html", str(tmp_path / "page.html"))
+
+
 def test_dollars_are_drawn_where_a_price_was_known(runs: Runs) -> None:
     runs.add("a")
     for usd, x in ((None, 0), (3.0, 3.0)):
@@ -636,6 +745,8 @@ def test_it_needs_no_torch(runs: Runs) -> None:
 
 
 def test_the_published_rows_come_with_the_project(tmp_path: Path) -> None:
-    assert (PROJECT_DIR / "runs" / "published.json").exists()
+    build = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert PUBLISHED_PATH.exists()
+    assert f"/{PUBLISHED_PATH.relative_to(PROJECT_DIR)}" in build["targets"]["wheel"]["include"]
     with pytest.raises(UserError, match="cannot be read .* comes with the project"):
         read_published(tmp_path / "published.json")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -16,7 +17,7 @@ from support import Workplace, forked, read_lines, run_command, succeeded, write
 from test_weight_formats import export, random_model
 
 from lab.held_out import choose_slice, evaluate
-from lab.hellaswag import read_questions
+from lab.hellaswag import read_questions, score
 from lab.sharing import Share
 from lab.targets import Target, load_target
 from launching import Process
@@ -59,7 +60,7 @@ def test_loss_perplexity_and_bits_a_byte_are_what_they_are_called(tmp_path: Path
     tokens = np.random.default_rng(0).integers(0, 256, size=100)
     tokens[10:60:7] = 256  # ends of text: eight among the targets
     file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="bytes")
-    stretch = choose_slice(file, "mine", start_token=3, num_tokens=64, context_length=8)
+    stretch = choose_slice(file, "mine", start_token=3, num_tokens=64)
     found = evaluate(Target("x", model, "bytes"), file, stretch, microbatch_size=3, share=ALONE)
     wide = torch.from_numpy(tokens[3:68])
     losses = [F.cross_entropy(model(wide[i : i + 8][None])[0].double(), wide[i + 1 : i + 9],
@@ -79,7 +80,7 @@ def test_gpt2_tokens_have_the_bytes_of_their_text(tmp_path: Path) -> None:
     tokens = np.array([*tokenizer.encode_ordinary(text), tokenizer.eot_token])
     file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="gpt2")
     model = random_model(vocab_size=50257, context_length=1)
-    stretch = choose_slice(file, "mine", start_token=0, num_tokens=None, context_length=1)
+    stretch = choose_slice(file, "mine", start_token=0, num_tokens=None)
     found = evaluate(Target("x", model, "gpt2"), file, stretch, microbatch_size=4, share=ALONE)
     num_bytes = len(text.encode()) - len("Every")  # the first is not predicted
     assert stretch.num_tokens == len(tokens) - 1
@@ -92,8 +93,8 @@ def test_the_microbatch_does_not_show(microbatch_size: int, tmp_path: Path) -> N
     model = random_model(vocab_size=257, context_length=8)
     tokens = np.random.default_rng(0).integers(0, 257, size=2000)
     file = token_file(tmp_path / "validation.safetensors", tokens)
-    stretch = choose_slice(file, "mine", start_token=None, num_tokens=None, context_length=8)
-    assert (stretch.start_token, stretch.num_tokens) == (0, 1992)
+    stretch = choose_slice(file, "mine", start_token=None, num_tokens=None)
+    assert (stretch.start_token, stretch.num_tokens) == (0, 1999)  # the last sequence has seven
     losses = [evaluate(Target("x", model, None), file, stretch, microbatch_size=size,
                        share=ALONE).loss for size in (microbatch_size, 4)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
@@ -103,7 +104,7 @@ def test_the_slice_of_the_published_figures_is_the_default() -> None:
     class Long:
         path, num_tokens = Path("validation.safetensors"), 100_000_000
 
-    found = choose_slice(Long(), "d", start_token=None, num_tokens=None, context_length=1024)
+    found = choose_slice(Long(), "d", start_token=None, num_tokens=None)
     assert (found.start_token, found.num_tokens) == (50_000_000, 19_660_800)
 
 
@@ -175,8 +176,9 @@ def test_another_architecture_is_refused_before_its_weights_are_fetched(
     (("tiny", "--dataset", "nix"), "no dataset there"),
     (("tiny", "--dataset", "../tiny"), "is not a plain name"),
     (("tiny", "--tokens", "5000"), "5,000 tokens are wanted from token 0 on"),
-    (("tiny", "--start-token", "495"), "has 4 there"),
-    (("tiny", "--tokens", "15"), "in sequences of 16"),
+    (("tiny", "--start-token", "495", "--tokens", "5"), "it has 4 to be predicted there"),
+    (("tiny", "--start-token", "500"), "it has 0 to be predicted there"),
+    (("tiny", "nix", "--dataset", "tiny"), "no such run"),
     (("tiny", "--benchmark", "hellaswag", "nix.jsonl"), "nix.jsonl: no such file"),
 ])
 def test_mistakes_are_one_line(trained: Workplace, arguments: tuple[str, ...],
@@ -184,6 +186,79 @@ def test_mistakes_are_one_line(trained: Workplace, arguments: tuple[str, ...],
     result = lab_evaluate(trained, *arguments)
     assert result.returncode == 2 and message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@torch.no_grad()
+def test_models_of_any_context_are_evaluated_on_the_same_tokens(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 257, size=60)
+    file = token_file(tmp_path / "validation.safetensors", tokens)
+    stretch = choose_slice(file, "mine", start_token=2, num_tokens=50)
+    for context_length in (8, 12, 50, 64):
+        model = random_model(vocab_size=257, context_length=context_length)
+        found = evaluate(Target("x", model, None), file, stretch, microbatch_size=2, share=ALONE)
+        wide, total = torch.from_numpy(tokens[2:53]), 0.0
+        for first in range(0, 50, context_length):
+            stop = min(first + context_length, 50)
+            logits = model(wide[None, first:stop])[0].double()
+            total += F.cross_entropy(logits, wide[first + 1 : stop + 1], reduction="sum").item()
+        assert found.slice.num_tokens == 50
+        assert found.loss == pytest.approx(total / 50, abs=1e-6)
+
+
+def test_an_error_of_one_process_is_told_once_by_all(trained: Workplace) -> None:
+    bad = np.full(500, 3, dtype=np.uint16)
+    bad[20:] = 300  # in the second process's part
+    write_tokens(trained.datasets_dir / "bad/train.safetensors", bad)
+    write_tokens(trained.datasets_dir / "bad/validation.safetensors", bad)
+    for arguments, message in ((("tiny", "--dataset", "bad", "--tokens", "32",
+                                 "--microbatch-size", "1"), "outside the model's vocabulary"),
+                               (("nix", "--dataset", "bad"), "no such run")):
+        result = lab_evaluate(trained, *arguments, num_processes=2)
+        lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+        assert len(lines) == 1 and message in lines[0]
+        assert result.stdout == "" and "gloo" not in result.stderr
+
+
+def test_the_training_split_can_be_evaluated_too(trained: Workplace) -> None:
+    row, = rows_of(lab_evaluate(trained, "tiny", "--split", "train", "--tokens", "320"))
+    assert row[-1] == "tiny train" and read_lines(
+        trained.runs_dir / "tiny/evaluations.jsonl")[-1]["split"] == "train"
+
+
+def test_a_loss_that_is_no_number_comes_last(trained: Workplace, tmp_path: Path) -> None:
+    model = random_model(vocab_size=257, context_length=16)
+    model.final_norm.weight.data.fill_(float("nan"))
+    rows = rows_of(lab_evaluate(trained, str(export(model, tmp_path / "nan")), "tiny"))
+    assert [row[0].split(" ")[0] for row in rows] == ["tiny", str(tmp_path / "nan")]
+    assert rows[1][1] == "nan"
+
+
+def test_a_pipe_in_the_place_of_weights_is_refused(trained: Workplace, tmp_path: Path) -> None:
+    directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
+    (directory / "model.safetensors").unlink()
+    os.mkfifo(directory / "model.safetensors")
+    result = lab_evaluate(trained, str(directory), "--dataset", "tiny")
+    assert result.returncode == 2 and "not a whole safetensors file" in result.stderr
+
+
+def test_out_of_memory_is_one_line(trained: Workplace, monkeypatch: pytest.MonkeyPatch,
+                                   capsys: pytest.CaptureFixture[str]) -> None:
+    from lab import __main__
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
+                  RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
+        monkeypatch.setattr(__main__, "cli", lambda error=error, **_: raise_(error))
+        with pytest.raises(SystemExit) as caught:
+            __main__.main()
+        assert caught.value.code == 2
+        assert capsys.readouterr().err.startswith("Error: out of memory; give a smaller")
+    monkeypatch.setattr(__main__, "cli", lambda **_: raise_(RuntimeError("another")))
+    with pytest.raises(RuntimeError, match="another"):
+        __main__.main()
+
+
+def raise_(error: Exception) -> None:
+    raise error
 
 
 def test_a_directory_needs_a_dataset(trained: Workplace, tmp_path: Path) -> None:
@@ -209,7 +284,7 @@ QUESTION = {"ind": 4, "activity_label": "Baking", "ctx_a": "A man [step] stands 
 def test_questions_are_read_and_cleaned(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"hellaswag_val.{suffix}"
     if suffix == "jsonl":
-        path.write_text(json.dumps(QUESTION) + "\n" + json.dumps(QUESTION | {"label": 0}))
+        path.write_text(json.dumps(QUESTION) + "\n\n" + json.dumps(QUESTION | {"label": 0}))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([QUESTION] * 2), path)
     first, second = read_questions(str(path))
@@ -222,6 +297,7 @@ def test_questions_are_read_and_cleaned(suffix: str, tmp_path: Path) -> None:
     "", "junk", "[]", "{}", json.dumps(QUESTION | {"label": 4}),
     json.dumps(QUESTION | {"endings": ["a", ""]}), json.dumps(QUESTION | {"endings": None}),
     json.dumps(QUESTION | {"ctx_b": None}), "[" * 10_000,
+    json.dumps(QUESTION | {"endings": "abcd"}),
 ])
 def test_what_are_no_questions_is_one_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "val.jsonl"
@@ -284,6 +360,9 @@ def test_lm_eval_scores_an_export_as_we_do(tmp_path: Path) -> None:
         wanted = f"{theirs[f'{key},none']:.4f} ± {theirs[f'{key}_stderr,none']:.4f}"
         assert ours == wanted, ran.stdout
     assert accuracy != normalised  # or one would stand for the other
+    questions = read_questions(str(tmp_path / "tasks/val.jsonl"))
+    assert len({score(target, questions, microbatch_size=size, share=ALONE)
+                for size in (1, 3, 100)}) == 1
 
 
 TASK = """task: local_hellaswag

@@ -10,7 +10,7 @@ from gpt import GPTModel
 from lab.generate import GrowingText, stream_texts
 from lab.targets import Target
 from run_config import ModelConfig
-from sampling import SamplingOptions, generate_tokens, stream_tokens
+from sampling import KeyValueCache, SamplingOptions, generate_tokens, stream_tokens
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def test_text_from_a_run_is_the_same_for_the_same_seed(trained: Workplace) -> No
 @pytest.mark.parametrize(("arguments", "message"), [
     (("nix",), "no such run"),
     (("tiny", "--checkpoint", "nix"), "no checkpoint 'nix'"),
+    (("tiny", "--temperature", "nan"), "--temperature: nan is no number"),
 ])
 def test_what_is_not_there_is_one_line(
     trained: Workplace, arguments: tuple[str, ...], message: str
@@ -157,6 +158,27 @@ def test_generating_ends_with_the_last_stop() -> None:
     texts = ["".join(parts) for parts in zip(*steps, strict=True)]
     assert texts == [text.split(stop)[0] for text in whole]
     assert len(texts[0]) <= 10
+
+
+def test_a_text_ends_with_its_document() -> None:
+    target = Target("tiny", tiny_model(), "bytes")
+    target.model.head.weight.data[256] = 0.0
+    free = ["".join(parts) for parts in zip(*stream_texts(
+        target, "a", SamplingOptions(300, seed=1, top_k=0, temperature=5.0)), strict=True)]
+    assert len(free[0]) < 300 and "<|endoftext|>" not in free[0]
+
+
+def test_next_to_no_temperature_takes_the_likeliest() -> None:
+    model = tiny_model()
+    greedy = generate_tokens(model, [5], SamplingOptions(20, temperature=0))
+    assert generate_tokens(model, [5], SamplingOptions(20, temperature=1e-30, top_k=0)) == greedy
+
+
+def test_a_cache_is_no_longer_than_it_has_to_be() -> None:
+    cache = KeyValueCache(tiny_model(context_length=64).eval(), num_tokens=5)
+    for token in range(5):
+        cache.next_logits(torch.tensor([[token]]))
+    assert {keys.shape[2] for keys, _ in cache._layers.values()} == {5}
 
 
 def test_samples_and_stops_on_the_command_line(trained: Workplace) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,7 +125,11 @@ def test_the_interval_is_that_of_the_bootstrap() -> None:
     assert found.mean == 50
     assert found.interval == pytest.approx((40.2, 59.8), abs=1.5)  # 1.96 standard errors of 5
     assert found == summarise("m", [0.0, 100.0] * 50, seed=1)
-    assert summarise("m", [7.0], seed=1).interval == (7, 7)
+    assert summarise("m", [7.0, 7.0], seed=1).interval == (7, 7)
+
+
+def test_one_question_gives_no_interval(endpoint: Endpoint, tmp_path: Path) -> None:
+    assert judged(endpoint, write_answers(tmp_path / "a.json", "a", [50])) == {"a": ["50.00", "-"]}
 
 
 @pytest.mark.parametrize("kind", ["500", "503", "429", "junk", "empty", "deep", "missing", "extra",
@@ -314,10 +322,61 @@ def test_what_is_not_judgements_is_left_alone(
     said = refused(judge(endpoint, *files, "--output", files[0]))
     assert "line 1 is no judgement" in said
     assert (tmp_path / "alpha.json").read_bytes() == before
-    assert "cannot be written" in refused(judge(endpoint, *files, "--output",
-                                                str(tmp_path / "nix" / "a.jsonl")))
-    assert "cannot be read" in refused(judge(endpoint, *files, "--output", str(tmp_path)))
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        assert "is no plain file" in refused(judge(endpoint, *files, "--output", str(path)))
     assert "is named twice" in refused(judge(endpoint, *files, files[0]))
+
+
+def test_where_judgements_cannot_be_kept_nothing_is_asked(
+    endpoint: Endpoint, files: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing" / "b.jsonl")
+    for name in ("nix/a.jsonl", "nowhere", "alpha.json/a.jsonl"):
+        assert "cannot be written" in refused(judge(endpoint, *files, "--output",
+                                                    str(tmp_path / name)))
+    assert not endpoint.requests and (tmp_path / "nowhere").is_symlink()
+
+
+def test_judgements_go_where_a_link_leads(
+    endpoint: Endpoint, files: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to("judgements.jsonl")
+    judged(endpoint, *files, "--output", str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink() and len(scores_in(tmp_path)) == NUM_QUESTIONS
+
+
+def test_ctrl_c_keeps_what_is_under_way_and_asks_no_more(
+    endpoint: Endpoint, files: list[str], tmp_path: Path
+) -> None:
+    seen = threading.Event()
+
+    def interrupt(number: int) -> None:
+        if number == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(1)  # for the command to have seen it
+            seen.set()
+        seen.wait(30)
+
+    endpoint.before_reply, endpoint.faults = interrupt, [Fault("junk")]
+    result = judge(endpoint, *files, "--concurrency", "3")
+    assert result.exit_code == 1 and "waiting for 3 answers under way" in result.stderr
+    assert len(endpoint.requests) == 3  # not even what was of no use is asked again
+    assert len(scores_in(tmp_path)) == 2
+    endpoint.before_reply = lambda _: None
+    assert judged(endpoint, *files)["alpha"][0] == "38.33"
+    assert len(endpoint.requests) == 3 + NUM_QUESTIONS - 2
+
+
+def test_an_error_keeps_what_is_under_way(
+    endpoint: Endpoint, files: list[str], tmp_path: Path
+) -> None:
+    endpoint.faults = [Fault("401", about="Question 0")]
+    endpoint.before_reply = lambda number: time.sleep(0.5) if number == 2 else None
+    said = refused(judge(endpoint, *files, "--concurrency", "2"))
+    assert "status 401" in said
+    assert len(endpoint.requests) >= 2
+    assert len(scores_in(tmp_path)) == len(endpoint.requests) - 1
 
 
 def test_an_error_is_one_line_with_status_2_and_the_end(
@@ -327,5 +386,6 @@ def test_an_error_is_one_line_with_status_2_and_the_end(
     result = forked("lab/__main__.py", ["judge", *files, "--model", "m", "--base-url",
                                         endpoint.base_url, "--concurrency", "2"])
     assert result.returncode == 2 and "status 401 for model 'm'" in result.stderr
-    assert result.stderr.count("\n") == 1 and not result.stdout
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("waiting for ")]
+    assert len(lines) == 1 and not result.stdout
     assert len(endpoint.requests) <= 4  # what was under way, and no more

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -9,14 +10,19 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors import SafetensorError
 from support import Workplace, forked, run_command, succeeded
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, pipeline
 from upload_stand_in import UploadHub, taking_uploads
 
 from checkpointing import find_checkpoint
+from lab import export
+from lab.export import write_export
+from lab.model_card import CardFacts, model_card
 from lab.targets import load_target
 from token_dataset import TokenFile
 from tokenizer import load_tokenizer
+from user_error import UserError
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
             "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
@@ -82,6 +88,46 @@ def test_transformers_reads_the_tokenizers(name: str, text: str, tmp_path: Path)
     assert theirs.model_max_length == 1024
 
 
+def test_the_card_tells_what_was_trained_not_what_the_configs_say_by_now(
+    trained: Workplace, tmp_path: Path
+) -> None:
+    path = trained.runs_dir / "tiny/train.json"
+    text = path.read_text()
+    path.write_text(text.replace('"tiny"', '"other"').replace("0.01", "0.123"))
+    target = load_target("tiny", runs_dir=trained.runs_dir)
+    path.write_text(text)
+    card = model_card(target, CardFacts("tiny", "tiny"))
+    assert "tokens of `tiny`" in card and '"learning_rate": 0.01' in card and "other" not in card
+
+
+@pytest.mark.parametrize(("file", "text"), [
+    ("summary.json", '{"batch": {"x": 1}}'), ("summary.json", '{"batch": [1]}'),
+    ("summary.json", '{"machine": "x"}'), ("summary.json", '{"tokens_per_second": "x"}'),
+    ("summary.json", "junk"), ("summary.json", '{"train": {"dataset": "a|b\\nc"}}'),
+    ("evaluations.jsonl", '"loss": 1.5, "num_tokens": "x"'),
+    ("evaluations.jsonl", '"loss": 1.5, "num_tokens": 3, "start_token": null'),
+    ("evaluations.jsonl", '"loss": "x"'), ("evaluations.jsonl", '"loss": NaN'),
+    ("evaluations.jsonl", '"loss": 1.5, "dataset": "a|b\\nc", "split": {"a": 1}'),
+    ("evaluations.jsonl", '"loss": 1.5, "dataset": ["a"]'),
+])
+def test_damaged_records_never_break_a_card(trained: Workplace, file: str, text: str) -> None:
+    path = trained.runs_dir / "tiny" / file
+    before = path.read_text() if path.exists() else None
+    target = load_target("tiny", runs_dir=trained.runs_dir)
+    name = target.checkpoint.name
+    path.write_text(text if file == "summary.json"
+                    else f'{{"checkpoint": "{name}", "global_step": 1, {text}}}\n')
+    try:
+        card = model_card(target, CardFacts("tiny", "tiny"))
+    finally:
+        path.unlink()
+        if before is not None:
+            path.write_text(before)
+    ModelCard(card)  # its front matter can be read
+    rows = [line for line in card.splitlines() if line.startswith("|")]
+    assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
+
+
 def test_the_card_tells_what_was_measured(trained: Workplace, tmp_path: Path) -> None:
     run_dir, output = trained.runs_dir / "tiny", tmp_path / "export"
     checkpoint = find_checkpoint(run_dir / "checkpoints", "best")
@@ -105,6 +151,18 @@ def test_the_card_tells_what_was_measured(trained: Workplace, tmp_path: Path) ->
                    "| global batch | 2 x 1 x 1 sequences of 16 tokens |", "| 5.250000 |"):
         assert wanted in card.text, wanted
     (run_dir / "evaluations.jsonl").unlink()
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_what_is_there_already_stays_as_private_as_it_is(
+    trained: Workplace, tmp_path: Path, hub: UploadHub, public: bool
+) -> None:
+    hub.repositories["model", "someone/tiny"] = {"private": public, "files": {}}
+    result = publish(trained, "tiny", "someone/tiny", "--output", str(tmp_path / "export"),
+                     *["--public"] * public, **hub.environment(tmp_path))
+    found = "private: leave out --public" if public else "public: say --public"
+    assert result.returncode == 2 and f"is there already, and {found}" in result.stderr
+    assert hub.files("model", "someone/tiny") == {} and not hub.large_files
 
 
 @pytest.mark.parametrize("public", [False, True])
@@ -158,6 +216,10 @@ def test_a_dataset_goes_to_the_hub_as_it_is(workplace: Workplace, tmp_path: Path
     dry = succeeded(publish(workplace, str(directory), "someone/words", "--dry-run", **environment))
     assert "nothing was sent" in dry.stdout and hub.paths == []
     succeeded(publish(workplace, str(directory), "someone/words", **environment))
+    for arguments, message in (((), "name the REPOSITORY"),
+                               (("someone/words", "--license", "mit"), "are for models")):
+        result = publish(workplace, str(directory), *arguments)
+        assert result.returncode == 2 and message in result.stderr
     files = hub.files("dataset", "someone/words")
     assert set(files) == {"README.md", "train.safetensors", "validation.safetensors"}
     assert files["train.safetensors"] == (directory / "train.safetensors").read_bytes()
@@ -180,11 +242,45 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
     for _ in range(2):
         succeeded(publish(trained, "tiny", "--output", str(output)))
     assert names_in(tmp_path) == {"export"}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    result = publish(trained, "tiny", "--output", str(tmp_path / "mine"))
-    assert result.returncode == 2 and "holds other files (thesis.txt)" in result.stderr
-    assert (tmp_path / "mine" / "thesis.txt").exists()
+    for added, message in (("thesis.txt", "holds other files (thesis.txt)"), (".git", "(.git)")):
+        (output / added).write_text("years of work")
+        before = names_in(output)
+        result = publish(trained, "tiny", "--output", str(output))
+        assert result.returncode == 2 and message in result.stderr
+        assert names_in(output) == before
+        (output / added).unlink()
+    (output / "README.md").write_text("Somebody else's model, of the same files.")
+    result = publish(trained, "tiny", "--output", str(output))
+    assert result.returncode == 2 and "a model that is not from here" in result.stderr
+
+
+def test_an_export_that_cannot_be_written_leaves_the_earlier_one(
+    trained: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, output = load_target("tiny", runs_dir=trained.runs_dir), tmp_path / "export"
+    write_export(target, output, "tags: ddp-train")
+    for error in (OSError(errno.ENOSPC, "No space left on device"),
+                  SafetensorError("Error while serializing: No space left on device")):
+        monkeypatch.setattr(export, "save_file", lambda *_, error=error: raise_(error))
+        with pytest.raises(UserError, match="export: cannot be written: No space left") as caught:
+            write_export(target, output, "tags: ddp-train")
+        assert caught.value.status == 4
+        assert names_in(tmp_path) == {"export"} and (output / "model.safetensors").is_file()
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("name", ["link", "file"])
+def test_an_output_that_is_no_directory_is_refused(trained: Workplace, tmp_path: Path,
+                                                   name: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    (tmp_path / "file").write_text("mine")
+    result = publish(trained, "tiny", "--output", str(tmp_path / name))
+    assert result.returncode == 2 and "is not a directory" in result.stderr
+    assert (tmp_path / "file").read_text() == "mine" and names_in(tmp_path / "elsewhere") == set()
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -193,6 +289,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
     (("tiny", "some/one", "--checkpoint", "nix"), "no checkpoint 'nix'"),
     (("tiny", "some/one"), "uploading needs a token; set HF_TOKEN"),
     (("../tiny",), "not a plain name"),
+    ((".",), "not a plain name"),
 ])
 def test_mistakes_are_one_line(trained: Workplace, tmp_path: Path, arguments: tuple[str, ...],
                                message: str) -> None:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -281,10 +284,17 @@ def test_data_that_cannot_be_used_is_one_line(
 
 
 def test_what_stops_tuning_is_found_before_it(tuned_place: Workplace) -> None:
+    special = tuned_place.root / "special"
+    special.mkdir()
+    os.mkfifo(special / "pipe")
+    (special / "link").symlink_to("pipe")
     data = write_entries(tuned_place.root / "nine.json", 9, output="")
     assert "nine.json: has 9 entries" in refused(tune(tuned_place, data=data))
     assert "cannot be written" in refused(tune(tuned_place, "--output", str(tuned_place.root)))
     assert "cannot be written" in refused(tune(tuned_place, "--output", str(data / "a.json")))
+    for name in ("pipe", "link"):
+        assert "is no plain file" in refused(tune(tuned_place, "--output", str(special / name)))
+    assert stat.S_ISFIFO((special / "pipe").stat().st_mode) and (special / "link").is_symlink()
     assert "no checkpoint 'nix'" in refused(tune(tuned_place, "--checkpoint", "nix"))
     entries = [entry | {"instruction": "long " * 50}
                for entry in entries_of(tuned_place.root / "data.json")]
@@ -293,14 +303,38 @@ def test_what_stops_tuning_is_found_before_it(tuned_place: Workplace) -> None:
     assert not (tuned_place.runs_dir / "tiny/instruction-answers.json").exists()
 
 
-def test_a_full_gpu_is_one_line(
+@pytest.mark.parametrize("option", ["--learning-rate", "--weight-decay"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_rate_that_is_not_finite_is_refused(
+    tuned_place: Workplace, option: str, value: str
+) -> None:
+    result = tune(tuned_place, option, value)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert f"'{option}': {value} is not a finite number" in result.stderr
+
+
+def test_losses_that_are_not_finite_cost_no_answers(
     tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(*_: object) -> None:
+    monkeypatch.setattr(Tuner, "_train", lambda *_: math.nan)
+    result = tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    record = answers_in(tuned_place)
+    assert [epoch["train_loss"] for epoch in record["epochs"]] == [None, None]
+    assert len(record["answers"]) == 4
+
+
+@pytest.mark.parametrize("place", ["lab.tuning.Tuner.run", "sampling.generate_tokens"])
+def test_a_full_gpu_is_one_line(
+    tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def fill(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Tuner, "run", run)
-    assert "try a --batch-size below 8" in refused(tune(tuned_place))
+    monkeypatch.setattr(place, fill)
+    said = refused(tune(tuned_place, "--max-epochs", "1"))
+    assert "do not fit in the GPU's memory; try a --batch-size below 8" in said
+    assert "below" not in refused(tune(tuned_place, "--max-epochs", "1", "--batch-size", "1"))
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """A model of power loss: what was not flushed may be gone, whatever the program had seen.
 
 The file operations of two saves are recorded. Then the power fails after each of them: of the names
-changed since a directory was last flushed some first part is on the disk, and a file that was not
-flushed is whole, cut short or empty.
+made or changed since a directory was last flushed some first part is on the disk, and a file that
+was not flushed is whole, cut short or empty.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from test_checkpointing import save
+from test_checkpointing import describe, save, state
 
 import checkpointing
 import manifest
+import run_metrics
+from checkpoint_writer import CheckpointWriter
 from checkpointing import newest_whole, remove_partial_checkpoints, renew_links
+from run_metrics import remove_metrics_from
 
 
 @dataclass
@@ -56,8 +59,8 @@ class Recorder:
         watch(Path, "rename", "move", 0)
         watch(Path, "replace", "move", 0)
         watch(Path, "symlink_to", "link", 0)
-        watch(checkpointing, "flush", "flush", 0)
-        watch(manifest, "flush", "flush", 0)
+        for room in (checkpointing, manifest, run_metrics):
+            watch(room, "flush", "flush", 0)
 
 
 def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:
@@ -66,16 +69,15 @@ def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:
     lost_from: dict[str, int] = {}  # by directory, the first change of names that is gone
     for at, (kind, place, _) in enumerate(operations):
         directory = str(Path(place).parent)
-        if kind in ("make", "move", "link") and at > flushed.get(directory, -1):
+        if kind != "flush" and at > flushed.get(directory, -1):  # it makes a name, or changes one
             if directory not in lost_from and rng.random() < 0.3:
                 lost_from[directory] = at
-    moved: dict[str, str] = {}
     for at, (kind, place, value) in enumerate(operations):
         gone = at >= lost_from.get(str(Path(place).parent), len(operations))
         target = root / place
         if kind == "make" and not gone:
             target.mkdir(parents=True, exist_ok=True)
-        elif kind == "write" and target.parent.is_dir():
+        elif kind == "write" and not gone and target.parent.is_dir():
             is_safe = flushed.get(place, -1) > at
             content = value if is_safe else rng.choice(
                 [value, b"", value[: len(value) // 2]])
@@ -85,25 +87,22 @@ def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:
             target.symlink_to(value)
         elif kind == "move" and not gone and (target.exists() or target.is_symlink()):
             target.replace(root / value)
-            moved[place] = value
 
 
 def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints_dir = tmp_path / "real" / "checkpoints"
-    checkpoints_dir.mkdir(parents=True)
+    checkpoints_dir.parent.mkdir()
     recorder = Recorder(checkpoints_dir.parent)
     recorder.attach(monkeypatch)
-    recorder.note("make", checkpoints_dir)
-    recorder.note("flush", checkpoints_dir.parent)
     acknowledged = []
     for step in (1, 2):
         save(checkpoints_dir, step)
         acknowledged.append(len(recorder.operations))
     monkeypatch.undo()
     rng = random.Random(0)
-    for number in range(3, len(recorder.operations) + 1):
+    for number in range(1, len(recorder.operations) + 1):
         for attempt in range(12):
             root = tmp_path / f"{number}-{attempt}"
             root.mkdir()
@@ -114,6 +113,47 @@ def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
             assert step >= reached, (number, recorder.operations[number - 1][:2])
             remove_partial_checkpoints(root / "checkpoints")
             renew_links(root / "checkpoints")  # what the next start does
+
+
+def test_after_a_power_loss_a_run_has_the_old_records_or_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "real"
+    run_dir.mkdir()
+    lines = "".join(f'{{"global_step": {step}}}\n' for step in range(9))
+    recorder = Recorder(run_dir)
+    (run_dir / "metrics.jsonl").write_text(lines)
+    recorder.attach(monkeypatch)
+    remove_metrics_from(run_dir / "metrics.jsonl", 5)
+    monkeypatch.undo()
+    kept = (run_dir / "metrics.jsonl").read_text()
+    partial = ".metrics.jsonl.partial"  # its descriptor is not watched, only what comes after
+    first = [("make", ".", None), ("write", "metrics.jsonl", lines.encode()),
+             ("flush", "metrics.jsonl", None), ("flush", ".", None),
+             ("write", partial, kept.encode())]
+    assert recorder.operations == [("flush", partial, None), ("move", partial, "metrics.jsonl"),
+                                   ("flush", ".", None)]
+    operations, rng = first + recorder.operations, random.Random(0)
+    for number in range(len(first), len(operations) + 1):
+        for attempt in range(12):
+            root = tmp_path / f"{number}-{attempt}"
+            root.mkdir()
+            after_power_loss(operations[:number], root, rng)
+            expected = [kept] if number == len(operations) else [lines, kept]
+            assert (root / "metrics.jsonl").read_text() in expected
+
+
+def test_what_was_measured_is_on_the_disk_before_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on from it has no record of the steps before it but these."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    recorder, writer = Recorder(tmp_path), CheckpointWriter(tmp_path / "checkpoints")
+    recorder.attach(monkeypatch)
+    writer.save(state(1), describe(1))
+    writer.wait()
+    assert recorder.operations[0] == ("flush", "metrics.jsonl", None)
+    assert ("flush", ".", None) in recorder.operations  # `checkpoints` has been made there
 
 
 def newest_whole_or_none(checkpoints_dir: Path) -> tuple:

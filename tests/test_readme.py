@@ -15,7 +15,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from hub_stand_in import Hub, serving
-from support import PROJECT_DIR, run_command, succeeded
+from support import PROJECT_DIR, read_lines, run_command, succeeded
+from test_lab_evaluate import write_hellaswag_task
+from transformers import pipeline
+from upload_stand_in import taking_uploads
 
 from run_config import ModelConfig, TrainConfig
 
@@ -43,6 +46,7 @@ def checkout(tmp_path: Path) -> Path:
         if path.name in ("model.json", "train.json"):
             (tmp_path / path.parent.relative_to(PROJECT_DIR)).mkdir(parents=True, exist_ok=True)
             shutil.copy(path, tmp_path / path.relative_to(PROJECT_DIR))
+    shutil.copy(PROJECT_DIR / "runs/published.json", tmp_path / "runs")
     demo = tmp_path / "runs/demo/train.json"
     small = {"min_train_tokens": 12_000, "validation_batches": 2}
     demo.write_text(json.dumps(json.loads(demo.read_text()) | small))
@@ -67,6 +71,9 @@ def test_every_command_of_the_readme_is_known_to_these_tests() -> None:
         "pip install uv",
         "uv run torchrun --standalone --nproc_per_node=2 ddp_train.py demo",
         'uv run lab generate demo --prompt "def "',
+        "uv run lab evaluate demo",
+        "uv run lab compare --published",
+        "uv run lab publish demo --output demo-gpt2",
         "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py 8xa100m40",
         "uv run lab plan 8xa100m40 --budget 20",
         "uv run ddp_train.py 8xa100m40 --find-max-microbatch",
@@ -75,14 +82,39 @@ def test_every_command_of_the_readme_is_known_to_these_tests() -> None:
     ]
 
 
-def test_the_demo_trains_and_generates(checkout: Path) -> None:
-    train, generate = commands()[1:3]
+def test_the_demo_goes_all_the_way(checkout: Path) -> None:
+    """Trained, sampled, evaluated, compared, exported, read by transformers, scored, published."""
+    train, generate, evaluate, compare, export = commands()[1:6]
     result = succeeded(typed(train, checkout))
     assert "demo finished" in result.stdout and "sample:" in result.stdout
     assert (checkout / "datasets/python-stdlib/train.safetensors").is_file()
     assert {p.name for p in (checkout / "runs/demo").glob("*.png")} == {
         "loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
+    assert {line["prompt"] for line in read_lines(checkout / "runs/demo/samples.jsonl")} == {
+        "def ", "import "}
     assert succeeded(typed(generate, checkout)).stdout.startswith("def ")
+    evaluated = succeeded(typed(evaluate, checkout)).stdout.splitlines()[-1]
+    assert re.match(r"demo \(.*-iteration-\d+\) +\d\.\d{6} ", evaluated)
+    loss = evaluated.split()[2]
+    compared = succeeded(typed(compare, checkout)).stdout
+    assert re.search(rf"^demo .* {loss[:5]}", compared, flags=re.MULTILINE)
+    assert "8x B200 160 GiB*" in compared
+    assert {path.name for path in (checkout / "runs/comparison").iterdir()} == {
+        "loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png"}
+    succeeded(typed(export, checkout))
+    assert loss in (checkout / "demo-gpt2/README.md").read_text()
+    generator = pipeline("text-generation", model=str(checkout / "demo-gpt2"))
+    assert generator("def ", max_new_tokens=4)[0]["generated_text"].startswith("def ")
+    harness = re.search(r"`(lm_eval run .*?)`", README, flags=re.DOTALL)[1]
+    task = write_hellaswag_task(checkout / "tasks")
+    harness = harness.replace("DIR", "demo-gpt2").replace("--tasks hellaswag", f"--tasks {task}")
+    scored = succeeded(typed(f"{harness} --include_path tasks --device cpu".replace("\n", " "),
+                             checkout, HF_HUB_OFFLINE="1", HF_HOME=str(checkout / "home")))
+    assert f"|{task}|" in scored.stdout and "acc_norm" in scored.stdout
+    with taking_uploads() as hub:
+        succeeded(typed("uv run lab publish demo someone/demo", checkout,
+                        **hub.environment(checkout / "home")))
+        assert set(hub.files("model", "someone/demo")) >= {"model.safetensors", "config.json"}
 
 
 def test_the_big_run_starts_by_fetching_its_dataset(checkout: Path) -> None:
@@ -93,7 +125,7 @@ def test_the_big_run_starts_by_fetching_its_dataset(checkout: Path) -> None:
 
 
 def test_the_run_can_be_planned_and_its_microbatch_searched_for(checkout: Path) -> None:
-    plan, search = commands()[4:6]
+    plan, search = commands()[7:9]
     assert "Within $20.00: " in succeeded(typed(plan, checkout)).stdout
     result = typed(search, checkout)  # there is no GPU here
     assert "Error: --find-max-microbatch without a GPU: give --memory-limit-gib" in result.stderr
@@ -103,7 +135,7 @@ def test_own_data_is_prepared_as_shown(checkout: Path) -> None:
     (checkout / "SOURCE").mkdir()
     for name in ("a", "b", "c"):
         (checkout / "SOURCE" / f"{name}.txt").write_text(f"document {name}")
-    succeeded(typed(commands()[6], checkout))
+    succeeded(typed(commands()[9], checkout))
     assert (checkout / "datasets/mine/validation.safetensors").is_file()
 
 
@@ -114,7 +146,7 @@ def test_fineweb_is_prepared_from_the_hub_as_shown(checkout: Path) -> None:
     hub = Hub({"sample/10BT/000_00000.parquet": content.getvalue()},
               repository="HuggingFaceFW/fineweb")
     with serving(hub):
-        succeeded(typed(commands()[7], checkout, HF_ENDPOINT=hub.endpoint,
+        succeeded(typed(commands()[10], checkout, HF_ENDPOINT=hub.endpoint,
                         HF_HOME=str(checkout / "home")))
     assert (checkout / "datasets/fineweb/train.safetensors").is_file()
 

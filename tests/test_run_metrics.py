@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
-from run_metrics import read_metrics, remove_metrics_from, to_json
+import torch
+import torch.distributed as dist
+
+from run_metrics import StepWindow, read_metrics, remove_metrics_from, to_json
 
 
 def test_nan_never_enters_json() -> None:
@@ -18,3 +22,18 @@ def test_steps_that_come_again_are_removed_with_a_line_cut_short(tmp_path: Path)
     remove_metrics_from(path, 10)
     assert path.read_text() == '{"global_step": 4}\n{"global_step": 9}\n'
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_steps_skipped_in_a_row_are_counted_across_reports_and_not_forgotten() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        window, found = StepWindow(torch.device("cpu")), []
+        # 1 is a good step; a report after every group
+        for group in ("1100", "0000", "0001", "1111", "0010"):
+            for step in group:
+                window.add(torch.tensor(1.0), torch.tensor(1.0 if step == "1" else math.inf))
+            window.summarise()
+            found.append(window.longest_skipped)
+        assert found == [2, 6, 9, 0, 2]
+    finally:
+        dist.destroy_process_group()

@@ -33,7 +33,7 @@ def test_each_validation_leaves_a_line_for_each_prompt(workplace: Workplace) -> 
     lines = read_lines(run_dir / "samples.jsonl")
     assert [(line["global_step"], line["prompt"]) for line in lines] == [
         (step, prompt) for step in (4, 9, 11) for prompt in PROMPTS]
-    assert all(len(line["text"]) > 10 for line in lines)
+    assert len({line["text"] for line in lines}) > 3  # the model learns between them
     weights = [(path / "checkpoints/latest/model.safetensors").read_bytes()
                for path in (run_dir, plain_dir)]
     assert weights[0] == weights[1]  # looking at it changes nothing
@@ -52,19 +52,18 @@ def test_a_killed_run_has_the_samples_of_each_step_once(workplace: Workplace) ->
     assert read_lines(run_dir / "samples.jsonl") == whole
 
 
-def test_samples_that_cannot_be_drawn_or_kept_do_not_end_a_run(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train=SAMPLED)
+def test_samples_that_cannot_be_drawn_do_not_end_a_run(workplace: Workplace) -> None:
+    workplace.add_run(train=SAMPLED, model={"vocab_size": 300})  # whose tokenizer nobody knows
     workplace.add_dataset()
-    (run_dir / "samples.jsonl").mkdir()
     result = succeeded(workplace.torchrun(1, "tiny"))
-    assert result.stdout.count("warning: no samples: IsADirectoryError: ") == 3
+    assert result.stdout.count("warning: no samples: UserError: tokenizer '' is not known") == 3
 
 
 def test_drawing_leaves_the_model_in_training_mode(tmp_path: Path) -> None:
     for tokenizer_name, went_wrong in (("bytes", False), (None, True)):
         model = tiny_model().eval()
         failure = try_to_write_samples(tmp_path / "samples.jsonl", model, ["a"],
-                                       tokenizer_name=tokenizer_name, global_step=3)
+                                       tokenizer_name, 3)
         assert bool(failure) is went_wrong and model.training
     line, = read_lines(tmp_path / "samples.jsonl")
     assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]

@@ -187,10 +187,11 @@ def test_what_gpt2_cannot_express_is_refused_by_name() -> None:
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx should be False"),
     ({"n_inner": 7}, "n_inner is 7; wanted 4 x n_embd = 96"),
     ({"n_layer": 3}, "has no weights h.2"),
+    ({"n_layer": 1}, "it has more layers than n_layer, 1"),
     ({"n_layer": 10**9}, "n_layer should be less than or equal to 1024"),
     ({"n_layer": "2"}, "n_layer should be a valid integer, found"),
     ({"n_head": 5}, "emb_dim 24 is not divisible by n_heads 5"),
-    ({"vocab_size": 60}, "size mismatch for token_embedding.weight|not a GPT-2"),
+    ({"vocab_size": 60}, r"not a GPT-2: token_embedding.weight is \(61, 24\), its config makes it"),
     ({"tie_word_embeddings": False}, "has no weights lm_head.weight"),
 ])
 def test_what_is_no_gpt2_is_refused_in_one_line(
