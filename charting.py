@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from failpoints import failpoint
+from run_config import Run
 from run_metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
 SPIKE_REPORTS = 20  # that a report is compared with
@@ -22,11 +24,11 @@ MAX_POINTS = 400  # a long run's records are averaged down to what a picture can
 Records = list[dict[str, Any]]
 
 
-def try_to_draw_charts(run_dir: Path, metrics_path: Path) -> str:
+def try_to_draw_charts(run: Run) -> str:
     """Draw a run's charts; give what went wrong, whatever it is: training is worth more. Rank 0."""
     try:
         failpoint("chart")
-        draw_charts(run_dir, read_metrics(metrics_path))
+        draw_charts(run.run_dir, read_metrics(run.metrics_path))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -51,26 +53,40 @@ def draw_charts(run_dir: Path, records: Records) -> None:
 
 
 def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
-    # Imported here, by rank 0 alone, when there is something to draw: it takes a second.
-    import matplotlib.pyplot as plt
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
+    def lay_out(figure: Figure) -> None:
+        from matplotlib.ticker import EngFormatter
 
-    with plt.xkcd(), plt.rc_context({"font.family": _fonts()}):
-        figure = Figure(figsize=(10, 5.6), layout="constrained")  # pyplot's want a display
         axes = figure.subplots()
         plot(axes)
         axes.set_title(path.resolve().parent.name)
         axes.set_xlabel("global step")
         axes.set_ylabel(ylabel)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
-        partial = path.with_name(f".{path.name}")
-        partial.unlink(missing_ok=True)  # a link may lie there, to what is somebody else's
-        figure.savefig(partial, format="png", dpi=120)
-    partial.replace(path)
+
+    draw_by_hand(path, lay_out)
+
+
+def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
+    """Draw a figure as by hand, all of it or nothing. Raises: OSError if it cannot be written."""
+    # Imported here, by rank 0 alone, when there is something to draw: it takes a second.
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+
+    partial = path.with_name(f".{path.name}")
+    partial.unlink(missing_ok=True)  # a link may lie there, to what is somebody else's
+    with plt.xkcd(), plt.rc_context({"font.family": _fonts()}):
+        figure = Figure(figsize=(10, 5.6), layout="constrained")  # pyplot's want a display
+        plot(figure)
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+        try:
+            figure.savefig(partial, format="png", dpi=120)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    return partial.replace(path)
 
 
 def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:

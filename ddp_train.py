@@ -83,9 +83,10 @@ from microbatch_search import search
 from optimization import learning_rate_at
 from run_clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, Pace, PhaseClock
 from run_log import RunLog, batch_arithmetic
-from run_metrics import StepWindow, finite_or_none
+from run_metrics import finite_or_none
 from run_summary import RunEnd, settle
 from sampling import sample_text, try_to_write_samples
+from step_window import StepWindow
 from supervision import DISK, Supervisor
 from token_dataset import Microbatch, prefetch
 from training_step import TrainingState, TrainingStep, build_training_state
@@ -384,8 +385,7 @@ class Trainer:
 
     def chart(self) -> None:
         with self.clock.phase(CHART):
-            failure = try_to_draw_charts(self.run.run_dir, self.run.metrics_path)
-        self.log.warn("no charts", failure)
+            self.log.warn("no charts", try_to_draw_charts(self.run))
         gc.collect()  # what a chart is made of refers to itself
 
     def save(self, global_step: int, loss: float | None, train_loss: float) -> None:

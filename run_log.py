@@ -16,8 +16,9 @@ from batch_plan import BatchPlan
 from failpoints import failpoint
 from run_clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from run_config import Run
-from run_metrics import WindowSummary, append_whole, remove_metrics_from, to_json, write_aside
+from run_metrics import append_whole, remove_metrics_from, to_json, write_aside
 from run_summary import RunEnd, duration, mark_run, step_seconds, summarise, summary_lines
+from step_window import WindowSummary
 
 PLAIN_LINE_SECONDS = 10  # between lines where there is no terminal to draw a bar on
 ONCE_A_START = (STARTUP, DOWNLOAD, COMPILE, LOST)  # does not grow with the steps

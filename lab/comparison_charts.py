@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from charting import draw_by_hand
 from curve_fits import fit_line, fit_log_quadratic
 from lab.comparison import LOSS_NAMES, Comparison, Row
 from lab.comparison_points import Points, loss_panels, memory_points
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 LOSS_CURVES, LOSS_OVER_BATCH, MEMORY = (
     "loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png")
-HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
 MAX_POINTS = 60  # of a training curve: its noise would hide the others
 MAX_NAMES = 16  # in a legend
 SETTLED = 0.1  # of a run's records; how high it began is no matter of comparison
@@ -51,36 +51,10 @@ def draw_comparison(comparison: Comparison, charts_dir: Path) -> tuple[list[Path
     ):
         (charts_dir / name).unlink(missing_ok=True)
         if has_points:
-            written.append(_draw(charts_dir / name, plot))
+            written.append(draw_by_hand(charts_dir / name, plot))
         else:
             missing.append(f"not drawn: {name}: {reason}")
     return written, missing
-
-
-def _draw(path: Path, plot: Callable[[Figure], object]) -> Path:
-    # Imported here, when there is something to draw: it takes a second.
-    import matplotlib.pyplot as plt
-    from matplotlib.figure import Figure
-
-    with plt.xkcd(), plt.rc_context({"font.family": _fonts()}):
-        figure = Figure(figsize=(10, 5.6), layout="constrained")  # pyplot's want a display
-        plot(figure)
-        for axes in figure.axes:
-            axes.spines[["top", "right"]].set_visible(False)
-        partial = path.with_name(f".{path.name}")
-        try:
-            figure.savefig(partial, format="png", dpi=120)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    return partial.replace(path)
-
-
-def _fonts() -> list[str]:
-    from matplotlib.font_manager import get_font_names
-
-    installed = set(get_font_names())
-    return [*(name for name in HAND_DRAWN_FONTS if name in installed), "DejaVu Sans"]
 
 
 def _step(record: Record) -> float | None:

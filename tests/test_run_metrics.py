@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from run_metrics import StepWindow, read_metrics, remove_metrics_from, to_json
+from run_metrics import read_metrics, remove_metrics_from, to_json
+from step_window import StepWindow
 
 
 def test_nan_never_enters_json() -> None:

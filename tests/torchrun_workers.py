@@ -30,7 +30,7 @@ from microbatch_search import find_max_microbatch
 from microbatch_trial import Trials
 from run_clock import PhaseClock
 from run_config import TrainConfig, load_run
-from run_metrics import StepWindow
+from step_window import StepWindow
 from supervision import Supervisor
 from user_error import UserError
 
