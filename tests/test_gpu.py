@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from support import Workplace, read_lines, succeeded, write_tokens
+from test_weight_formats import random_model
 from torch.nn.parallel import DistributedDataParallel
 
 from acceleration import ByLayer
 from batch_plan import BatchPlan
+from lab.held_out import choose_slice, evaluate
+from lab.sharing import Share
+from lab.targets import Target
 from launching import Process, autocast
 from run_config import ModelConfig, TrainConfig
+from sampling import SamplingOptions, generate_tokens, try_to_write_samples
 from token_dataset import Microbatch, Microbatches, TokenFile, prefetch
 from training_step import SnapshotBuffers, TrainingStep, build_training_state
 
@@ -196,3 +202,26 @@ def test_layers_compiled_one_by_one_share_gradients_over_nccl() -> None:
     finally:
         del shared
         dist.destroy_process_group()
+
+
+def test_a_model_evaluates_and_writes_as_on_a_cpu(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "validation.safetensors",
+                 np.random.default_rng(0).integers(0, 257, size=4001).astype(np.uint16))
+    file = TokenFile(tmp_path / "validation.safetensors")
+    stretch = choose_slice(file, "mine", start_token=0, num_tokens=None)
+    losses, texts = [], []
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        target = Target("x", random_model(vocab_size=257, context_length=32).to(device), "bytes")
+        share = Share(Process(rank=0, local_rank=0, world_size=1, device=device))
+        losses.append(evaluate(target, file, stretch, microbatch_size=4, share=share).loss)
+        texts.append(generate_tokens(target.model, [65], SamplingOptions(50, temperature=0)))
+    assert abs(losses[0] - losses[1]) < 1e-5
+    assert texts[0] == texts[1]
+
+
+def test_samples_are_drawn_in_the_precision_of_training(tmp_path: Path) -> None:
+    step = step_of()
+    with autocast("bf16", step.process.device):
+        assert try_to_write_samples(tmp_path / "samples.jsonl", step.state.model, ["a", ""],
+                                    "bytes", 3) == ""
+    assert len(read_lines(tmp_path / "samples.jsonl")) == 2 and step.state.model.training
