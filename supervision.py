@@ -125,7 +125,7 @@ class Supervisor:
                 self._may_wait = True  # whoever has waited for so long is not who hangs
                 self._accuse(f"no answer within the collective timeout: {_cause(error)}")
             self._wait_for_failure()
-            if self.stop_signal and not self._has_failed_somewhere():
+            if self.stop_signal and self._board.is_there and not self._has_failed_somewhere():
                 self._leave_for_signal()  # as the others have
             self._end(FAILED, f"lost the others {self._position()}: {_cause(error)}")
         status = DISK if isinstance(error, OSError) and error.errno == 28 else FAILED
@@ -277,9 +277,9 @@ class Supervisor:
         return self._board.knows("failed")
 
     def _wait_for_failure(self) -> None:
-        until = time.monotonic() + 2
-        while time.monotonic() < until and not self._has_failed_somewhere():
-            time.sleep(TICK / 5)
+        for _ in range(40):  # two seconds, unless there is nobody to ask
+            if self._board.is_there and not self._has_failed_somewhere():
+                time.sleep(TICK / 5)
 
 
 def _comes_from_others(error: BaseException) -> bool:

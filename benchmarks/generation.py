@@ -2,7 +2,8 @@
 
     python -m benchmarks.generation --rounds 3
 
-Both draw the same tokens; that is checked each time. The rounds are interleaved, the medians compared.
+Both draw the same tokens; that is checked each time. The rounds are interleaved, the medians
+compared.
 """
 
 from __future__ import annotations

@@ -142,7 +142,10 @@ def _load(request: Request) -> Target:
 
 
 def _upload(parcel: Parcel, repository: str, *, is_public: bool) -> None:
-    """Send everything in one commit; what an interrupted upload has sent is not sent again."""
+    """Send everything in one commit; what an interrupted upload has sent is not sent again.
+
+    The client tries again by itself.
+    """
     from huggingface_hub import HfApi, get_token
 
     from preparation.hub import ask_hub
@@ -160,6 +163,6 @@ def _upload(parcel: Parcel, repository: str, *, is_public: bool) -> None:
                         ", or change that on its page; nothing was sent")
     commit = ask_hub(repository, lambda: api.upload_folder(
         **about, folder_path=parcel.folder, allow_patterns=parcel.files,
-        commit_message=f"Upload {parcel.folder.name} with lab publish"))
+        commit_message=f"Upload {parcel.folder.name} with lab publish"), pauses=(1,))
     click.echo(f"now on the Hugging Face hub, {'public' if is_public else 'private'}:"
                f" {commit.repo_url.url}")

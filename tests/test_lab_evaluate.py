@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -347,8 +348,9 @@ def test_lm_eval_scores_an_export_as_we_do(tmp_path: Path) -> None:
     target = Target("x", random_model(vocab_size=257, context_length=64), "bytes")
     directory = write_export(target, tmp_path / "export", "a card")
     task = write_hellaswag_task(tmp_path / "tasks")
+    harness = str(Path(sys.executable).with_name("lm_eval"))
     ran = succeeded(run_command(
-        "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={directory},dtype=float32",
+        harness, "run", "--model", "hf", "--model_args", f"pretrained={directory},dtype=float32",
         "--tasks", task, "--include_path", str(tmp_path / "tasks"), "--device", "cpu",
         "--output_path", str(tmp_path / "out"), HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)))
     result_path, = (tmp_path / "out").rglob("results*.json")

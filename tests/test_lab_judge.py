@@ -349,6 +349,7 @@ def test_judgements_go_where_a_link_leads(
 def test_ctrl_c_keeps_what_is_under_way_and_asks_no_more(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     seen = threading.Event()
 
     def interrupt(number: int) -> None:

@@ -179,7 +179,7 @@ def test_a_model_goes_to_the_hub(trained: Workplace, tmp_path: Path, hub: Upload
 
 
 @pytest.mark.parametrize(("place", "fault"), [
-    ("/lfs/", (99, 0)), ("/lfs/", (99, 500)), ("/commit/", (99, 503)), ("/preupload/", (99, 500)),
+    ("/lfs/", (99, 400)), ("/commit/", (99, 503)), ("/commit/", (99, 0)),
 ])
 def test_a_broken_upload_can_be_repeated(
     trained: Workplace, tmp_path: Path, hub: UploadHub, place: str, fault: tuple[int, int]
