@@ -46,7 +46,7 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
         _load_moments(trainer["optimizer"], state.optimizer)
         _load_scale(trainer["scaler"], state.scaler)
     except DAMAGE as error:
-        raise UserError(f"{checkpoint.path}: cannot be loaded: {_reason(error)}; name another"
+        raise UserError(f"{checkpoint.path}: cannot be loaded: {reason_of(error)}; name another"
                         " checkpoint, or start over with --fresh") from None
 
 
@@ -55,7 +55,7 @@ def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
     try:
         model.load_state_dict(_read_weights(checkpoint))
     except DAMAGE as error:
-        raise UserError(f"{checkpoint.path}: cannot be loaded: {_reason(error)}") from None
+        raise UserError(f"{checkpoint.path}: cannot be loaded: {reason_of(error)}") from None
 
 
 def _read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -146,5 +146,6 @@ def _load_scale(saved: dict[str, Any], scaler: GradScaler) -> None:
     scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker})
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Give what a reader says of a file, as far as it goes into a line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from pydantic import ValidationError
 
-from checkpoint_loading import DAMAGE, load_weights
+from checkpoint_loading import DAMAGE, load_weights, reason_of
 from checkpointing import BEST, Checkpoint, find_checkpoint, open_checkpoint
 from gpt import GPTModel
 from json_files import check_tensor_header, read_json_object
@@ -131,7 +131,7 @@ def _of_directory(name: str, directory: Path) -> Target:
     except ValidationError as error:
         raise UserError(f"{directory}: not a GPT-2: {_what_is_wrong(error)}") from None
     except DAMAGE as error:
-        raise UserError(f"{directory}: not a GPT-2: {_reason(error)}") from None
+        raise UserError(f"{directory}: not a GPT-2: {reason_of(error)}") from None
     return Target(name, model, _tokenizer_of(config, end_of_text))
 
 
@@ -166,7 +166,7 @@ def _read_weights(directory: Path) -> Weights:
                             " weights such as pytorch_model.bin are not read)") from None
         except DAMAGE as error:
             raise UserError(f"{directory / name}: not a whole safetensors file"
-                            f" ({_reason(error)}); fetch or export it again") from None
+                            f" ({reason_of(error)}); fetch or export it again") from None
     return weights
 
 
@@ -210,7 +210,3 @@ def _fetched(repository: str) -> Path:
 
 def _what_is_wrong(error: ValidationError) -> str:
     return describe(error).removesuffix("; change it")  # it is as it was trained
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]

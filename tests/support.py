@@ -113,6 +113,15 @@ class Workplace:
         return {str(path): path.lstat().st_mtime_ns for path in self.root.rglob("*")}
 
 
+def train_tiny(root: Path, **train: Any) -> Workplace:
+    """Train the tiny run for ten steps, in a workplace of its own."""
+    workplace = Workplace(root)
+    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320} | train)
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny"))
+    return workplace
+
+
 def torchrun_command(num_processes: int, script: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc_per_node={num_processes}", str(PROJECT_DIR / script)]

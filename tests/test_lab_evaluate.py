@@ -14,7 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hub_stand_in import Hub, serving
-from support import Workplace, forked, read_lines, run_command, succeeded, write_tokens
+from support import (
+    Workplace,
+    forked,
+    read_lines,
+    run_command,
+    succeeded,
+    train_tiny,
+    write_tokens,
+)
 from test_weight_formats import export, random_model
 
 from lab.held_out import choose_slice, evaluate
@@ -30,12 +38,7 @@ ALONE = Share(Process(rank=0, local_rank=0, world_size=1, device=torch.device("c
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    workplace = Workplace(tmp_path_factory.mktemp("evaluated"))
-    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320,
-                             "validation_batches": 15})
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny"))
-    return workplace
+    return train_tiny(tmp_path_factory.mktemp("evaluated"), validation_batches=15)
 
 
 def lab_evaluate(workplace: Workplace, *arguments: str, num_processes: int | None = None,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TINY_MODEL, Workplace, forked, succeeded
+from support import TINY_MODEL, Workplace, forked, succeeded, train_tiny
 
 from gpt import GPTModel
 from lab.generate import GrowingText, stream_texts
@@ -15,11 +15,7 @@ from sampling import KeyValueCache, SamplingOptions, generate_tokens, stream_tok
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    workplace = Workplace(tmp_path_factory.mktemp("trained"))
-    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320})
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny"))
-    return workplace
+    return train_tiny(tmp_path_factory.mktemp("trained"))
 
 
 def generate(workplace: Workplace, *arguments: str):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
-from support import Workplace, forked, run_command, succeeded
+from support import Workplace, forked, run_command, succeeded, train_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, pipeline
 from upload_stand_in import UploadHub, taking_uploads
 
@@ -31,12 +31,7 @@ CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    workplace = Workplace(tmp_path_factory.mktemp("published"))
-    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320,
-                             "usd_per_hour": 36.0})
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny"))
-    return workplace
+    return train_tiny(tmp_path_factory.mktemp("published"), usd_per_hour=36.0)
 
 
 @pytest.fixture
@@ -138,7 +133,8 @@ def test_the_card_tells_what_was_measured(trained: Workplace, tmp_path: Path) ->
         measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1}]) + '{"half')
     succeeded(publish(trained, "tiny", "--output", str(output), "--license", "apache-2.0"))
     card = ModelCard.load(output / "README.md")
-    assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
+    facts = card.data.to_dict()
+    assert facts["license"] == "apache-2.0" and facts["library_name"] == "transformers"
     results = {found.metric_name: found.metric_value for found in card.data.eval_results}
     assert results == {
         "validation loss while training (nats a token)": checkpoint.meta.loss,
