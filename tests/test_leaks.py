@@ -60,8 +60,8 @@ def test_steps_leave_memory_files_and_threads_as_they_were(
         print(f"\n{grown / MIB:+.2f} MiB between the first and the last third of steps"
               f" {taken[0].global_step} to {taken[-1].global_step}")
         assert grown < 1 * MIB
-        for name in ("num_threads", "num_files"):
-            assert max(getattr(s, name) for s in late) <= max(getattr(s, name) for s in early)
+        for name in ("num_threads", "num_files"):  # the fewest: some come and go
+            assert min(getattr(s, name) for s in late) <= min(getattr(s, name) for s in early)
 
 
 def test_runs_end_cleanly(workplace: Workplace, num_exits: int) -> None:

@@ -29,7 +29,7 @@ from run_config import load_run
 
 # A sequence takes 20 MiB here, or 30 where gradients are accumulated, and the limits lie between
 # two microbatches: the odd megabyte of a thread does not decide.
-LIMITS = ("0.12", "0.2", "0.29")
+LIMITS = ("0.12", "0.2", "0.29")  # the last with --thorough
 WORDY_MODEL = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "n_layers": 1,
                "drop_rate": 0.0}
 IN_ONE = {"head_chunks": 1}  # in pieces they would take next to nothing
@@ -195,13 +195,16 @@ def search_and_try_all(workplace: Workplace, num_processes: int, limits: str) ->
     return largest
 
 
-def test_the_true_maximum_is_found_on_real_memory(workplace: Workplace) -> None:
+def test_the_true_maximum_is_found_on_real_memory(
+    workplace: Workplace, request: pytest.FixtureRequest
+) -> None:
+    limits = LIMITS if request.config.getoption("--thorough") else LIMITS[:-1]
     workplace.add_run(model=WORDY_MODEL, train=IN_ONE)  # it accumulates; there is no data
     before = workplace.files()
     found = {(num_processes, limit): search_and_try_all(workplace, num_processes, limit)
-             for num_processes in (1, 2) for limit in LIMITS}
+             for num_processes in (1, 2) for limit in limits}
     for num_processes in (1, 2):
-        sizes = [found[num_processes, limit] for limit in LIMITS]
+        sizes = [found[num_processes, limit] for limit in limits]
         assert sizes == sorted(set(sizes)), "more memory, larger microbatch"
     assert workplace.files() == before
 
@@ -221,14 +224,14 @@ def test_the_process_with_the_least_memory_decides_and_none_hangs(workplace: Wor
 def test_a_model_that_only_fails_in_the_optimizers_first_step_does_not_fit(
     workplace: Workplace
 ) -> None:
-    # 50 MiB of weights, as much in gradients and 40 MiB of activations go in, but not AdamW's two
+    # 50 MiB of weights, as much in gradients and 10 MiB of activations go in, but not AdamW's two
     # moments as well.
-    workplace.add_run(model={"emb_dim": 1024, "context_length": 512, "n_heads": 4, "n_layers": 1,
+    workplace.add_run(model={"emb_dim": 1024, "context_length": 128, "n_heads": 4, "n_layers": 1,
                              "drop_rate": 0.0})
     result = search(workplace, 1, "--memory-limit-gib", "0.19")
     assert "not even a microbatch of 1 fits" in result.stderr
     assert tried(result.stdout) == {1: False}
-    output = succeeded(search(workplace, 1, "--memory-limit-gib", "0.35")).stdout
+    output = succeeded(search(workplace, 1, "--memory-limit-gib", "0.26")).stdout
     assert re.search(r"^largest microbatch: [1-9]$", output, re.MULTILINE)
 
 
