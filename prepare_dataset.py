@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from user_error import UserError, one_line
+from user_error import UserError, forget_untold, say, tell
 
 if TYPE_CHECKING:
     from preparation.documents import Source
     from preparation.journal import Progress
 
+MOST_WORKERS = 16  # unless more are asked for: so many stay below 1 GiB
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -53,7 +54,8 @@ class Options:
               help="The share of the documents, the last ones, that is kept for validation.")
 @click.option("--max-documents", type=click.IntRange(2), help="Take the first N documents only.")
 @click.option("--workers", type=click.IntRange(1), default=None,
-              help="Processes that tokenise.  [default: one for each core]")
+              help="Processes that tokenise.  [default: one for each core, up to 16, which take"
+                   " less than 1 GiB]")
 @click.option("--skip-bad-shards", is_flag=True,
               help="Leave out files that are damaged, and count them.")
 @click.option("--keep-raw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
@@ -76,19 +78,23 @@ def main(**options: Any) -> None:
         progress = import_tokens_of(asked) if asked.is_import else prepare(asked)
         from preparation.progress_display import summary
 
-        print(summary(asked.output, progress), flush=True)
+        say(summary(asked.output, progress))
     except UserError as error:
-        stop_with(str(error), status=2)
+        stop_with(error.line(), status=error.status)
     except OSError as error:  # of the source's or the output's place
-        stop_with(f"{error.filename or asked.source}: {error.strerror or error}", status=2)
+        unread = UserError(f"{error.filename or asked.source}: {error.strerror or error}")
+        stop_with(unread.line(), status=2)
     except KeyboardInterrupt:
-        stop_with("Interrupted; the same command goes on from there", status=130)
+        left = "nothing is left of it" if asked.is_import else "the same command goes on from there"
+        stop_with(f"\nInterrupted; {left}", status=130)
+    finally:
+        forget_untold()
 
 
 def import_tokens_of(asked: Options) -> Progress:
     """Take over tokens that are there. Raises: UserError."""
     if (asked.subset or asked.max_documents or asked.workers or asked.skip_bad_shards
-            or asked.keep_raw):
+            or asked.keep_raw or asked.text_column != "text" or asked.validation_fraction != 0.01):
         raise UserError("--import takes the tokens as they are; of the other options only"
                         " --tokenizer has a meaning with it")
     # Imported here, and below, so that --help does not wait for it.
@@ -99,21 +105,20 @@ def import_tokens_of(asked: Options) -> Progress:
 
 def prepare(asked: Options) -> Progress:
     """Find the documents and tokenise them. Raises: UserError."""
-    start_fork_server()
+    start_fork_server(asked.tokenizer)
     from preparation.pipeline import prepare_dataset
     from preparation.planning import PrepareOptions, free_output
 
     documents = find_source(asked, free_output(asked.output))
     return prepare_dataset(documents, asked.output, PrepareOptions(
         tokenizer=asked.tokenizer, validation_fraction=asked.validation_fraction,
-        max_documents=asked.max_documents, num_workers=asked.workers or num_cores(),
+        max_documents=asked.max_documents, num_workers=asked.workers or default_num_workers(),
         skip_bad_shards=asked.skip_bad_shards,
     ))
 
 
-def stop_with(message: str, *, status: int) -> NoReturn:
-    line = f"Error: {one_line(message)}" if status == 2 else f"\n{message}"
-    print(line, file=sys.stderr, flush=True)
+def stop_with(line: str, *, status: int) -> NoReturn:
+    tell(line)
     sys.exit(status)
 
 
@@ -144,17 +149,20 @@ def find_source(asked: Options, output: Path) -> Source:
     return find_documents(source, text_column=asked.text_column)
 
 
-def start_fork_server() -> None:
+def start_fork_server(tokenizer: str) -> None:
     """Start the process that workers are forked from: it imports while this one does."""
-    multiprocessing.set_forkserver_preload(["preparation.encoding"])
+    multiprocessing.set_forkserver_preload(
+        ["preparation.gpt2_workers" if tokenizer == "gpt2" else "preparation.encoding"])
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it inherits that: Ctrl-C is ours
     multiprocessing.forkserver.ensure_running()
     signal.signal(signal.SIGINT, on_interrupt)
 
 
-def num_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def default_num_workers() -> int:
+    """Give one worker for each core that this process may use, within its bounds of memory."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(num_cores, MOST_WORKERS)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from preparation.readers import (
 from user_error import UserError
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-SUFFIXES = (".parquet", *JSON_SUFFIXES, *TEXT_SUFFIXES)
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # but .txt only where they are named or matched
+SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
 TEXT_FILES_A_SHARD = 1000
 TEXTS_A_TASK = 1000
 PIECE_CHARACTERS = 3000  # of the standard library's text
@@ -148,7 +148,8 @@ def find_documents(source: str | Path, *, text_column: str = "text") -> Source:
         UserError: there are none, or they are of more than one kind.
     """
     root, found = _look_for(Path(source))
-    paths = sorted(path for path in found if kind_of(path.name) and not path.is_dir())
+    paths = sorted(path for path in found
+                   if kind_of(path.name) and (path.is_file() or not path.exists()))
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: is a link to nowhere")
@@ -226,7 +227,7 @@ def _files_below(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         if "train.safetensors" not in names:
-            yield from (Path(folder, name) for name in names)
+            yield from (Path(folder, name) for name in names if name.lower().endswith(SUFFIXES))
 
 
 def _printable(path: Path) -> str:

@@ -9,10 +9,10 @@ import numpy as np
 
 from preparation.dataset_card import write_import_card
 from preparation.journal import Journal, Progress, SplitCount
-from preparation.planning import free_output
+from preparation.planning import check_room, free_output
 from preparation.token_file_writer import TokenFileWriter
 from tokenizer import END_OF_TEXT_IDS, check_tokenizer_name
-from user_error import UserError
+from user_error import UserError, cannot_be_written
 
 LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
 LLM_C_HEADER = 256  # int32 words: magic, version, number of tokens, zeros
@@ -31,11 +31,16 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progre
     check_tokenizer_name(tokenizer_name)
     vocab_size = END_OF_TEXT_IDS[tokenizer_name] + 1
     paths = {"train": _files(source, "train"), "validation": _files(source, "val")}
+    if (source / "meta.pkl").exists():
+        raise UserError(f"{source}: its meta.pkl is a vocabulary of its own, so the tokens are not"
+                        f" those of {tokenizer_name}; prepare the text that they were made of")
     try:
         with Journal(output_dir) as journal:  # for its lock; all is done at once
             if journal.request is not None:
                 raise UserError(f"{journal.dir}: holds an unfinished preparation; name another"
                                 " output, or delete that directory")
+            check_room(journal.dir, sum(path.stat().st_size for split in paths.values()
+                                        for path in split), "tokens")
             journal.dataset_dir.mkdir(exist_ok=True)
             counts = {split: _import_split(paths[split],
                                            journal.dataset_dir / f"{split}.safetensors",
@@ -44,7 +49,7 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progre
             write_import_card(journal.dataset_dir, source, tokenizer_name, progress)
             journal.publish(output_dir)
     except OSError as error:
-        raise UserError(f"{output_dir}: cannot be written: {error.strerror or error}") from None
+        raise cannot_be_written(output_dir, error) from None
     return progress
 
 

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.hf_api import RepoFile, RepoFolder
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from tqdm import tqdm
 
@@ -79,8 +79,8 @@ def hub_source(repository: str, subset: str, *, text_column: str, raw_files: Raw
         UserError: the hub cannot be reached, or has no such documents for this user.
     """
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository, revision=revision))
-    entries = ask_hub(repository, lambda: list(HfApi().list_repo_tree(
-        repository, subset or None, recursive=True, revision=info.sha, repo_type="dataset")))
+    subset = subset.strip("/")
+    entries = ask_hub(repository, lambda: _entries(repository, subset, info.sha))
     files = sorted((entry for entry in entries if isinstance(entry, RepoFile)
                     and kind_of(entry.path) in ("parquet", "JSON lines")), key=lambda e: e.path)
     kinds = {kind_of(file.path) for file in files}
@@ -100,6 +100,21 @@ def hub_source(repository: str, subset: str, *, text_column: str, raw_files: Raw
         hub_name=repository, raw_dir=raw_files.dir,
         keeps_raw=raw_files.are_kept,
     )
+
+
+def _entries(repository: str, subset: str, revision: str) -> list[RepoFile | RepoFolder]:
+    """List what is in a directory, at any depth. Raises: UserError, if there is none."""
+    def look_in(directory: str | None, *, recursive: bool) -> list[RepoFile | RepoFolder]:
+        return list(HfApi().list_repo_tree(repository, directory, recursive=recursive,
+                                           revision=revision, repo_type="dataset"))
+
+    try:
+        return look_in(subset or None, recursive=True)
+    except EntryNotFoundError:
+        folders = [entry.path for entry in look_in(None, recursive=False)
+                   if isinstance(entry, RepoFolder)]
+        raise UserError(f"{repository} on the hub: --subset {subset} is no directory there; it has"
+                        f" {', '.join(folders) or 'none'}") from None
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,9 @@ class Journal:
         self.dataset_dir = self.dir / "dataset"
         self.raw_dir = self.dir / "raw"
         self.path = self.dir / "journal.jsonl"
+        self._counts_path = self.dir / "counts.jsonl"
         self.request: Request | None = None  # of the earlier start
+        self.counted: list[ShardFacts] = []  # by one that had no request yet
         self.progress = Progress()
 
     def __enter__(self) -> Journal:
@@ -103,7 +105,7 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if self.request is None:  # nothing was begun
+        if self.request is None and not self.counted:  # nothing was begun
             shutil.rmtree(self.dir, ignore_errors=True)
         os.close(self._lock)
 
@@ -113,7 +115,7 @@ class Journal:
         Raises:
             UserError: the earlier start was asked for something else.
         """
-        if self.request is not None:
+        if self.request is not None and self.progress.num_shards:  # else nothing is lost
             if changes := differences(self.request, request, self.progress.num_shards):
                 raise UserError(
                     f"{self.dir}: an unfinished preparation differs: {changes}; repeat its command"
@@ -126,7 +128,14 @@ class Journal:
             if self.progress.num_shards:
                 _write_line(file, self.progress)
         whole.replace(self.path)
+        self._counts_path.unlink(missing_ok=True)  # they are in the request
         self.request = request
+
+    def note_count(self, facts: ShardFacts) -> None:
+        """Keep what a shard was counted to hold, before there is a request with all of them."""
+        with self._counts_path.open("ab") as file:
+            _write_line(file, facts)
+        self.counted.append(facts)
 
     def add(self, progress: Progress) -> None:
         """Note that a shard is done. What it came to must be on the disk."""
@@ -148,6 +157,10 @@ class Journal:
             self.request = Request.model_validate_json(lines[0])
             for line in lines[1:]:
                 self.progress = Progress.model_validate_json(line)
+        if self._counts_path.exists():
+            with contextlib.suppress(ValidationError):
+                for line in self._counts_path.read_bytes().splitlines():
+                    self.counted.append(ShardFacts.model_validate_json(line))
         self._keep_only_what_is_there()
 
     def _keep_only_what_is_there(self) -> None:

@@ -25,7 +25,7 @@ from preparation.progress_display import ProgressDisplay
 from preparation.readers import TASK_BYTES, Task
 from preparation.token_file_writer import TokenFileWriter
 from tokenizer import check_tokenizer_name
-from user_error import UserError
+from user_error import FULL_DISK, UserError, cannot_be_written
 
 SPLITS = ("train", "validation")
 
@@ -56,8 +56,9 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise UserError(f"{journal.dir}: the disk is full; make room, and the same command"
-                            f" goes on behind shard {journal.progress.num_shards}") from None
-        raise UserError(f"{output_dir}: cannot be written: {error.strerror or error}") from None
+                            f" goes on behind shard {journal.progress.num_shards}",
+                            FULL_DISK) from None
+        raise cannot_be_written(output_dir, error) from None
     return progress
 
 

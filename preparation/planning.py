@@ -12,7 +12,7 @@ from tqdm import tqdm
 from preparation.cutting import BadShard
 from preparation.documents import Shard, Source
 from preparation.journal import Journal, Request, ShardFacts
-from user_error import UserError
+from user_error import UserError, cannot_be_written
 
 # Text of which a token stands for more bytes than this is rare: the least room that is asked for.
 MOST_BYTES_A_TOKEN = {"gpt2": 5.0, "bytes": 1.0}
@@ -57,14 +57,20 @@ def num_training_documents(num_documents: int, validation_fraction: float) -> in
 
 def plan_request(source: Source, options: PrepareOptions, journal: Journal) -> Request:
     """Count what there is, as far as an earlier start has not. Raises: UserError."""
+    before = journal.request if (
+        journal.request and journal.request.text_column == source.text_column) else None
     known = {(facts.name, facts.identity): facts
-             for facts in (journal.request.shards if journal.request else [])
+             for facts in [*(before.shards if before else []), *journal.counted]
              if options.skip_bad_shards or not facts.is_bad}
     shards: list[ShardFacts] = []
     num_documents = 0
     for shard in tqdm(source.shards, desc="counting documents", unit=" files", leave=False,
                       disable=None, delay=1):
-        facts = known.get((shard.name, shard.identity)) or _facts(shard, options)
+        facts = known.get((shard.name, shard.identity))
+        if facts is None:
+            facts = _facts(shard, options)
+            if facts.num_text_bytes is None and not facts.is_bad:  # all of it had to be read
+                journal.note_count(facts)
         shards.append(facts)
         num_documents += facts.num_documents
         if options.max_documents is not None and num_documents >= options.max_documents:
@@ -103,16 +109,20 @@ def check_disk(request: Request, journal: Journal, source: Source) -> None:
                  source.shards[journal.progress.num_shards:len(request.shards)])
     num_raw_bytes = sum(raw if source.keeps_raw else raw[-2:])  # one is fetched ahead
     if source.raw_dir is not None:
-        source.raw_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            source.raw_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_be_written(source.raw_dir, error) from None
         if source.raw_dir.stat().st_dev == journal.dir.stat().st_dev:
             wanted += num_raw_bytes
         else:
-            _check_room(source.raw_dir, num_raw_bytes, "files from the hub")
-    _check_room(journal.dir, wanted, "tokens" if source.raw_dir is None else
+            check_room(source.raw_dir, num_raw_bytes, "files from the hub")
+    check_room(journal.dir, wanted, "tokens" if source.raw_dir is None else
                 "tokens and files from the hub")
 
 
-def _check_room(directory: Path, num_bytes: float, what: str) -> None:
+def check_room(directory: Path, num_bytes: float, what: str) -> None:
+    """Raise UserError if a disk has not so much room."""
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise UserError(f"{directory.parent}: {free / 1e9:.1f} GB free; {what} will take"

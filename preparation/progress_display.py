@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from preparation.journal import Progress, Request
 
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt} documents [{elapsed}<{remaining}{postfix}]"
 LINE_INTERVAL = 30  # seconds between plain lines
 
 
@@ -21,13 +22,13 @@ class ProgressDisplay:
         self._total, self._first_document = request.num_documents, num_documents
         self._first_tokens: int | None = None
         self._started = self._last_line = time.monotonic()
-        self._bar = tqdm(total=request.num_documents, initial=num_documents, unit=" documents",
-                         disable=None, dynamic_ncols=True)
+        if num_documents:
+            print(f"going on behind document {num_documents:,} of {self._total:,}",
+                  file=sys.stderr)
+        self._bar = tqdm(total=request.num_documents, initial=num_documents, disable=None,
+                         dynamic_ncols=True, bar_format=BAR)
 
     def __enter__(self) -> ProgressDisplay:
-        if self._first_document:
-            print(f"going on behind document {self._first_document:,} of {self._total:,}",
-                  file=sys.stderr)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

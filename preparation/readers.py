@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.json
 
 from preparation.cutting import BadShard, Piece, cut_document, find_cuts, piece_of
 from preparation.parquet import parquet_pieces, text_bytes
 
 TASK_BYTES = 2**22  # of text in a task, roughly
-LONGEST_LINE = 2**28  # bytes held at once: a small file may unpack to one endless line
+LONGEST_LINE = 5 * 2**26  # bytes held at once: 100 MB of text with all of it escaped, and no more,
+# for a small file may unpack to one endless line
+LONG_LINE = 2**23  # bytes from which Arrow reads a line, in far less memory than Python does
 WHOLE_GROUP_BYTES = 2**24  # a parquet row group up to this size is read by a worker
 
 
@@ -75,7 +79,7 @@ class JsonLines(Task):
 
     path: Path
     first_line: int
-    lines: bytes
+    lines: bytes | bytearray
     text_column: str
 
     @property
@@ -83,18 +87,52 @@ class JsonLines(Task):
         return len(self.lines)
 
     def pieces(self) -> Iterator[Piece]:
-        for number, line in enumerate(io.BytesIO(self.lines), start=self.first_line):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line.decode("utf-8", "replace"))[self.text_column]
-                text = "" if text is None else text  # as in parquet
-                data = text.encode("utf-8", "replace")  # JSON can hold half of a surrogate pair
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise BadShard(f'{self.path}: line {number} is no JSON object with a'
-                               f' "{self.text_column}" of text') from None
-            del text
+        for number, line in enumerate(_lines_of(self.lines), start=self.first_line):
+            data = _long_text(line, self.text_column) if len(line) > LONG_LINE else None
+            if data is None:
+                short = bytes(line)
+                if not short.strip():
+                    continue
+                data = self._text_of(number, short)
             yield from cut_document(data)
+
+    def _text_of(self, number: int, line: bytes) -> bytes:
+        found = ""
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8", "replace"))
+            found = f"; it has: {', '.join(record)[:60]} (--text-column)"
+            text = record[self.text_column]
+            return ("" if text is None else text).encode(  # as in parquet
+                "utf-8", "replace")  # JSON can hold half of a surrogate pair
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise BadShard(f'{self.path}: line {number} is no JSON object with a'
+                           f' "{self.text_column}" of text'
+                           f"{found if isinstance(error, KeyError) else ''}") from None
+
+
+def _lines_of(data: bytes | bytearray) -> Iterator[memoryview]:
+    """Cut into lines, without a copy of them."""
+    view, start = memoryview(data), 0
+    while start < len(data):
+        stop = data.find(b"\n", start) + 1 or len(data)
+        yield view[start:stop]
+        start = stop
+
+
+def _long_text(line: memoryview, text_column: str) -> memoryview | None:
+    """Read the text of a line; None where Arrow does not find any, be it wrong or not."""
+    options = {
+        "read_options": pyarrow.json.ReadOptions(use_threads=False, block_size=len(line) + 1),
+        "parse_options": pyarrow.json.ParseOptions(
+            explicit_schema=pyarrow.schema([(text_column, pyarrow.string())]),
+            unexpected_field_behavior="ignore"),
+    }
+    try:
+        table = pyarrow.json.read_json(pyarrow.BufferReader(pyarrow.py_buffer(line)), **options)
+        text = table[text_column][0]
+    except (pyarrow.ArrowException, IndexError):
+        return None
+    return memoryview(text.as_buffer()) if text.is_valid else None
 
 
 @dataclass(frozen=True)
@@ -152,37 +190,45 @@ def json_tasks(path: Path, text_column: str) -> Iterator[Task]:
     first_line = 1
     try:
         for block in _blocks_of_lines(path):
-            task = JsonLines(path, first_line, block, text_column)
-            if task.num_bytes > 2 * TASK_BYTES:  # a large document, cut into several tasks
-                yield from _texts(task.pieces())
+            if len(block) > 2 * TASK_BYTES:  # a large document, cut into several tasks
+                yield from _texts(JsonLines(path, first_line, block, text_column).pieces())
             else:
-                yield task
+                yield JsonLines(path, first_line, bytes(block), text_column)
             first_line += block.count(b"\n")
+            del block  # before there is another
     except BadShard as error:
         yield Unreadable(str(error))
 
 
 def count_lines(path: Path) -> int:
     """Count the lines that are not blank. Raises: BadShard."""
-    return sum(1 for block in _blocks_of_lines(path) for line in io.BytesIO(block) if line.strip())
+    return sum(map(_count_in, _blocks_of_lines(path)))
 
 
-def _blocks_of_lines(path: Path) -> Iterator[bytes]:
+def _count_in(block: bytearray) -> int:
+    return sum(1 for line in _lines_of(block) if bytes(line[:99]).strip() or bytes(line).strip())
+
+
+def _blocks_of_lines(path: Path) -> Iterator[bytearray]:
     try:
         with _open(path) as file:
-            while block := file.read(TASK_BYTES):
-                line = file.readline(LONGEST_LINE)
-                if len(line) == LONGEST_LINE:
+            while block := bytearray(file.read(TASK_BYTES)):  # which grows without a copy
+                while len(block) < LONGEST_LINE and (part := file.readline(TASK_BYTES)):
+                    block += part
+                    if part.endswith(b"\n"):
+                        break
+                if len(block) >= LONGEST_LINE:
                     raise BadShard(f"{path}: a line of more than {LONGEST_LINE >> 20} MiB")
-                yield block + line
+                yield block
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise BadShard(f"{path}: damaged, or cannot be read: {str(error)[:80]}") from None
 
 
 def _open(path: Path) -> Any:
-    if path.suffix == ".gz":
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
         return gzip.open(path, "rb")
-    if path.suffix == ".zst":
+    if suffix == ".zst":
         return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"), TASK_BYTES)
     return path.open("rb")
 
@@ -216,7 +262,7 @@ def _texts(pieces: Iterator[Piece]) -> Iterator[Task]:
     size = 0
     for piece in pieces:
         batch.append(piece)
-        size += len(piece.text)
+        size += sys.getsizeof(piece.text)  # up to four bytes a character
         if size >= TASK_BYTES:
             yield Texts(batch, size)
             batch, size = [], 0

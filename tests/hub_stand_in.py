@@ -107,7 +107,11 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif match := re.fullmatch(files_at, path):
                 self.send_file(*match.groups(), fault, has_body=has_body)
             elif path.startswith(facts_at):
-                self.send_json(self.answer(path.removeprefix(facts_at)))
+                answer = self.answer(path.removeprefix(facts_at))
+                if answer == []:
+                    self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+                else:
+                    self.send_json(answer)
             else:  # what the hub says to who is not logged in
                 self.send(401, b'{"error": "Invalid username or password."}',
                           {"X-Error-Code": "RepoNotFound"})
@@ -118,9 +122,13 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 sha = path.removeprefix("/revision/")
             if path.startswith("/tree/"):
                 _, _, sha, *rest = path.split("/")
-                folder = "/".join(rest)
-                return [entry(name) for name in sorted(hub.files)
-                        if name.startswith(f"{folder}/" if folder else "")]
+                folder = "".join(f"{part}/" for part in rest)
+                if "recursive=true" in self.path.lower():
+                    return [entry(name) for name in sorted(hub.files) if name.startswith(folder)]
+                inside = {name.removeprefix(folder).partition("/")[:2] for name in hub.files
+                          if name.startswith(folder)}
+                return [{"type": "directory", "path": folder + first, "oid": etag(b"")[:40]}
+                        if slash else entry(folder + first) for first, slash in sorted(inside)]
             if path.startswith("/paths-info/"):
                 asked = json.loads(self.form)["paths"]
                 return [entry(name) for name in hub.files if name in asked]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,7 +42,7 @@ def tokens_in(path: Path) -> list[int]:
 
 def test_nanogpts_pair_can_be_trained_on(workplace: Workplace, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
-                                         "val.bin": TOKENS[:200].tobytes(), "meta.pkl": b"x"})
+                                         "val.bin": TOKENS[:200].tobytes()})
     out = workplace.datasets_dir / "mine"
     result = succeeded(run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"),
                                    "--import", str(source), str(out), "--tokenizer", "bytes"))
@@ -98,9 +100,34 @@ def test_two_imports_at_once_do_not_mix(tmp_path: Path) -> None:
             import_tokens(source, tmp_path / "out", "gpt2")
 
 
-def test_other_options_have_no_meaning_with_import(tmp_path: Path) -> None:
+def test_tokens_of_a_vocabulary_of_their_own_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {
+        "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes(), "meta.pkl": b"x"})
+    with pytest.raises(UserError, match="its meta.pkl is a vocabulary of its own"):
+        import_tokens(source, tmp_path / "out", "gpt2")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_disk_without_room_is_said_before_anything_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", {
+        "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes()})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
+    with pytest.raises(UserError, match="0.0 GB free; tokens will take 0.0 GB or more"):
+        import_tokens(source, tmp_path / "out", "gpt2")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
+    import_tokens(source, tmp_path / "out", "gpt2")
+
+
+@pytest.mark.parametrize("option", [("--max-documents", "10"), ("--text-column", "a"),
+                                    ("--validation-fraction", "0.3")])
+def test_other_options_have_no_meaning_with_import(
+    tmp_path: Path, option: tuple[str, str]
+) -> None:
     result = run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"), "--import",
-                         str(tmp_path), str(tmp_path / "out"), "--max-documents", "10")
+                         str(tmp_path), str(tmp_path / "out"), *option)
     assert result.returncode == 2 and "only --tokenizer has a meaning" in result.stderr
 
 

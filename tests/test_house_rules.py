@@ -31,6 +31,7 @@ PREPARATION_ROWS = [
     {"foreign_tokens", "providing"},
     {"pipeline"},
     {"planning", "dataset_card", "hub"},
+    {"gpt2_workers"},
     {"documents", "encoding", "progress_display"},
     {"readers"},
     {"parquet"},

@@ -122,6 +122,17 @@ def test_a_subset_is_read_shard_by_shard_and_not_kept(texts_hub: Hub, tmp_path: 
     assert texts_hub.sha in card.text
 
 
+def test_a_subset_that_is_not_there_is_said_with_those_that_are(
+    texts_hub: Hub, tmp_path: Path
+) -> None:
+    result = prepare(texts_hub, tmp_path, "--subset", "sample-10BT")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "--subset sample-10BT is no directory there; it has " in result.stderr
+    assert "sample" in result.stderr.rpartition("; it has ")[2]
+    assert not list(tmp_path.glob(".*"))
+    succeeded(prepare(texts_hub, tmp_path, "--subset", "sample/10BT/"))  # as a shell completes it
+
+
 def test_raw_files_can_be_kept(texts_hub: Hub, tmp_path: Path) -> None:
     succeeded(prepare(texts_hub, tmp_path, "--subset", "sample/10BT",
                       "--keep-raw", str(tmp_path / "raw")))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -24,16 +26,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from support import PROJECT_DIR, Workplace, run_command, succeeded
+from support import PROJECT_DIR, Workplace, run_command, small_disk, succeeded
 
 from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_original
-from preparation import pipeline
+from preparation import documents, pipeline, progress_display
 from preparation.documents import Source, TextsShard, find_documents, python_stdlib
 from preparation.journal import Journal
 from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions, num_training_documents
 from preparation.providing import provide_dataset
 from preparation.token_file_writer import TokenFileWriter, token_file_header
+from prepare_dataset import MOST_WORKERS
 from tokenizer import load_tokenizer
 from user_error import UserError
 
@@ -341,6 +344,35 @@ def test_a_changed_option_is_refused_with_the_reason(
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b"]
 
 
+def test_where_no_shard_is_done_another_option_is_no_trouble(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
+    with pytest.raises(UserError, match="it has: content"):
+        prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    prepare_dataset(find_documents(folder, text_column="content"), tmp_path / "out", BYTES)
+    assert decoded(tmp_path / "out" / "train.safetensors") == ["a"]
+
+
+def test_a_count_for_which_all_was_read_is_kept(tmp_path: Path, monkeypatch) -> None:
+    source_dir = write_source("jsonl", tmp_path / "source")
+    count, counted = documents.count_lines, []
+
+    def counting(path: Path) -> int:
+        counted.append(path.name)
+        if counted == ["a.jsonl", "b.jsonl"]:
+            raise Stopped
+        return count(path)
+
+    monkeypatch.setattr(documents, "count_lines", counting)
+    with pytest.raises(Stopped):
+        prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
+    prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
+    assert counted == ["a.jsonl", "b.jsonl", "b.jsonl"]
+    assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[:150]
+    assert not list(tmp_path.glob(".*"))
+
+
 @pytest.mark.parametrize(("shards", "message"), [
     ([["a", "B"], ["c"]], "shard 0 has changed"),
     ([["a", "b"]], "shard 1 is gone"),
@@ -443,12 +475,42 @@ def test_a_disk_that_fills_up_is_said_and_leaves_what_can_be_gone_on_with(
         flush(writer)
 
     monkeypatch.setattr(TokenFileWriter, "flush", full)
-    with pytest.raises(UserError, match="the disk is full; .* goes on behind shard 1"):
+    with pytest.raises(UserError, match="the disk is full; .* goes on behind shard 1") as caught:
         prepare_dataset(source, tmp_path / "out", BYTES)
+    assert caught.value.status == 4
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     prepare_dataset(source, tmp_path / "out", BYTES)
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
+
+
+def test_a_full_disk_has_a_status_of_its_own(tmp_path: Path) -> None:
+    source_dir, disk = tmp_path / "source", tmp_path / "disk"
+    write_parquet(source_dir, ["two words " * 100_000] * 4)
+    disk.mkdir()
+    with small_disk(disk, "500k"):
+        result = run_command(*COMMAND, str(source_dir), str(disk / "out"))
+        assert result.returncode == 4 and result.stderr.count("\n") == 1, result.stderr
+        assert "the disk is full; make room" in result.stderr
+        assert not (disk / "out").exists()
+
+
+def test_progress_is_a_bar_or_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_display, "LINE_INTERVAL", -1)
+    source = texts_source(["a"] * 30, ["b"] * 30, ["c"] * 30)
+    unfinished(source, tmp_path / "out")
+    assert re.search(r"^60 of 90 documents, 0 M tokens, \d+\.\d\d M tokens/s, 00:00 left$",
+                     capsys.readouterr().err, re.MULTILINE)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    prepare_dataset(source, tmp_path / "out", BYTES)
+    assert terminal.getvalue().startswith("going on behind document 60 of 90\n")
+    assert re.search(r" 67%\|.*\| 60 documents \[00:00<", terminal.getvalue())
+    assert re.search(r"100%\|.*\| 90 documents \[.*<.*, 0 M tokens, \d+\.\d\d M tokens/s\]",
+                     terminal.getvalue())
 
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
@@ -585,6 +647,14 @@ def test_only_the_wanted_documents_are_read(tmp_path: Path) -> None:
     assert progress.train.num_documents == 9 and len(read) < 3
 
 
+def test_a_directory_has_texts_and_no_pipes(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.TXT", "README.md", "convert.py"):
+        (tmp_path / name).write_text("x")
+    os.mkfifo(tmp_path / "c.txt")
+    assert find_documents(tmp_path).shards[0].facts().num_documents == 2
+    assert find_documents(f"{tmp_path}/*.py").shards[0].facts().num_documents == 1
+
+
 def test_hidden_directories_and_datasets_are_not_read_as_documents(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     for path in ("a.txt", "b.TXT", ".git/c.txt"):
@@ -694,7 +764,23 @@ def test_memory_is_small_whatever_the_documents(tmp_path: Path) -> None:
     assert len(second) == 10 * 2_500_000 + len(tokenizer.encode(" 🎉")) + 1
 
 
-@pytest.mark.parametrize("kind", ["lines", "repeated", "groups"])
+def test_memory_is_small_with_as_many_workers_as_there_may_be(
+    corpus: Path, tmp_path: Path
+) -> None:
+    folder = copies_of(corpus, 4, tmp_path / "corpus")
+    _, peak = peak_memory_of([*COMMAND, folder, tmp_path / "out", "--workers", str(MOST_WORKERS)])
+    assert peak < 2**30, f"{peak / 2**20:.0f} MiB"
+
+
+def copies_of(corpus: Path, copies: int, folder: Path) -> Path:
+    folder.mkdir()
+    for copy in range(copies):
+        for path in corpus.iterdir():
+            (folder / f"{copy}-{path.name}").symlink_to(path)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["lines", "escaped", "repeated", "groups"])
 def test_memory_is_small_with_many_workers_on_large_documents(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "source"
     folder.mkdir()
@@ -702,6 +788,9 @@ def test_memory_is_small_with_many_workers_on_large_documents(tmp_path: Path, ki
         line = json.dumps({"text": "All work and no play. " * 4_500_000})
         with (folder / "a.jsonl").open("w") as file:
             file.writelines(f"{line}\n" for _ in range(3))
+    elif kind == "escaped":  # 100 MB of Cyrillic, each letter as six characters
+        line = json.dumps({"text": "Работа без отдыха " * 3_030_000})
+        (folder / "a.jsonl").write_text(f"{line}\n{line}\n")
     elif kind == "repeated":  # 18 MB once in the file, and once more for each of its rows
         write_parquet(folder, ["All work and no play. " * 820_000] * 12)
     else:
@@ -716,11 +805,7 @@ def test_memory_is_small_with_many_workers_on_large_documents(tmp_path: Path, ki
 def test_memory_does_not_grow_with_the_input(corpus: Path, tmp_path: Path) -> None:
     peaks = []
     for copies in (1, 6):
-        folder = tmp_path / f"corpus{copies}"
-        folder.mkdir()
-        for copy in range(copies):
-            for path in corpus.iterdir():
-                (folder / f"{copy}-{path.name}").symlink_to(path)
+        folder = copies_of(corpus, copies, tmp_path / f"corpus{copies}")
         _, peak = peak_memory_of([*COMMAND, folder, tmp_path / f"out{copies}", "--workers", "2"])
         peaks.append(peak)
     assert peaks[1] < peaks[0] + 60 * 2**20, [f"{peak / 2**20:.0f} MiB" for peak in peaks]

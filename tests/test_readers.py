@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from preparation import cutting, readers
 from preparation.cutting import BadShard, cut_document
+from preparation.documents import find_documents
 from preparation.encoding import encode_task
 from preparation.readers import (
     JsonLines,
@@ -209,6 +210,42 @@ def test_a_line_that_is_no_document_is_named_by_its_number(tmp_path: Path, line:
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     with pytest.raises(BadShard, match="a.jsonl: line 3 is no JSON object with a \"text\""):
         documents(json_tasks(path, "text"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(record=st.dictionaries(
+    st.sampled_from(["text", "other"]),
+    st.one_of(st.none(), st.integers(), st.text(st.characters(codec=None)), st.lists(st.text()))),
+    is_ascii=st.booleans(), cut=st.integers(0, 3))
+def test_a_long_line_is_read_as_a_short_one(record: dict, is_ascii: bool, cut: int) -> None:
+    line = json.dumps(record, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
+    task = JsonLines(Path("a.jsonl"), 2, line[:len(line) - cut] + b"\n", "text")
+
+    def read() -> list[str] | str:
+        try:
+            return documents([task])
+        except BadShard as error:
+            return str(error)
+
+    as_short = read()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "LONG_LINE", 0)
+        assert read() == as_short
+
+
+def test_where_there_is_no_such_key_the_others_are_named(tmp_path: Path) -> None:
+    task = JsonLines(Path("a.jsonl"), 1, b'{"content": "x", "id": 1}\n', "text")
+    with pytest.raises(BadShard, match=r"of text; it has: content, id \(--text-column\)"):
+        documents([task])
+
+
+def test_a_byte_order_mark_and_capital_suffixes_are_no_obstacle(tmp_path: Path) -> None:
+    lines = "\ufeff".encode() + b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(lines))
+    (tmp_path / "B.JSONL").write_bytes(lines)
+    for shard in find_documents(tmp_path).shards:
+        assert shard.facts().num_documents == 2
+        assert documents(shard.tasks()) == ["a", "b"]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
