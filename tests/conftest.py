@@ -15,8 +15,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exits", type=int, default=5, metavar="N",
                      help="how many runs test_leaks.py takes to their end")
     parser.addoption("--thorough", action="store_true",
-                     help="all faults, nodes, steps and memory limits that the tests of faults,"
-                          " nodes, leaks and the search are laid out for, not a selection")
+                     help="all faults, nodes, steps, memory limits and megabytes that the tests of"
+                          " faults, nodes, leaks, the search and preparing are laid out for, not a"
+                          " selection")
 
 
 @pytest.fixture

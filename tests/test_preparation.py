@@ -171,8 +171,11 @@ def test_the_same_bytes_for_any_number_of_workers_and_the_originals_tokens(
 
 
 def test_killed_ten_times_at_random_it_ends_with_the_same_bytes(
-    corpus: Path, tmp_path: Path, workplace: Workplace
+    corpus: Path, tmp_path: Path, workplace: Workplace, request: pytest.FixtureRequest
 ) -> None:
+    if request.config.getoption("--thorough"):  # 300 MB of parquet
+        corpus = tmp_path / "sample" / "10BT"
+        build_corpus(corpus, 750 * 10**6, num_files=24)
     command = [*COMMAND, str(corpus), "--workers", "2"]
     started = time.monotonic()
     succeeded(run_command(*command, str(tmp_path / "undisturbed")))
