@@ -68,7 +68,7 @@ def main(**options: Any) -> None:
     OUTPUT/validation.safetensors (the rest), an end-of-text token after each.
 
     SOURCE is a directory, a file or a quoted pattern: parquet, JSON lines (.jsonl, .jsonl.gz,
-    .jsonl.zst) or plain text; or a dataset on the Hugging Face hub (HuggingFaceFW/fineweb); or the
+    .jsonl.zst) or .txt files; or a dataset on the Hugging Face hub (HuggingFaceFW/fineweb); or the
     word python-stdlib for the source and documentation of Python's own library.
 
     Killed at any moment, it goes on when the same command is typed again.
@@ -127,7 +127,7 @@ def find_source(asked: Options, output: Path) -> Source:
     from preparation.documents import find_documents, kind_of, python_stdlib
     from preparation.journal import Journal, unfinished_request
 
-    source, subset, keep_raw = asked.source, asked.subset, asked.keep_raw
+    source, subset, keep_raw = asked.source, asked.subset.strip("/"), asked.keep_raw
     if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
         from preparation.hub import RawFiles, hub_source
 

@@ -24,7 +24,7 @@ from preparation.readers import (
 from user_error import UserError
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # but .txt only where they are named or matched
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # but for .txt only where a pattern names them
 SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
 TEXT_FILES_A_SHARD = 1000
 TEXTS_A_TASK = 1000

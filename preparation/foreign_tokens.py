@@ -34,13 +34,14 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progre
     if (source / "meta.pkl").exists():
         raise UserError(f"{source}: its meta.pkl is a vocabulary of its own, so the tokens are not"
                         f" those of {tokenizer_name}; prepare the text that they were made of")
+    num_bytes = sum(path.stat().st_size for split in paths.values() for path in split
+                    if path.exists())
     try:
         with Journal(output_dir) as journal:  # for its lock; all is done at once
-            if journal.request is not None:
+            if journal.request is not None or journal.counted:
                 raise UserError(f"{journal.dir}: holds an unfinished preparation; name another"
                                 " output, or delete that directory")
-            check_room(journal.dir, sum(path.stat().st_size for split in paths.values()
-                                        for path in split), "tokens")
+            check_room(journal.dir, num_bytes, "tokens")
             journal.dataset_dir.mkdir(exist_ok=True)
             counts = {split: _import_split(paths[split],
                                            journal.dataset_dir / f"{split}.safetensors",

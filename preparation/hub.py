@@ -79,7 +79,6 @@ def hub_source(repository: str, subset: str, *, text_column: str, raw_files: Raw
         UserError: the hub cannot be reached, or has no such documents for this user.
     """
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository, revision=revision))
-    subset = subset.strip("/")
     entries = ask_hub(repository, lambda: _entries(repository, subset, info.sha))
     files = sorted((entry for entry in entries if isinstance(entry, RepoFile)
                     and kind_of(entry.path) in ("parquet", "JSON lines")), key=lambda e: e.path)

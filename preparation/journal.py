@@ -134,6 +134,7 @@ class Journal:
     def note_count(self, facts: ShardFacts) -> None:
         """Keep what a shard was counted to hold, before there is a request with all of them."""
         with self._counts_path.open("ab") as file:
+            file.write(b"\n")  # behind what a kill may have left of a line
             _write_line(file, facts)
         self.counted.append(facts)
 
@@ -158,8 +159,8 @@ class Journal:
             for line in lines[1:]:
                 self.progress = Progress.model_validate_json(line)
         if self._counts_path.exists():
-            with contextlib.suppress(ValidationError):
-                for line in self._counts_path.read_bytes().splitlines():
+            for line in self._counts_path.read_bytes().splitlines():
+                with contextlib.suppress(ValidationError):  # of a line cut short
                     self.counted.append(ShardFacts.model_validate_json(line))
         self._keep_only_what_is_there()
 

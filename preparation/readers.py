@@ -97,17 +97,17 @@ class JsonLines(Task):
             yield from cut_document(data)
 
     def _text_of(self, number: int, line: bytes) -> bytes:
-        found = ""
+        record: dict[str, Any] = {}
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8", "replace"))
-            found = f"; it has: {', '.join(record)[:60]} (--text-column)"
             text = record[self.text_column]
             return ("" if text is None else text).encode(  # as in parquet
                 "utf-8", "replace")  # JSON can hold half of a surrogate pair
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            found = (f"; it has: {', '.join(record)[:60]} (--text-column)"
+                     if isinstance(error, KeyError) and record else "")
             raise BadShard(f'{self.path}: line {number} is no JSON object with a'
-                           f' "{self.text_column}" of text'
-                           f"{found if isinstance(error, KeyError) else ''}") from None
+                           f' "{self.text_column}" of text{found}') from None
 
 
 def _lines_of(data: bytes | bytearray) -> Iterator[memoryview]:
@@ -129,10 +129,11 @@ def _long_text(line: memoryview, text_column: str) -> memoryview | None:
     }
     try:
         table = pyarrow.json.read_json(pyarrow.BufferReader(pyarrow.py_buffer(line)), **options)
-        text = table[text_column][0]
-    except (pyarrow.ArrowException, IndexError):
+    except pyarrow.ArrowException:
         return None
-    return memoryview(text.as_buffer()) if text.is_valid else None
+    if len(table) != 1 or not table[text_column][0].is_valid:  # Arrow takes several in one line
+        return None
+    return memoryview(table[text_column][0].as_buffer())
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.send_file(*match.groups(), fault, has_body=has_body)
             elif path.startswith(facts_at):
                 answer = self.answer(path.removeprefix(facts_at))
-                if answer == []:
+                if answer == [] and "/tree/" in path:
                     self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
                 else:
                     self.send_json(answer)

@@ -182,8 +182,11 @@ def start_forked(
 
 def children_of(pid: int) -> list[int]:
     """Give the processes that one has started, the oldest first."""
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children")
-            for child in task.read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found.extend(map(int, task.read_text().split()))
+    return found
 
 
 def _run_forked(script: str, arguments: list[str], outputs: list[Path],
@@ -210,6 +213,8 @@ def _run_worker(script: str, arguments: list[str]) -> None:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 os.close(int(descriptor))
     _run_script(script, arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
     threading.Thread(target=_end_with_siblings, daemon=True).start()
 
 
@@ -242,8 +247,9 @@ def draw_bare(path: Path, plot: Callable[[Figure], object]) -> Path:
         axes.set_title("")
         if legend := axes.get_legend():
             legend.remove()
-    figure.savefig(path, format="png", dpi=30)
-    return path
+    partial = path.with_name(f".{path.name}")
+    figure.savefig(partial, format="png", dpi=30)
+    return partial.replace(path)
 
 
 @contextlib.contextmanager

@@ -192,7 +192,7 @@ def test_killed_ten_times_at_random_it_ends_with_the_same_bytes(
         process = subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL,
                                    stdout=subprocess.DEVNULL)
         try:
-            process.wait(generator.uniform(0.3, 0.95) * seconds)
+            assert process.wait(generator.uniform(0.3, 0.95) * seconds) == 0
         except subprocess.TimeoutExpired:
             process.kill()
             num_killed += process.wait() == -signal.SIGKILL
@@ -370,6 +370,8 @@ def test_a_count_for_which_all_was_read_is_kept(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(documents, "count_lines", counting)
     with pytest.raises(Stopped):
         prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
+    with (tmp_path / ".out.partial/counts.jsonl").open("ab") as file:
+        file.write(b'{"name": "b.js')  # as a loss of power would leave it
     prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
     assert counted == ["a.jsonl", "b.jsonl", "b.jsonl"]
     assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[:150]

@@ -216,10 +216,14 @@ def test_a_line_that_is_no_document_is_named_by_its_number(tmp_path: Path, line:
 @given(record=st.dictionaries(
     st.sampled_from(["text", "other"]),
     st.one_of(st.none(), st.integers(), st.text(st.characters(codec=None)), st.lists(st.text()))),
-    is_ascii=st.booleans(), cut=st.integers(0, 3))
-def test_a_long_line_is_read_as_a_short_one(record: dict, is_ascii: bool, cut: int) -> None:
+    is_ascii=st.booleans(), cut=st.integers(0, 3),
+    behind=st.sampled_from(["", "", " ", "\r", '{"text": "b"}', '\r{"text": "b"}', "7"]))
+def test_a_long_line_is_read_as_a_short_one(
+    record: dict, is_ascii: bool, cut: int, behind: str
+) -> None:
     line = json.dumps(record, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
-    task = JsonLines(Path("a.jsonl"), 2, line[:len(line) - cut] + b"\n", "text")
+    task = JsonLines(Path("a.jsonl"), 2,
+                     line[:len(line) - cut] + behind.encode() + b"\n", "text")
 
     def read() -> list[str] | str:
         try:
