@@ -18,11 +18,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
-from failpoints import failpoint
-from manifest import find_damage, flush, read_manifest, write_manifest
+from basics.errors import UserError
+from basics.failpoints import failpoint
+from basics.files import fsync
+from basics.manifest import find_damage, read_manifest, write_manifest
 from run_config import ModelConfig
-from training_step import Snapshot
-from user_error import UserError
+from trainer.step import Snapshot
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 MAX_META_BYTES = 2**20
@@ -82,7 +83,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
     """
     if not checkpoints_dir.is_dir():
         checkpoints_dir.mkdir(parents=True)
-        flush(checkpoints_dir.parent)
+        fsync(checkpoints_dir.parent)
     name = _new_name(checkpoints_dir, meta.global_step)
     partial_dir = checkpoints_dir / f"{PARTIAL_PREFIX}{name}"
     try:
@@ -98,7 +99,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
 def _settle(checkpoints_dir: Path) -> str:
     """Have a new name on the disk itself, and the links at it; give what speaks against it."""
     try:
-        flush(checkpoints_dir)
+        fsync(checkpoints_dir)
         failpoint("save.links")
         renew_links(checkpoints_dir)
     except OSError as error:
@@ -116,10 +117,10 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     failpoint("save.meta")
     (directory / "meta.json").write_text(meta.model_dump_json(indent=2))
     for path in directory.iterdir():
-        flush(path)
+        fsync(path)
     failpoint("save.manifest")
     write_manifest(directory, global_step=meta.global_step, tokens=meta.tokens)
-    flush(directory)
+    fsync(directory)
 
 
 def as_os_error(error: Exception) -> OSError:

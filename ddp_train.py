@@ -16,10 +16,10 @@ LAST_WRITE_SECONDS = 5  # that a checkpoint under way has where another process 
 if __name__ == "__main__":
     gc.disable()  # looking through what is imported takes a tenth of a start
 
-from command_line import Options, read_command_line
+from basics.errors import UserError, drop_unwritable_output, say, tell
+from processes.command_line import Options, read_command_line
+from processes.run_lock import LockedError, end_with_parent, lock_run
 from run_config import load_run
-from run_lock import LockedError, end_with_parent, lock_run
-from user_error import UserError, forget_untold, say, tell
 
 
 def stop_with(error: UserError) -> NoReturn:
@@ -48,11 +48,9 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from agreement import AgreedError, Agreement
-from batch_plan import BatchPlan
-from charting import try_to_draw_charts
-from checkpoint_loading import load_checkpoint
-from checkpoint_writer import CheckpointWriter
+from basics.failpoints import failpoint
+from basics.json_files import finite_or_none
+from basics.memory_meters import keep_freed_memory
 from checkpointing import (
     CheckpointMeta,
     best_of,
@@ -61,12 +59,8 @@ from checkpointing import (
     renew_links,
     set_aside,
 )
-from ending import Ending
-from evaluation import mean_loss
-from expected_speed import SPEED_CHECK_STEPS, Speed, flops_per_token
-from failpoints import failpoint
-from job import Alone, Job, prepare
-from launching import (
+from microbatch_search.search import search
+from processes.launch import (
     Process,
     autocast,
     choose_precision,
@@ -78,18 +72,33 @@ from launching import (
     this_process,
     throttling,
 )
-from memory_meters import keep_freed_memory
-from microbatch_search import search
-from optimization import learning_rate_at
-from run_clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, Pace, PhaseClock
-from run_log import RunLog, batch_arithmetic
-from run_metrics import finite_or_none
-from run_summary import RunEnd, settle
-from sampling import sample_text, try_to_write_samples
-from step_window import StepWindow
-from supervision import DISK, Supervisor
-from token_dataset import Microbatch, prefetch
-from training_step import TrainingState, TrainingStep, build_training_state
+from processes.startup_agreement import AgreedError, Agreement
+from processes.watchdog import DISK, Watchdog
+from reporting.charts import try_to_draw_charts
+from reporting.clock import (
+    CHART,
+    CHECKPOINT,
+    COMPILE,
+    TRAINING,
+    VALIDATION,
+    WAITING,
+    Pace,
+    PhaseClock,
+)
+from reporting.console import Console, batch_arithmetic
+from reporting.loss_window import LossWindow
+from reporting.sampling import sample_text, try_to_write_samples
+from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
+from reporting.summary import RunEnd, settle
+from tokens.batch_plan import BatchPlan
+from tokens.batches import Microbatch, prefetch
+from trainer.background_saver import BackgroundSaver
+from trainer.checkpoint_loading import load_checkpoint
+from trainer.optimization import learning_rate_at
+from trainer.startup import Alone, Job, prepare
+from trainer.step import TrainingState, TrainingStep, build_training_state
+from trainer.stopping import Ending
+from trainer.validation import mean_loss
 
 
 def main() -> None:
@@ -102,13 +111,13 @@ def main() -> None:
         else:
             sys.exit(launch(read_command_line(), clock))
     except AgreedError as error:
-        agreement.tell_once(error.line())
-        forget_untold()
+        agreement.report_once(error.line())
+        drop_unwritable_output()
         os._exit(error.status)  # at once: taking a process group down may wait for the others
     except UserError as error:
         stop_with(error)
     finally:
-        forget_untold()
+        drop_unwritable_output()
 
 
 def launch(options: Options, clock: PhaseClock) -> int:
@@ -129,36 +138,36 @@ def launch(options: Options, clock: PhaseClock) -> int:
 
 def work(agreement: Agreement, clock: PhaseClock) -> None:
     """Be one of the processes that torchrun has started. Every rank."""
-    options = agreement.on("command line", read_command_line)
-    process = agreement.on("process", this_process)
+    options = agreement.run("command line", read_command_line)
+    process = agreement.run("process", this_process)
     if options.find_max_microbatch:
-        run = agreement.on("configs", lambda: load_run(options.runs_dir, options.run))
+        run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
         search(run, process, agreement, memory_limit_gib=options.memory_limit_gib,
                save=options.save)
         return
     if process.device.type == "cpu":
         keep_freed_memory()
-    if agreement.is_again():  # torchrun's restart goes on, wherever the first start began
+    if agreement.is_torchrun_restart():
         options = replace(options, fresh=False, checkpoint=None)
     job = prepare(options, process, clock, agreement)
-    agreement.same("job", job.identity())
+    agreement.require_same("job", job.identity())
     if job.is_finished:
         if process.is_main:
             say(job.finished_line())
         return
-    state = agreement.on("state", lambda: build_state(job, process))
-    supervisor = Supervisor(process, agreement.connect("supervision"), clock,
+    state = agreement.run("state", lambda: build_state(job, process))
+    watchdog = Watchdog(process, agreement.connect("supervision"), clock,
                             job.run.heartbeat_path)
-    supervisor.start()
+    watchdog.start()
     try:
         with process_group(process, agreement.connect("group"), job.run.train) as control:
-            train(Trainer(job, state, supervisor, control), agreement)
-        supervisor.leave()
+            train(Trainer(job, state, watchdog, control), agreement)
+        watchdog.leave()
     except AgreedError:  # all ranks have come to it together
-        supervisor.leave()
+        watchdog.leave()
         raise
     except BaseException as error:
-        supervisor.fail(error)
+        watchdog.fail(error)
 
 
 def build_state(job: Job, process: Process) -> TrainingState:
@@ -173,7 +182,7 @@ def train(trainer: Trainer, agreement: Agreement) -> None:
     """Train a run to its end, or as far as this start may go. Every rank."""
     trainer.start()
     if trainer.process.is_main:
-        agreement.note_beginning()
+        agreement.record_training_began()
     trainer.compile()
     batches = trainer.batches()
     for global_step in trainer.steps():
@@ -196,19 +205,19 @@ class Trainer:
 
     step: TrainingStep
 
-    def __init__(self, job: Job, state: TrainingState, supervisor: Supervisor,
+    def __init__(self, job: Job, state: TrainingState, watchdog: Watchdog,
                  group: dist.ProcessGroup) -> None:
         self.job, self.run, self.config, self.data = job, job.run, job.run.train, job.data
-        self.process, self.clock = supervisor.process, supervisor.clock
-        self.state, self.model, self.supervisor, self.group = state, state.model, supervisor, group
-        self.writer = CheckpointWriter(
+        self.process, self.clock = watchdog.process, watchdog.clock
+        self.state, self.model, self.watchdog, self.group = state, state.model, watchdog, group
+        self.writer = BackgroundSaver(
             self.run.checkpoints_dir, keep=self.config.keep_checkpoints,
-            protected=[job.resume_from.name] if job.resume_from else [], sign=supervisor.sign)
-        self.ending = Ending(job, clock=self.clock, supervisor=supervisor, group=group,
+            protected=[job.resume_from.name] if job.resume_from else [], sign=watchdog.heartbeat)
+        self.ending = Ending(job, clock=self.clock, watchdog=watchdog, group=group,
                              pace=self.pace)
         self.judges_speed, self.owes_validation = True, False
-        self.log = RunLog(self.run, job.plan, clock=self.clock, is_active=self.process.is_main)
-        self.window = StepWindow(self.process.device)
+        self.log = Console(self.run, job.plan, clock=self.clock, is_active=self.process.is_main)
+        self.window = LossWindow(self.process.device)
 
     @property
     def plan(self) -> BatchPlan:
@@ -216,7 +225,7 @@ class Trainer:
 
     def start(self) -> None:
         """Put old records aside where the run does not go on from its end; say what begins."""
-        self.supervisor.before_leaving = self.break_off
+        self.watchdog.before_exit = self.break_off
         if self.process.is_main:
             remove_partial_checkpoints(self.run.checkpoints_dir)
             renew_links(self.run.checkpoints_dir)
@@ -255,7 +264,7 @@ class Trainer:
         """The global steps of this start; its end may move while they are taken."""
         global_step = self.job.first_step
         while global_step <= self.ending.last_step:
-            self.supervisor.sign(global_step)
+            self.watchdog.heartbeat(global_step)
             failpoint("train")
             yield global_step
             global_step += 1
@@ -265,7 +274,7 @@ class Trainer:
         steps = range(self.job.first_step, self.data.plan.num_steps)
         indices = self.plan.microbatch_indices(self.process.rank, steps=steps)
         batches = prefetch(self.data.train, indices, device=self.process.device)
-        return self.clock.waiting_for(self.supervisor.signing(batches))
+        return self.clock.waiting_for(self.watchdog.watching(batches))
 
     def train_step(self, global_step: int, batches: Iterator[Microbatch]) -> None:
         """Take one global step. Every rank; after the first, nothing here waits for the device."""
@@ -281,14 +290,14 @@ class Trainer:
             gc.freeze()  # what is there by now stays: looking through it made for pauses
             self.clock.enter(TRAINING)
             self.log.measure_from(global_step)
-            self.supervisor.expect_signs(self.config.hang_timeout_seconds)
+            self.watchdog.start_hang_detection(self.config.hang_timeout_seconds)
 
     def learning_rate(self, global_step: int) -> float:
         return learning_rate_at(self.config, global_step, num_steps=self.plan.num_steps)
 
     def wait_for_all(self) -> None:
         """Wait for the slowest process, however long it takes. A collective: every rank."""
-        with self.clock.phase(WAITING), self.supervisor.waiting():
+        with self.clock.phase(WAITING), self.watchdog.suspended():
             failpoint("wait")
             dist.barrier(self.group)
 
@@ -358,8 +367,8 @@ class Trainer:
             loss = mean_loss(
                 self.step, self.data.validation, shares=self.config.validate_on == "all",
                 watched=lambda batches, count: self.log.validation_bar(
-                    self.supervisor.signing(batches), count),
-                is_cut_short=lambda: bool(self.supervisor.stop_signal))
+                    self.watchdog.watching(batches), count),
+                is_cut_short=lambda: bool(self.watchdog.stop_signal))
         if loss is not None:
             self.log.report_validation(global_step, loss, phase.seconds)
             self.write_samples(global_step)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from block_attention import block_attention
-from head_loss import chunked_head_loss, pad_rows
+from ops.block_attention import block_attention
+from ops.chunked_cross_entropy import chunked_cross_entropy, pad_rows
 from run_config import ModelConfig
 
 INIT_STD = 0.02
@@ -174,7 +174,7 @@ class GPTModel(nn.Module):
         """End the residual stream: (B, T, C) and targets (B, T) to the mean loss, () float32."""
         x, targets = self.final_norm(x).flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         if self.options.head_chunk_tokens is not None:
-            return chunked_head_loss(x, self.head_weight, targets,
+            return chunked_cross_entropy(x, self.head_weight, targets,
                                      chunk_tokens=self.options.head_chunk_tokens,
                                      multiple=self.options.head_multiple)
         return F.cross_entropy(self._logits(x).float(), targets)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from user_error import UserError, forget_untold, say, tell
+from basics.errors import UserError, drop_unwritable_output, say, tell
 
 if TYPE_CHECKING:
     from preparation.documents import Source
@@ -88,7 +88,7 @@ def main(**options: Any) -> None:
         left = "nothing is left of it" if asked.is_import else "the same command goes on from there"
         stop_with(f"\nInterrupted; {left}", status=130)
     finally:
-        forget_untold()
+        drop_unwritable_output()
 
 
 def import_tokens_of(asked: Options) -> Progress:
@@ -98,7 +98,7 @@ def import_tokens_of(asked: Options) -> Progress:
         raise UserError("--import takes the tokens as they are; of the other options only"
                         " --tokenizer has a meaning with it")
     # Imported here, and below, so that --help does not wait for it.
-    from preparation.foreign_tokens import import_tokens
+    from preparation.import_bin import import_tokens
 
     return import_tokens(Path(asked.source), asked.output, asked.tokenizer)
 

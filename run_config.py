@@ -12,8 +12,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from json_files import read_json_object
-from user_error import UserError
+from basics.errors import UserError
+from basics.json_files import read_json_object
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 ResidualDtype = Literal["fp32", "bf16"]

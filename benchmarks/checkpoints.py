@@ -17,12 +17,12 @@ from pathlib import Path
 import click
 import torch
 
+from basics.memory_meters import keep_freed_memory
 from benchmarks.memory_model import GPT2_SMALL
-from checkpoint_writer import CheckpointWriter
 from checkpointing import CheckpointMeta
-from memory_meters import keep_freed_memory
 from run_config import ModelConfig, TrainConfig
-from training_step import TrainingState, build_training_state
+from trainer.background_saver import BackgroundSaver
+from trainer.step import TrainingState, build_training_state
 
 MODEL = ModelConfig(**GPT2_SMALL, drop_rate=0.0, qkv_bias=False)
 
@@ -40,7 +40,7 @@ def main(folder: Path | None, rounds: int) -> None:
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
         stalled, whole = [], []
-        writer = CheckpointWriter(place, keep=1)
+        writer = BackgroundSaver(place, keep=1)
         for number in range(rounds):
             began = time.perf_counter()
             writer.save(state, meta(number))

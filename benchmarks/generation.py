@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from gpt import GPTModel
+from reporting.sampling import SamplingOptions, generate_tokens
 from run_config import ModelConfig
-from sampling import SamplingOptions, generate_tokens
 
 GPT2_SMALL = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12,
                          n_layers=12, drop_rate=0.0, qkv_bias=True, tie_weights=True)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lab.memory import Setting, peak_memory
-from launching import Process
+from lab.plan.memory import Setting, peak_memory
+from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
-from token_dataset import Microbatch
-from training_step import TrainingStep, build_training_state
+from tokens.batches import Microbatch
+from trainer.step import TrainingStep, build_training_state
 
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
               "n_layers": 12}

@@ -37,7 +37,7 @@ from safetensors.numpy import load_file
 PROJECT_DIR = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT_DIR))
 
-from tokenizer import load_tokenizer  # noqa: E402
+from tokens.tokenizer import load_tokenizer  # noqa: E402
 
 MEAN_SENTENCES = 30  # FineWeb's documents have about 3,000 characters
 

@@ -43,7 +43,8 @@ def read(path: Path, rank: int, results) -> None:
     """Be one of the processes: read microbatches as training does."""
     import torch
 
-    from token_dataset import TokenFile, prefetch
+    from tokens.batches import prefetch
+    from tokens.token_file import TokenFile
 
     before, started = private_bytes(), time.perf_counter()
     data = microbatches(TokenFile(path))
@@ -55,8 +56,8 @@ def read(path: Path, rank: int, results) -> None:
 
 
 def microbatches(token_file):
-    from batch_plan import BatchPlan
-    from token_dataset import Microbatches
+    from tokens.batch_plan import BatchPlan
+    from tokens.batches import Microbatches
 
     plan = BatchPlan(microbatch_size=12, gradient_accumulation_steps=1, world_size=8,
                      context_length=1024, num_steps=1)
@@ -79,7 +80,7 @@ def read_with(num_processes: int, path: Path) -> list[tuple[float, int]]:
 
 
 def main() -> None:
-    from token_dataset import TokenFile
+    from tokens.token_file import TokenFile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.safetensors"

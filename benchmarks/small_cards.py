@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import torch
 
+from basics.memory_meters import keep_freed_memory
 from benchmarks.memory_model import GPT2_SMALL, MANY_TOKENS, peak_of_training
-from launching import Process
-from memory_meters import keep_freed_memory
+from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
-from token_dataset import Microbatch
-from training_step import TrainingStep, build_training_state
+from tokens.batches import Microbatch
+from trainer.step import TrainingStep, build_training_state
 
 LEVERS = {
     "none": {"head_chunks": 1},

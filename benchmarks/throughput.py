@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.throughput_child import write_order
 from benchmarks.throughput_rows import Order, Row
-from expected_speed import find_gpu, flops_per_token
+from reporting.speed import find_gpu, flops_per_token
 from run_config import ModelConfig
 
 LOSS_TOLERANCE = {"fp32": 2e-3, "tf32": 0.02, "bf16": 0.02, "fp16": 0.02}

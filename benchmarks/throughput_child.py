@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from agreement import open_store
 from benchmarks.throughput_rows import SYSTEMS, Order, Row, microbatches
-from launching import (
+from processes.launch import (
     Process,
     join_process_group,
     machine_facts,
     started_by_torchrun,
     this_process,
 )
+from processes.startup_agreement import open_store
 from run_config import ModelConfig
 
 WARM_UP_STEPS = 3

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from acceleration import choose_forward_options
+from basics.memory_meters import keep_freed_memory
 from gpt import ForwardOptions, GPTModel
-from launching import Process, autocast
-from memory_meters import keep_freed_memory
+from processes.launch import Process, autocast
 from run_config import ModelConfig, TrainConfig
-from token_dataset import Microbatch
-from training_step import TrainingStep, build_training_state
+from tokens.batches import Microbatch
+from trainer.compilation import choose_forward_options
+from trainer.step import TrainingStep, build_training_state
 
 LEARNING_RATE, WEIGHT_DECAY, SEED = 1e-3, 0.1, 42
 MOST_WORDS_USED = 257  # of any vocabulary, so that a few steps learn something
@@ -91,7 +91,7 @@ def ours(order: Order, process: Process) -> System:
     def options(*arguments: Any) -> ForwardOptions:
         return replace(choose_forward_options(*arguments), **order.row.forward)
 
-    with patch("training_step.choose_forward_options", options):
+    with patch("trainer.step.choose_forward_options", options):
         state = build_training_state(order.model, train, process.device)
     step = TrainingStep(state, train, process)
 

@@ -9,9 +9,17 @@ import time
 
 import click
 
-from user_error import UserError, tell
+from basics.errors import UserError, tell
 
-VERBS = ("compare", "evaluate", "generate", "judge", "plan", "publish", "tune")
+VERBS = {
+    "compare": "lab.compare.compare",
+    "evaluate": "lab.evaluate.evaluate",
+    "generate": "lab.generate",
+    "judge": "lab.instruct.judge",
+    "plan": "lab.plan.plan",
+    "publish": "lab.publish.publish",
+    "tune": "lab.instruct.tune",
+}
 
 
 class VerbGroup(click.Group):
@@ -23,7 +31,7 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        return importlib.import_module(f"lab.{cmd_name}").command
+        return importlib.import_module(VERBS[cmd_name]).command
 
 
 @click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from user_error import UserError
+from basics.errors import UserError
 
 if TYPE_CHECKING:
     from lab.targets import Target
-    from sampling import SamplingOptions
+    from reporting.sampling import SamplingOptions
 
 
 @click.command()
@@ -46,7 +46,7 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
     """
     # Imported here so that --help does not wait for torch.
     from lab.targets import load_target
-    from sampling import SamplingOptions
+    from reporting.sampling import SamplingOptions
 
     if math.isnan(sampling["temperature"]):
         raise UserError("--temperature: nan is no number; wanted one from 0 on")
@@ -75,8 +75,8 @@ def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
     Raises:
         UserError: the model's tokenizer is not known.
     """
-    from sampling import stream_tokens
-    from tokenizer import load_tokenizer
+    from reporting.sampling import stream_tokens
+    from tokens.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(target.needs_tokenizer())
     options = replace(options, stop_token=tokenizer.eot_token)

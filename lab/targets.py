@@ -10,18 +10,19 @@ import safetensors.torch
 import torch
 from pydantic import ValidationError
 
-from checkpoint_loading import DAMAGE, load_weights, reason_of
+from basics.errors import UserError
+from basics.files import check_tensor_header
+from basics.json_files import read_json_object
+from basics.manifest import MANIFEST
 from checkpointing import BEST, Checkpoint, find_checkpoint, open_checkpoint
 from gpt import GPTModel
-from json_files import check_tensor_header, read_json_object
 from lab.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is_original
-from manifest import MANIFEST
 from preparation.hub import ask_hub
-from resuming import check_weights_fit
 from run_config import RUN_NAME, ModelConfig, Run, describe, load_config, load_run
-from token_dataset import TOKENIZERS_BY_VOCABULARY
-from tokenizer import END_OF_TEXT_IDS
-from user_error import UserError
+from tokens.batches import TOKENIZERS_BY_VOCABULARY
+from tokens.tokenizer import END_OF_TEXT_IDS
+from trainer.checkpoint_loading import DAMAGE, load_weights, reason_of
+from trainer.resuming import check_weights_fit
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]

@@ -14,9 +14,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from basics.errors import UserError
 from run_config import MAX_VOCAB_SIZE, ModelConfig
-from tokenizer import END_OF_TEXT_IDS
-from user_error import UserError
+from tokens.tokenizer import END_OF_TEXT_IDS
 
 Weights = dict[str, Tensor]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from user_error import UserError
+from basics.errors import UserError
 
 LARGE_DOCUMENT = 2**18  # bytes from which a document is cut into pieces: a regular expression over
 # a million blanks, as long as a piece may get, is more than tiktoken's stack can hold

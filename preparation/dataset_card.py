@@ -6,7 +6,7 @@ from pathlib import Path
 
 from preparation.documents import Source
 from preparation.journal import Progress, Request
-from tokenizer import END_OF_TEXT_IDS
+from tokens.tokenizer import END_OF_TEXT_IDS
 
 SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"),
          (10**7, "1M<n<10M"), (10**8, "10M<n<100M"), (10**9, "100M<n<1B"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from basics.errors import UserError
 from preparation.cutting import cut_document
 from preparation.journal import ShardFacts
 from preparation.parquet import count_rows, text_bytes
@@ -21,7 +22,6 @@ from preparation.readers import (
     parquet_tasks,
     text_tasks,
 )
-from user_error import UserError
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # but for .txt only where a pattern names them

@@ -18,10 +18,10 @@ from types import TracebackType
 
 import numpy as np
 
+from basics.errors import UserError
 from preparation.cutting import BadShard
 from preparation.readers import Task
-from tokenizer import load_tokenizer
-from user_error import UserError
+from tokens.tokenizer import load_tokenizer
 
 # What may be under way: enough that no worker waits, little enough that memory stays small.
 TASKS_AHEAD = 3  # for each worker

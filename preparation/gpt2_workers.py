@@ -3,7 +3,7 @@
 import gc
 
 import preparation.encoding  # noqa: F401
-from tokenizer import load_tokenizer
+from tokens.tokenizer import load_tokenizer
 
 load_tokenizer("gpt2")
 gc.freeze()  # a look through it would copy what is shared

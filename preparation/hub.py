@@ -26,11 +26,11 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from tqdm import tqdm
 
+from basics.errors import UserError, cannot_be_written
 from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
 from preparation.parquet import count_rows, text_bytes
 from preparation.readers import Task
-from user_error import UserError, cannot_be_written
 
 QUESTION_PAUSES = (1, 5)  # seconds before another attempt
 DOWNLOAD_PAUSES = (1, 5, 20, 60)  # the client has made some attempts of its own

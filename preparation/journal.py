@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from basics.errors import UserError
 from preparation.token_file_writer import DATA_START
-from user_error import UserError
 
 
 class _Line(BaseModel):

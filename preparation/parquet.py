@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
+from basics.errors import UserError
 from preparation.cutting import LARGE_DOCUMENT, BadShard, Piece, cut_document
-from user_error import UserError
 
 ROWS_AT_A_TIME = 64  # of a parquet file, and fewer where they are large
 BATCH_BYTES = 2**22  # of those rows, roughly

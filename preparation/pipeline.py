@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from basics.errors import FULL_DISK, UserError, cannot_be_written
 from preparation.cutting import BadShard
 from preparation.dataset_card import write_card
 from preparation.documents import Shard, Source
@@ -24,8 +25,7 @@ from preparation.planning import (
 from preparation.progress_display import ProgressDisplay
 from preparation.readers import TASK_BYTES, Task
 from preparation.token_file_writer import TokenFileWriter
-from tokenizer import check_tokenizer_name
-from user_error import FULL_DISK, UserError, cannot_be_written
+from tokens.tokenizer import check_tokenizer_name
 
 SPLITS = ("train", "validation")
 

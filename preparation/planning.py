@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from basics.errors import UserError, cannot_be_written
 from preparation.cutting import BadShard
 from preparation.documents import Shard, Source
 from preparation.journal import Journal, Request, ShardFacts
-from user_error import UserError, cannot_be_written
 
 # Text of which a token stands for more bytes than this is rare: the least room that is asked for.
 MOST_BYTES_A_TOKEN = {"gpt2": 5.0, "bytes": 1.0}

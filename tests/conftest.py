@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import Workplace
+
+from tests.support.workplace import Workplace
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

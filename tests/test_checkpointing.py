@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import TINY_MODEL, TINY_TRAIN, Workplace, small_disk, succeeded
 from torch.amp import GradScaler
 
-from checkpoint_loading import load_checkpoint
-from checkpoint_writer import CheckpointWriter
+from basics.errors import UserError
+from basics.failpoints import VARIABLE
+from basics.manifest import MANIFEST, find_damage
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,
@@ -25,18 +25,18 @@ from checkpointing import (
     save_checkpoint,
     set_aside,
 )
-from command_line import command_line
-from failpoints import VARIABLE
 from gpt import GPTModel
-from job import Job, prepare
-from launching import Process
-from manifest import MANIFEST, find_damage
-from optimization import build_optimizer
-from resuming import changed_validation, check_identity, check_weights_fit
-from run_clock import PhaseClock
+from processes.command_line import command_line
+from processes.launch import Process
+from reporting.clock import PhaseClock
 from run_config import ModelConfig, TrainConfig, load_run
-from training_step import SnapshotBuffers, TrainingState
-from user_error import UserError
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, small_disk, succeeded
+from trainer.background_saver import BackgroundSaver
+from trainer.checkpoint_loading import load_checkpoint
+from trainer.optimization import build_optimizer
+from trainer.resuming import changed_validation, check_identity, check_weights_fit
+from trainer.startup import Job, prepare
+from trainer.step import SnapshotBuffers, TrainingState
 
 MODEL = ModelConfig(**TINY_MODEL)
 
@@ -238,7 +238,7 @@ def test_a_loss_scale_that_is_none(tmp_path: Path, scaler: dict) -> None:
 def test_what_fails_after_the_rename_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    writer = CheckpointWriter(tmp_path, keep=1)
+    writer = BackgroundSaver(tmp_path, keep=1)
     monkeypatch.setenv(VARIABLE, fault)
     for step in range(2):
         writer.save(state(step), describe(step))
@@ -307,7 +307,7 @@ class Decided:
     def on(self, step: str, work: Callable[[], object]) -> object:
         return work()
 
-    def from_main(self, step: str, work: Callable[[], str]) -> str:
+    def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
         return json.dumps(self.by_rank_0)
 
 

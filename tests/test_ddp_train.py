@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hub_stand_in import Hub, serving
 from safetensors.torch import load_file
-from support import (
+
+from tests.support.hub_server import Hub, serving
+from tests.support.workplace import (
     Workplace,
     forked,
     read_lines,
@@ -106,7 +107,7 @@ def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
 def test_the_validation_loss_is_that_of_the_saved_weights(finished: tuple[Workplace, str]) -> None:
     from gpt import GPTModel
     from run_config import load_run
-    from token_dataset import TokenFile
+    from tokens.token_file import TokenFile
 
     workplace = finished[0]
     run = load_run(workplace.runs_dir, "tiny")
@@ -396,7 +397,7 @@ COMPILED = {"compile": True, "validation_batches": None, "validation_sequences":
 
 
 def compilations(workplace: Workplace, num_processes: int, *arguments: str) -> tuple[list, str]:
-    output = succeeded(forked("tests/torchrun_workers.py", [
+    output = succeeded(forked("tests/support/torchrun_workers.py", [
         "count-compilations", str(workplace.root), *workplace.arguments("tiny", *arguments),
     ], num_processes=num_processes)).stdout
     counts = [json.loads(found) for found in re.findall(r"^compiled: (.*)$", output, re.MULTILINE)]

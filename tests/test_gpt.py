@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import PROJECT_DIR, TINY_MODEL
 
 from gpt import GPTModel
 from run_config import ModelConfig, load_run
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL
 
 
 def tiny_model(**changes: object) -> GPTModel:

@@ -11,20 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from support import Workplace, read_lines, succeeded, write_tokens
-from test_weight_formats import random_model
 from torch.nn.parallel import DistributedDataParallel
 
-from acceleration import ByLayer
-from batch_plan import BatchPlan
-from lab.held_out import choose_slice, evaluate
-from lab.sharing import Share
+from lab.evaluate.held_out import choose_slice, evaluate
+from lab.evaluate.sharing import Share
 from lab.targets import Target
-from launching import Process, autocast
+from processes.launch import Process, autocast
+from reporting.sampling import SamplingOptions, generate_tokens, try_to_write_samples
 from run_config import ModelConfig, TrainConfig
-from sampling import SamplingOptions, generate_tokens, try_to_write_samples
-from token_dataset import Microbatch, Microbatches, TokenFile, prefetch
-from training_step import SnapshotBuffers, TrainingStep, build_training_state
+from tests.lab.test_weight_formats import random_model
+from tests.support.workplace import Workplace, read_lines, succeeded, write_tokens
+from tokens.batch_plan import BatchPlan
+from tokens.batches import Microbatch, Microbatches, prefetch
+from tokens.token_file import TokenFile
+from trainer.compilation import ByLayer
+from trainer.step import SnapshotBuffers, TrainingStep, build_training_state
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from support import PROJECT_DIR
+
+from tests.support.workplace import PROJECT_DIR
 
 # Each room imports only from rows below its own; the lab from all of the trainer, never back.
 ROWS = [

@@ -14,13 +14,13 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hub_stand_in import Hub, serving
-from support import PROJECT_DIR, read_lines, run_command, succeeded
-from test_lab_evaluate import write_hellaswag_task
 from transformers import pipeline
-from upload_stand_in import taking_uploads
 
 from run_config import ModelConfig, TrainConfig
+from tests.lab.test_evaluate import write_hellaswag_task
+from tests.support.hub_server import Hub, serving
+from tests.support.upload_server import taking_uploads
+from tests.support.workplace import PROJECT_DIR, read_lines, run_command, succeeded
 
 README = (PROJECT_DIR / "README.md").read_text()
 HUB_NOBODY_ANSWERS = "http://127.0.0.1:9"

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support import PROJECT_DIR, Workplace
 
+from basics.errors import UserError
 from run_config import Run, load_run
-from user_error import UserError
+from tests.support.workplace import PROJECT_DIR, Workplace
 
 
 def load(workplace: Workplace, **changes: dict) -> Run:

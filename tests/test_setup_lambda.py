@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import PROJECT_DIR
+
+from tests.support.workplace import PROJECT_DIR
 
 SCRIPT = PROJECT_DIR / "setup_lambda.sh"
 

@@ -1,0 +1,1 @@
+"""Errors, files, JSON and measurements that every other folder uses."""

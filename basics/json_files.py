@@ -1,0 +1,64 @@
+"""JSON that a person has written, or a stranger."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from basics.errors import UserError
+
+MAX_BYTES = 2**20  # more than any config has
+
+
+def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, Any]:
+    """Read a file that holds one JSON object, no key twice. Raises: UserError."""
+    try:
+        if not path.is_file() and path.exists():
+            raise UserError(f"{path}: is not a file; {needed_by} needs it")
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path}: has {path.stat().st_size:,} bytes, more than any config;"
+                            " replace it")
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {needed_by} needs it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {str(error)[:120]}") from None
+    try:
+        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {str(error)[:120]}; correct it") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds a {type(values).__name__}; wanted a JSON object {{...}}")
+    return values
+
+
+def to_json(values: Any, **options: Any) -> str:
+    """Write JSON in which a number that is not finite stands as null: JSON has no NaN."""
+    return json.dumps(_finite(values), allow_nan=False, **options)
+
+
+def finite_or_none(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _finite(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_finite(value) for value in values]
+    return finite_or_none(values) if isinstance(values, float) else values
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'key "{twice[:60]}" stands there twice')
+    return values
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,1 @@
+"""`lab compare`: runs side by side."""

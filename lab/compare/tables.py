@@ -1,0 +1,248 @@
+"""A comparison as a table: for the terminal, in Markdown, CSV or HTML."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from textwrap import wrap
+
+from tabulate import tabulate
+
+from lab.compare.rows import LOSS_NAMES, Comparison, Row
+
+UNKNOWN = "-"
+NARROWEST = {"run": 20, "differs": 28}  # characters of the columns that can be broken into lines
+LEFT_OUT_FIRST = (  # where the terminal has no room
+    "microbatch_size", "usd_per_megatoken_without_validation", "ift_score", "steps",
+    "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss",
+    "seconds_without_validation", "tokens", "seconds", "usd", "validation_loss",
+    "global_batch_size",
+)
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>Comparison of runs</title>
+<style>
+body {{ font-family: sans-serif; margin: 2em; }}
+table {{ border-collapse: collapse; font-size: 90%; }}
+th, td {{ padding: 0.3em 0.7em; border-bottom: 1px solid #ccc; vertical-align: top; }}
+img {{ max-width: 100%; display: block; margin: 1em 0; }}
+</style>
+</head>
+<body>
+<h1>Comparison of runs</h1>
+{table}
+{notes}
+{charts}
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        key: its name in CSV.
+        show: words a row's cell; None stands for what is not known.
+    """
+
+    key: str
+    head: str
+    show: Callable[[Comparison, Row], str | None]
+    align: str = "right"
+
+
+def _figure(key: str, form: Callable[[float], str]) -> Callable[[Comparison, Row], str | None]:
+    def show(_: Comparison, row: Row) -> str | None:
+        value = getattr(row.figures, key)
+        return None if value is None else form(value)
+    return show
+
+
+def _loss(comparison: Comparison, row: Row, key: str) -> str | None:
+    """Word a loss, with marks; a published one with no more digits than it has."""
+    loss = getattr(row.figures, key)
+    if loss is None:
+        return None
+    text = f"{loss:.4f}" if loss < 1000 else f"{loss:.4g}"
+    text = text.removesuffix("0") if row.is_published else text
+    is_deciding = key == comparison.sorted_by
+    return "".join([
+        text,
+        f" ± {row.spread[key]:.4f} (n={len(row.results)})"
+        if is_deciding and key in row.spread else "",
+        " ≈" if is_deciding and row.is_within_spread else "",
+        " †" if key == "test_loss" and row.is_of_other_slice else "",
+    ])
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.2f}{letter}"
+    return f"{value:.0f}"
+
+
+def _dollars(value: float) -> str:
+    return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"
+
+
+COLUMNS = (
+    Column("run", "run", lambda _, row: row.name, "left"),
+    Column("differs", "what differs", lambda _, row: row.differs or row.first.notes or None,
+           "left"),
+    Column("global_batch_size", "global\nbatch", _figure("global_batch_size", _whole)),
+    Column("microbatch_size", "micro-\nbatch", _figure("microbatch_size", _whole)),
+    Column("tokens", "tokens", _figure("tokens", _short)),
+    Column("steps", "steps", _figure("steps", _whole)),
+    Column("train_loss", "train\nloss", partial(_loss, key="train_loss"), "left"),
+    Column("validation_loss", "val.\nloss", partial(_loss, key="validation_loss"), "left"),
+    Column("test_loss", "test\nloss", partial(_loss, key="test_loss"), "left"),
+    Column("ift_score", "IFT", _figure("ift_score", "{:.2f}".format)),
+    Column("seconds", "seconds", _figure("seconds", _whole)),
+    Column("seconds_without_validation", "seconds,\nno val.",
+           _figure("seconds_without_validation", _whole)),
+    Column("tokens_per_second", "tokens\na sec.", _figure("tokens_per_second", _whole)),
+    Column("usd", "US$", _figure("usd", _dollars)),
+    Column("usd_without_validation", "US$,\nno val.",
+           _figure("usd_without_validation", _dollars)),
+    Column("usd_per_megatoken", "US$ a\nMtoken", _figure("usd_per_megatoken", "{:.4f}".format)),
+    Column("usd_per_megatoken_without_validation", "US$ a\nMtoken,\nno val.",
+           _figure("usd_per_megatoken_without_validation", "{:.4f}".format)),
+)
+CSV_FIGURES = (
+    "global_batch_size", "microbatch_size", "tokens", "steps", "train_loss", "validation_loss",
+    "test_loss", "ift_score", "seconds", "seconds_without_validation", "tokens_per_second", "usd",
+    "usd_without_validation", "usd_per_megatoken", "usd_per_megatoken_without_validation",
+)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Columns and what stands in them."""
+
+    columns: list[Column]
+    rows: list[list[str]]
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> Cells:
+        """Word a comparison; columns in which nothing is known are left out."""
+        known = [column for column in COLUMNS
+                 if any(column.show(comparison, row) for row in comparison.rows)]
+        return cls(known, [[column.show(comparison, row) or UNKNOWN for column in known]
+                           for row in comparison.rows])
+
+    def without(self, key: str) -> Cells:
+        kept = [place for place, column in enumerate(self.columns) if column.key != key]
+        return Cells([self.columns[place] for place in kept],
+                     [[row[place] for place in kept] for row in self.rows])
+
+    def widths(self) -> list[int]:
+        return [max(max(map(len, column.head.split("\n"))), *(len(row[place]) for row in self.rows))
+                for place, column in enumerate(self.columns)]
+
+    def table(self, form: str) -> str:
+        """Lay the cells out in one of tabulate's formats."""
+        heads = [column.head.replace("-\n", "").replace("\n", " ") for column in self.columns]
+        return tabulate(self.rows, headers=heads, tablefmt=form, disable_numparse=True,
+                        colalign=[column.align for column in self.columns])
+
+    def narrow_table(self, limits: list[int]) -> str:
+        """Lay the cells out in columns no wider than need be, nor than the limits."""
+        # Heads are rows here: tabulate would make every column wider than its head.
+        rules = ["-" * min(*both) for both in zip(self.widths(), limits, strict=True)]
+        rows = [["\n".join(wrap(cell, limit, break_on_hyphens=False))
+                 for cell, limit in zip(row, limits, strict=True)] for row in self.rows]
+        return tabulate([[column.head for column in self.columns], rules, *rows],
+                        tablefmt="plain", disable_numparse=True,
+                        colalign=[column.align for column in self.columns])
+
+
+def terminal_table(comparison: Comparison, *, width: int) -> str:
+    """Lay a comparison out for a terminal of so many characters, with its notes."""
+    cells, left_out = Cells.of(comparison), []
+    candidates = [key for key in LEFT_OUT_FIRST if key in [c.key for c in cells.columns]]
+    while _room_for_words(cells, width) < sum(NARROWEST.values()) and candidates:
+        left_out.append(candidates.pop(0))
+        cells = cells.without(left_out[-1])
+    notes = list(comparison.notes)
+    if left_out:
+        notes.append(f"no room for {', '.join(left_out)}: see --csv, or make the terminal wider")
+    table = cells.narrow_table(_limits(cells, _room_for_words(cells, width)))
+    return "\n".join([table, "", *notes])
+
+
+def _room_for_words(cells: Cells, width: int) -> int:
+    """Give the characters that are left for the columns of words."""
+    others = sum(width for width, column in zip(cells.widths(), cells.columns, strict=True)
+                 if column.key not in NARROWEST)
+    return width - others - 2 * (len(cells.columns) - 1)
+
+
+def _limits(cells: Cells, room: int) -> list[int]:
+    """Share the room between names and settings: names may take what settings leave, or half."""
+    widths = dict(zip([column.key for column in cells.columns], cells.widths(), strict=True))
+    names = min(widths["run"], max(room // 2, room - widths.get("differs", 0)))
+    names = max(NARROWEST["run"], min(names, room - NARROWEST["differs"]))
+    widths |= {"run": names, "differs": max(NARROWEST["differs"], room - names)}
+    return [widths[column.key] for column in cells.columns]
+
+
+def markdown_table(comparison: Comparison) -> str:
+    """Lay a comparison out in Markdown; a cell cannot end its column, or be taken for HTML."""
+    cells = Cells.of(comparison)
+    escaped = [[cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+                for cell in row] for row in cells.rows]
+    notes = [f"- {note}".replace("<", "&lt;") for note in comparison.notes]
+    return "\n".join([Cells(cells.columns, escaped).table("github"), "", *notes])
+
+
+def csv_table(comparison: Comparison) -> str:
+    """Give plain numbers with all their digits, in columns that are always the same."""
+    spreads = {key: key.replace("loss", "loss_spread") for key in LOSS_NAMES}
+    names = ["run", "status", "differs", "num_seeds", *CSV_FIGURES, *spreads.values(),
+             "sorted_by", "is_within_spread", "test_slice"]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in comparison.rows:
+        first = row.first
+        writer.writerow({
+            "run": ", ".join(result.name for result in row.results), "status": first.status,
+            "differs": row.differs or first.notes, "num_seeds": len(row.results),
+            **{key: _plain(getattr(row.figures, key)) for key in CSV_FIGURES},
+            **{name: _plain(row.spread.get(key)) for key, name in spreads.items()},
+            "sorted_by": comparison.sorted_by,
+            "is_within_spread": str(row.is_within_spread).lower(),
+            "test_slice": first.test_slice,
+        })
+    return text.getvalue()
+
+
+def _plain(value: float | None) -> str:
+    """Write a number without an exponent where it is whole; nothing where it is not known."""
+    if value is None:
+        return ""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def html_page(comparison: Comparison, charts: list[Path]) -> str:
+    """Make one page that needs no other file: the table, its notes, and the charts in it."""
+    notes = "\n".join(f"<p>{html.escape(note)}</p>" for note in comparison.notes)
+    images = [f'<img alt="{path.stem}" src="data:image/png;base64,'
+              f'{base64.b64encode(path.read_bytes()).decode()}">' for path in charts]
+    return PAGE.format(table=Cells.of(comparison).table("html"), notes=notes,
+                       charts="\n".join(images))

@@ -1,0 +1,1 @@
+"""`lab evaluate`: loss on held-out text, and benchmarks."""

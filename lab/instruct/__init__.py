@@ -1,0 +1,1 @@
+"""`lab tune` and `lab judge`: instruction tuning, and scores of its answers."""

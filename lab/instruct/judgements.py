@@ -1,0 +1,91 @@
+"""What a judge has said so far: a line each in a file, so that no question is paid for twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from basics.errors import UserError
+from lab.instruct.judging import HIGHEST_SCORE, Comparison
+
+LINE_START = b'{"key":"'  # of every line that was written here
+
+
+class Judgement(BaseModel):
+    """A line of the file: what one comparison has led to."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    key: str
+    judge: str
+    instruction: str
+    order: list[str]  # the models, as the judge got to see their answers
+    scores: dict[str, Annotated[float, Field(ge=0, le=HIGHEST_SCORE)]]  # by model
+
+
+class Judgements:
+    """The judgements in a file. One thread only."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file, if there is one; a line that a kill has cut short is left out.
+
+        Raises:
+            UserError: it cannot be read, or holds something else.
+        """
+        self.path = path
+        try:
+            if path.exists() and not path.is_file():  # to read a pipe would be to wait for ever
+                raise OSError("is no plain file")
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or error}; name another file"
+                            " with --output") from None
+        self._by_key = {}
+        for number, line in enumerate(content.splitlines(), start=1):
+            if not (line.startswith(LINE_START) or LINE_START.startswith(line)):
+                raise UserError(f"{path}: line {number} is no judgement; name another file with"
+                                " --output")
+            try:
+                judgement = Judgement.model_validate_json(line)
+            except ValidationError:
+                continue
+            self._by_key[judgement.key] = judgement
+        self._is_cut = bool(content) and not content.endswith(b"\n")
+
+    def check_writable(self) -> None:
+        """Find out before anything is paid for. Raises: UserError if it cannot be written."""
+        is_new = not os.path.lexists(self.path)  # a link to nowhere is not ours to take away
+        try:
+            self.path.open("ab").close()
+            if is_new:
+                self.path.unlink()
+        except OSError as error:
+            raise self._not_written(error) from None
+
+    def _not_written(self, error: OSError) -> UserError:
+        return UserError(f"{self.path}: cannot be written: {error.strerror or error}; make room, or"
+                         " name another file with --output")
+
+    def scores(self, comparison: Comparison) -> dict[str, float] | None:
+        """Give the score of each model's answer; None where there is no judgement yet."""
+        found = self._by_key.get(comparison.key)
+        if found is None or found.scores.keys() != comparison.answers.keys():
+            return None
+        return found.scores
+
+    def add(self, comparison: Comparison, scores: dict[str, float], *, judge_model: str) -> None:
+        """Keep what a judge has said. Raises: UserError if the file cannot be written."""
+        judgement = Judgement(key=comparison.key, judge=judge_model, scores=scores,
+                              instruction=comparison.question.instruction,
+                              order=list(comparison.order))
+        line = judgement.model_dump_json() + "\n"
+        try:
+            with self.path.open("ab") as file:
+                file.write(("\n" + line if self._is_cut else line).encode())
+        except OSError as error:
+            raise self._not_written(error) from None
+        self._is_cut = False
+        self._by_key[judgement.key] = judgement

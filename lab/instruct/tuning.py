@@ -1,0 +1,178 @@
+"""Fine-tuning on instructions: entries to sequences, epochs until validation loss rises."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tiktoken import Encoding
+from torch import Tensor
+from torch.optim import AdamW
+from tqdm import tqdm
+
+from gpt import GPTModel
+from lab.instruct.instructions import Entry
+from processes.launch import autocast
+
+IGNORED = -100  # a target that cross-entropy leaves out
+LossOn = Literal["response", "all"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One entry as the model learns it: what it reads, and what follows each token of it.
+
+    A target that is not to be learnt is `IGNORED`.
+    """
+
+    token_ids: list[int]
+    targets: list[int]
+
+    @property
+    def num_targets(self) -> int:
+        return sum(target != IGNORED for target in self.targets)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A part of the data, without the entries that have no room for their response."""
+
+    examples: list[Example]
+    num_cut: int  # to the model's context
+    num_skipped: int
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How to fine-tune and to answer. AdamW decays all parameters, as in the book."""
+
+    loss_on: LossOn
+    learning_rate: float
+    weight_decay: float
+    batch_size: int
+    max_epochs: int
+    max_new_tokens: int  # of an answer
+    seed: int  # of the order of the examples, and of dropout
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Mean losses in nats a token; epoch 0 is the model as it came."""
+
+    number: int
+    train_loss: float | None
+    validation_loss: float
+
+
+def encode_entries(entries: list[Entry], tokenizer: Encoding, *, context_length: int,
+                   loss_on: LossOn) -> Examples:
+    """Turn entries into examples: prompt, response, end of text; cut to the context.
+
+    The end of the text is learnt too, and only there: it is how the model knows to stop.
+    """
+    examples, num_cut = [], 0
+    for entry in entries:
+        # Each by itself, so that the response begins where it does when the prompt is all there is.
+        prompt = tokenizer.encode_ordinary(entry.prompt())
+        token_ids = [*prompt, *tokenizer.encode_ordinary(entry.output), tokenizer.eot_token]
+        if len(prompt) > context_length:
+            continue
+        targets = token_ids[1:]
+        if loss_on == "response":
+            targets = [IGNORED] * (len(prompt) - 1) + targets[len(prompt) - 1 :]
+        num_cut += len(targets) > context_length
+        examples.append(Example(token_ids[:-1][:context_length], targets[:context_length]))
+    return Examples(examples, num_cut, num_skipped=len(entries) - len(examples))
+
+
+def collate(examples: Sequence[Example], *, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Fill examples up to the longest: token ids and targets, each (B, T) int64.
+
+    What is filled in teaches nothing, and no token before it sees it.
+    """
+    length = max(len(example.token_ids) for example in examples)
+    token_ids = [e.token_ids + [pad_id] * (length - len(e.token_ids)) for e in examples]
+    targets = [e.targets + [IGNORED] * (length - len(e.targets)) for e in examples]
+    return torch.tensor(token_ids), torch.tensor(targets)
+
+
+class Tuner:
+    """Fine-tunes a model on some examples, and measures it on others.
+
+    Attributes:
+        epochs: the losses so far.
+        best: the epoch whose weights are kept.
+    """
+
+    def __init__(self, model: GPTModel, options: TuneOptions, *, pad_id: int) -> None:
+        self.model, self.options, self.pad_id = model, options, pad_id
+        self.device = model.token_embedding.weight.device
+        has_bf16 = (self.device.type == "cuda"
+                    and torch.cuda.is_bf16_supported(including_emulation=False))
+        self.precision = "bf16" if has_bf16 else "fp32"
+        self.optimizer = AdamW(model.parameters(), lr=options.learning_rate,
+                               weight_decay=options.weight_decay, fused=True)
+        self.epochs: list[Epoch] = []
+
+    def run(self, train: list[Example], validation: list[Example],
+            report: Callable[[Epoch], None]) -> None:
+        """Train until validation loss rises, and give the model the weights of its lowest."""
+        torch.manual_seed(self.options.seed)
+        self._end_epoch(None, validation, report)
+        for _ in range(self.options.max_epochs):
+            self._end_epoch(self._train(train), validation, report)
+            if self.best is not self.epochs[-1]:
+                break
+        self.model.load_state_dict(self._best_weights)
+        self.model.eval()
+
+    def _end_epoch(self, train_loss: float | None, validation: list[Example],
+                   report: Callable[[Epoch], None]) -> None:
+        epoch = Epoch(len(self.epochs), train_loss, self.mean_loss(validation))
+        self.epochs.append(epoch)
+        # A loss that is not a number is lower than none.
+        if epoch.number == 0 or epoch.validation_loss < self.best.validation_loss:
+            self.best = epoch
+            self._best_weights = {name: tensor.to("cpu", copy=True)
+                                  for name, tensor in self.model.state_dict().items()}
+        report(epoch)
+
+    def _train(self, train: list[Example]) -> float:
+        """Learn from all examples once, in a new order; give the mean loss on the way."""
+        number = len(self.epochs)
+        shuffled = random.Random(f"{self.options.seed}/{number}").sample(train, len(train))
+        self.model.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in tqdm(list(self._batches(shuffled)), desc=f"epoch {number}", unit="step",
+                          disable=None, leave=False):
+            loss = self._loss(batch)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total += loss.detach() * _num_targets(batch)
+        return total.item() / _num_targets(train)
+
+    @torch.no_grad()
+    def mean_loss(self, examples: list[Example]) -> float:
+        """Give the mean loss in nats a token, however the examples fall into batches."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in self._batches(examples):
+            total += self._loss(batch) * _num_targets(batch)
+        return total.item() / _num_targets(examples)
+
+    def _batches(self, examples: list[Example]) -> Iterator[list[Example]]:
+        size = self.options.batch_size
+        return (examples[start : start + size] for start in range(0, len(examples), size))
+
+    def _loss(self, batch: list[Example]) -> Tensor:
+        token_ids, targets = collate(batch, pad_id=self.pad_id)
+        with autocast(self.precision, self.device):
+            return self.model(token_ids.to(self.device), targets.to(self.device))
+
+
+def _num_targets(examples: list[Example]) -> int:
+    return sum(example.num_targets for example in examples)

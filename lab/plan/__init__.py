@@ -1,0 +1,1 @@
+"""`lab plan`: memory, hours and dollars of a run before it starts."""

@@ -1,0 +1,87 @@
+"""A model as a directory that `transformers` loads: a stock GPT-2, no code of ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from basics.errors import UserError, cannot_be_written
+from basics.files import read_plain
+from checkpointing import as_os_error
+from lab.publish.model_card import CHARTS, MARK
+from lab.publish.tokenizer_files import write_tokenizer_files
+from lab.targets import Target
+from lab.weight_formats import gpt2_config, to_gpt2
+from tokens.tokenizer import END_OF_TEXT_IDS
+
+FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
+         "special_tokens_map.json", "tokens.tokenizer.json", "tokenizer_config.json", "vocab.json",
+         "merges.txt", *CHARTS}
+
+
+def write_export(target: Target, output_dir: Path, card: str) -> Path:
+    """Write a model's directory, all of it or nothing; an earlier export there is replaced.
+
+    With it go the run's charts, which its card shows.
+
+    Raises:
+        UserError: GPT-2 cannot express the model, or the directory cannot be written, or it holds
+            something else.
+    """
+    check_output(output_dir)
+    config = gpt2_config(target.model.config, target.tokenizer_name)
+    partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
+    old_dir = output_dir.with_name(f".{output_dir.name}.old")
+    try:
+        for leftover in (partial_dir, old_dir):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial_dir.mkdir(parents=True)
+        _write(target, partial_dir, config)
+        (partial_dir / "README.md").write_text(card, encoding="utf-8")
+        if output_dir.exists():
+            output_dir.rename(old_dir)
+        partial_dir.rename(output_dir)
+        shutil.rmtree(old_dir, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise cannot_be_written(output_dir, as_os_error(error)) from None
+    finally:
+        shutil.rmtree(partial_dir, ignore_errors=True)
+    return output_dir
+
+
+def check_output(output_dir: Path) -> None:
+    """Refuse a place that holds something else than an export. Raises: UserError."""
+    if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
+        raise UserError(f"{output_dir}: is not a directory; name another with --output")
+    found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
+    if found and not (found <= FILES and MARK in _card_of(output_dir)):
+        others = ", ".join(sorted(found - FILES)[:3]) or "a model that is not from here"
+        raise UserError(f"{output_dir}: holds other files ({others}); name another directory with"
+                        " --output")
+
+
+def _card_of(directory: Path) -> str:
+    try:
+        return read_plain(directory / "README.md")
+    except OSError:
+        return ""
+
+
+def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
+    model, tokenizer_name = target.model, target.tokenizer_name
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    end_of_text = END_OF_TEXT_IDS.get(tokenizer_name or "")
+    (directory / "generation_config.json").write_text(json.dumps({
+        "bos_token_id": end_of_text, "eos_token_id": end_of_text}, indent=2) + "\n")
+    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+    save_file(to_gpt2(weights, model.config), directory / "model.safetensors", {"format": "pt"})
+    if tokenizer_name is not None:
+        write_tokenizer_files(directory, tokenizer_name,
+                              context_length=model.config.context_length)
+    for name in CHARTS if target.run else ():
+        if (target.run.run_dir / name).is_file():
+            shutil.copyfile(target.run.run_dir / name, directory / name)

@@ -1,0 +1,187 @@
+"""A model's README.md: what it is and how it came to be, in a form that the hub reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from basics.errors import one_line
+from lab.compare.run_figures import Written, number
+from lab.targets import HUB_NAME, Target
+from reporting.metrics_file import read_metrics
+from run_config import ModelConfig, TrainConfig
+
+CARD = """---
+{front_matter}
+---
+
+# {title}
+
+A GPT-2-class language model of {num_parameters:,} parameters, trained from scratch{on_data}.
+It is a base model: it continues text, and follows no instructions.
+
+| | |
+|---|---|
+{facts}
+
+## How to load it
+
+```python
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="{address}")
+print(generator("{prompt}", max_new_tokens=50)[0]["generated_text"])
+```
+
+The architecture is stock GPT-2 (`GPT2LMHeadModel`), in float32: no code has to be trusted.
+{notes}
+## How it was trained
+
+| | |
+|---|---|
+{training}
+
+What its settings change from the defaults:
+
+```json
+{levers}
+```
+{charts}"""
+
+CHARTS = {"loss-chart.png": "Training and validation loss", "grad-norm-chart.png": "Gradient norm",
+          "learning-rate-chart.png": "Learning rate"}
+MEASURED = {"loss": "loss (nats a token)", "perplexity": "perplexity",
+            "bits_per_byte": "bits a byte", "accuracy": "accuracy",
+            "normalised_accuracy": "accuracy by length"}
+MARK = "ddp-train"  # a tag, by which a card of ours is known
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card says that no file of the run knows."""
+
+    title: str
+    address: str  # of the model: on the hub, or a directory
+    licence: str | None = None
+
+
+def model_card(target: Target, facts: CardFacts) -> str:
+    """Write the card of a run's model: from what its checkpoint, summary and evaluations say.
+
+    The run's JSON files may have changed since; they only stand in where there is no summary.
+    """
+    written = Written.read(target.run.run_dir)
+    settings = written.part("train") or target.run.train.model_dump()
+    dataset = one_line(str(settings.get("dataset")))
+    found = measurements(target, dataset)
+    shown = [name for name in CHARTS if (target.run.run_dir / name).is_file()]
+    return CARD.format(
+        front_matter=_front_matter(dataset, found, facts), title=facts.title,
+        address=facts.address, num_parameters=target.model.num_parameters(),
+        on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`",
+        prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
+        facts=_rows(_model_facts(target, found)), training=_rows(_training(target, written)),
+        notes=_notes(target), levers=json.dumps(_levers(target, settings), indent=2),
+        charts="".join(f"\n![{CHARTS[name]}]({name})\n" for name in shown),
+    )
+
+
+def _front_matter(dataset: str, found: list[dict[str, Any]], facts: CardFacts) -> str:
+    from huggingface_hub import EvalResult, ModelCardData  # slow to import
+
+    results = [EvalResult(task_type="text-generation", task_name="Language modelling",
+                          dataset_type=one["dataset"], dataset_name=one["dataset"],
+                          dataset_split=one["split"], metric_type=one["metric"],
+                          metric_name=one["name"], metric_value=one["value"]) for one in found]
+    return ModelCardData(
+        license=facts.licence, library_name="transformers", pipeline_tag="text-generation",
+        datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, tags=["gpt2", MARK],
+        model_name=facts.title, eval_results=results or None,
+    ).to_yaml()
+
+
+def measurements(target: Target, dataset: str) -> list[dict[str, Any]]:
+    """Give what was measured of this checkpoint: its validation loss, and its evaluations.
+
+    Of what was measured twice, the newer; what is no number is left out.
+    """
+    meta, found = target.checkpoint.meta, {}
+    if target.run.train.validates and meta.loss is not None:
+        name = "validation loss while training (nats a token)"
+        found[dataset, name] = {"metric": "loss", "value": meta.loss, "split": "validation"}
+    for record in read_metrics(target.run.evaluations_path):
+        if record.get("checkpoint") == target.checkpoint.name:
+            for metric, name in MEASURED.items():
+                if (value := number(record.get(metric))) is not None:
+                    where = one_line(str(record.get("benchmark") or record.get("dataset")))
+                    split = one_line(str(record.get("split", "validation")))
+                    found[where, name + _slice(record)] = {
+                        "metric": metric, "value": value, "split": split}
+    return [{"dataset": where, "name": name} | values for (where, name), values in found.items()]
+
+
+def _slice(record: dict[str, Any]) -> str:
+    count, start = number(record.get("num_tokens")), number(record.get("start_token"))
+    if count is None or start is None:
+        return ""
+    return f", {count:,.0f} tokens from token {start:,.0f}"
+
+
+def _model_facts(target: Target, found: list[dict[str, Any]]) -> dict[str, str]:
+    config = target.model.config
+    return {
+        "layers, heads, width": f"{config.n_layers}, {config.n_heads}, {config.emb_dim}",
+        "context": f"{config.context_length:,} tokens",
+        "vocabulary": f"{config.vocab_size:,} ({target.tokenizer_name or 'unknown tokenizer'})",
+        "output head": "the token embedding" if config.tie_weights else "a matrix of its own",
+        "biases of queries, keys, values": "yes" if config.qkv_bias else "none (stored as zeros)",
+        **{f"{one['name']}, `{one['dataset']}`": f"{one['value']:.6f}" for one in found},
+    }
+
+
+def _training(target: Target, written: Written) -> dict[str, str]:
+    meta, machine = target.checkpoint.meta, written.part("machine")
+    num_steps = number(written.summary.get("num_steps"))
+    facts = {"step": f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
+             "tokens": f"{meta.tokens:,}",
+             "training loss": "-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
+             "hours": f"{sum(meta.seconds.values()) / 3600:.3f}"}
+    if meta.usd:
+        facts["US$"] = f"{sum(meta.usd.values()):.2f}"
+    batch = [number(written.part("batch").get(key)) for key in (
+        "microbatch_size", "gradient_accumulation_steps", "world_size", "context_length")]
+    if all(batch):
+        sizes = "{:.0f} x {:.0f} x {:.0f} sequences of {:,.0f} tokens"
+        facts["global batch"] = sizes.format(*batch)
+    if machine:
+        processes = number(machine.get("processes")) or 1
+        each = "processes on" if machine.get("device_type") == "cpu" else "x"
+        facts["hardware"] = f"{processes:.0f} {each} {machine.get('device')}"
+        facts["precision"] = str(machine.get("precision"))
+        facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
+    if speed := number(written.summary.get("tokens_per_second")):
+        facts["tokens a second while training"] = f"{speed:,.0f}"
+    return facts
+
+
+def _levers(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+    """Give the settings that are not at their defaults, of the model and of the training."""
+    levers = {}
+    for config, values in ((ModelConfig, target.checkpoint.meta.model.model_dump()),
+                           (TrainConfig, settings)):
+        for key, field in config.model_fields.items():
+            if key in values and (field.is_required() or values[key] != field.get_default()):
+                levers[key] = values[key]
+    return levers
+
+
+def _notes(target: Target) -> str:
+    if target.tokenizer_name == "bytes":
+        return "Its tokens are bytes: ids 0 to 255, and 256 for the end of a text.\n"
+    return ""
+
+
+def _rows(facts: dict[str, str]) -> str:
+    return "\n".join("| {} | {} |".format(*(one_line(text).replace("|", "\\|") for text in row))
+                     for row in facts.items())

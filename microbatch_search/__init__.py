@@ -1,0 +1,1 @@
+"""The search for the largest microbatch that fits in memory."""

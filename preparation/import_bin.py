@@ -1,0 +1,116 @@
+"""Token files of nanoGPT and llm.c, taken over as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from basics.errors import UserError, cannot_be_written
+from preparation.dataset_card import write_import_card
+from preparation.journal import Journal, Progress, SplitCount
+from preparation.planning import check_room, free_output
+from preparation.token_file_writer import TokenFileWriter
+from tokens.tokenizer import END_OF_TEXT_IDS, check_tokenizer_name
+
+LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
+LLM_C_HEADER = 256  # int32 words: magic, version, number of tokens, zeros
+CHUNK_TOKENS = 2**24
+
+
+def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progress:
+    """Write the pair of token files from train*.bin and val*.bin files, in the order of their
+    names: nanoGPT's are nothing but uint16 tokens, llm.c's have a header.
+
+    Raises:
+        UserError: files are missing, their counts do not fit, or an id is outside the tokenizer's
+            vocabulary.
+    """
+    output_dir = free_output(output_dir)
+    check_tokenizer_name(tokenizer_name)
+    vocab_size = END_OF_TEXT_IDS[tokenizer_name] + 1
+    paths = {"train": _files(source, "train"), "validation": _files(source, "val")}
+    if (source / "meta.pkl").exists():
+        raise UserError(f"{source}: its meta.pkl is a vocabulary of its own, so the tokens are not"
+                        f" those of {tokenizer_name}; prepare the text that they were made of")
+    num_bytes = sum(path.stat().st_size for split in paths.values() for path in split
+                    if path.exists())
+    try:
+        with Journal(output_dir) as journal:  # for its lock; all is done at once
+            if journal.request is not None or journal.counted:
+                raise UserError(f"{journal.dir}: holds an unfinished preparation; name another"
+                                " output, or delete that directory")
+            check_room(journal.dir, num_bytes, "tokens")
+            journal.dataset_dir.mkdir(exist_ok=True)
+            counts = {split: _import_split(paths[split],
+                                           journal.dataset_dir / f"{split}.safetensors",
+                                           tokenizer_name, vocab_size) for split in paths}
+            progress = Progress(**counts)
+            write_import_card(journal.dataset_dir, source, tokenizer_name, progress)
+            journal.publish(output_dir)
+    except OSError as error:
+        raise cannot_be_written(output_dir, error) from None
+    return progress
+
+
+def _files(source: Path, word: str) -> list[Path]:
+    """Find files such as val.bin or fineweb_val_000000.bin."""
+    paths = sorted(path for path in source.glob("*.bin")
+                   if word in path.stem.replace("-", "_").split("_"))
+    if not paths:
+        raise UserError(f"{source}: no {word}.bin or *_{word}_*.bin there; wanted the token files"
+                        " of nanoGPT or llm.c")
+    return paths
+
+
+def _import_split(paths: list[Path], output: Path, tokenizer_name: str,
+                  vocab_size: int) -> SplitCount:
+    end_of_text = END_OF_TEXT_IDS[tokenizer_name]
+    count = SplitCount()
+    writer = TokenFileWriter(output)
+    try:
+        for path in paths:
+            for first, tokens in _chunks(path):
+                largest = int(tokens.max(initial=0))
+                if largest >= vocab_size:
+                    place = first + int(np.argmax(tokens >= vocab_size))
+                    raise UserError(f"{path}: token {place} is {tokens[place - first]}, outside the"
+                                    f" {vocab_size} ids of --tokenizer {tokenizer_name}")
+                writer.add(tokens)
+                num_documents = int(np.count_nonzero(tokens == end_of_text))
+                count = SplitCount(
+                    num_documents=count.num_documents + num_documents,
+                    num_tokens=count.num_tokens + tokens.size,
+                    max_token_id=max(count.max_token_id, largest),
+                )
+        writer.finish(count.metadata() | {
+            "tokenizer": tokenizer_name,
+            "source": ", ".join(path.name for path in paths)[:400],
+        })
+    finally:
+        writer.close()
+    return count
+
+
+def _chunks(path: Path) -> Iterator[tuple[int, np.ndarray]]:
+    """Read a file's tokens, each chunk with the place of its first. Raises: UserError."""
+    try:
+        size = path.stat().st_size
+        path.open("rb").close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    header = np.fromfile(path, dtype="<i4", count=min(LLM_C_HEADER, size // 4))
+    start, num_tokens = 0, size // 2
+    if header.size == LLM_C_HEADER and header[0] == LLM_C_MAGIC:
+        start, num_tokens = 4 * LLM_C_HEADER, int(header[2])
+        if header[1] != LLM_C_VERSION:
+            raise UserError(f"{path}: version {header[1]} of llm.c's format; wanted"
+                            f" {LLM_C_VERSION}, with 16-bit tokens")
+    if not size or size != start + 2 * num_tokens:
+        raise UserError(f"{path}: {size} bytes; wanted {start + 2 * num_tokens} for {num_tokens}"
+                        " tokens: it is damaged, or of another format")
+    with path.open("rb") as file:
+        file.seek(start)
+        for first in range(0, num_tokens, CHUNK_TOKENS):
+            yield first, np.fromfile(file, dtype="<u2", count=min(CHUNK_TOKENS, num_tokens - first))

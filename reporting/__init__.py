@@ -1,0 +1,1 @@
+"""What a run reports: console, metrics, summary, charts, samples, time and cost."""

@@ -1,0 +1,174 @@
+"""A run's `metrics.jsonl` to its charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from basics.failpoints import failpoint
+from reporting.metrics_file import read_metrics
+from run_config import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
+SPIKE_REPORTS = 20  # that a report is compared with
+SPIKE_DEVIATIONS, SPIKE_LEAST = 6.0, 0.1  # how far above them it has to lie; the least in nats
+MAX_POINTS = 400  # a long run's records are averaged down to what a picture can show
+
+Records = list[dict[str, Any]]
+
+
+def try_to_draw_charts(run: Run) -> str:
+    """Draw a run's charts; give what went wrong, whatever it is: training is worth more. Rank 0."""
+    try:
+        failpoint("chart")
+        draw_charts(run.run_dir, read_metrics(run.metrics_path))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def draw_charts(run_dir: Path, records: Records) -> None:
+    """Draw a run's three charts into its directory. Rank 0.
+
+    Args:
+        records: the lines of `metrics.jsonl`.
+    """
+    steps = [record for record in records if record.get("train_loss") is not None]
+    validations = [record for record in records if record.get("validation_loss") is not None]
+    if not steps:
+        return
+    _draw(run_dir / "loss-chart.png", "loss (nats a token)",
+          lambda axes: _plot_losses(axes, steps, validations))
+    _draw(run_dir / "grad-norm-chart.png", "gradient norm",
+          lambda axes: _plot_grad_norms(axes, steps))
+    _draw(run_dir / "learning-rate-chart.png", "learning rate",
+          lambda axes: axes.plot(*_columns(steps, "learning_rate"), color="tab:green"))
+
+
+def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
+    def lay_out(figure: Figure) -> None:
+        from matplotlib.ticker import EngFormatter
+
+        axes = figure.subplots()
+        plot(axes)
+        axes.set_title(path.resolve().parent.name)
+        axes.set_xlabel("global step")
+        axes.set_ylabel(ylabel)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False)
+
+    draw_by_hand(path, lay_out)
+
+
+def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
+    """Draw a figure as by hand, all of it or nothing. Raises: OSError if it cannot be written."""
+    # Imported here, by rank 0 alone, when there is something to draw: it takes a second.
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+
+    partial = path.with_name(f".{path.name}")
+    partial.unlink(missing_ok=True)  # a link may lie there, to what is somebody else's
+    with plt.xkcd(), plt.rc_context({"font.family": _fonts()}):
+        figure = Figure(figsize=(10, 5.6), layout="constrained")  # pyplot's want a display
+        plot(figure)
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+        try:
+            figure.savefig(partial, format="png", dpi=120)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    return partial.replace(path)
+
+
+def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
+    x, mean = _columns(steps, "train_loss")
+    _, low = _columns(steps, "train_loss_min", pool=np.min)
+    _, high = _columns(steps, "train_loss_max", pool=np.max)
+    axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
+                      label="smallest to largest")
+    axes.plot(x, mean, color="tab:blue", label="training")
+    spikes = find_spikes(steps)
+    if spikes:
+        axes.plot([record["global_step"] + 1 for record in spikes],
+                  [record["train_loss"] for record in spikes], color="tab:orange", marker="v",
+                  linestyle="none", label=f"spikes: {len(spikes)}")
+    _add_usd_axis(axes, steps)
+    if validations:
+        x, mean = _columns(validations, "validation_loss")
+        axes.plot(x, mean, color="tab:red", marker="o", markersize=4, label="validation")
+        best = min(validations, key=lambda record: record["validation_loss"])
+        axes.plot(best["global_step"] + 1, best["validation_loss"], color="black", marker="*",
+                  markersize=14, linestyle="none",
+                  label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}")
+
+
+def find_spikes(steps: Records) -> Records:
+    """Find the reports whose loss lies far above those before it, by their median deviation."""
+    losses = np.array([record["train_loss"] for record in steps])
+    spikes = []
+    for place in range(SPIKE_REPORTS, len(losses)):
+        before = losses[place - SPIKE_REPORTS : place]
+        middle = np.median(before)
+        deviation = 1.4826 * np.median(np.abs(before - middle))  # a standard deviation's worth
+        if losses[place] - middle > max(SPIKE_LEAST, SPIKE_DEVIATIONS * deviation):
+            spikes.append(steps[place])
+    return spikes
+
+
+def _add_usd_axis(axes: Axes, steps: Records) -> None:
+    """Show above the chart what the run had cost by each step, where its price was known."""
+    priced: Records = []
+    for record in steps:
+        if record.get("usd") and (not priced or record["usd"] > priced[-1]["usd"]):
+            priced.append(record)
+    if len(priced) < 2:
+        return
+    x = np.array([record["global_step"] + 1 for record in priced], dtype=float)
+    usd = np.array([record["usd"] for record in priced])
+    above = axes.secondary_xaxis("top", functions=(
+        lambda step: _interpolate(step, x, usd), lambda spent: _interpolate(spent, usd, x)))
+    above.set_xlabel("US$")
+
+
+def _interpolate(values: Any, x: Any, y: Any) -> Any:
+    """Read y off the points, and off the line through the first and last beyond them."""
+    slope = (y[-1] - y[0]) / (x[-1] - x[0])
+    beyond = np.where(values < x[0], y[0] + (values - x[0]) * slope,
+                      y[-1] + (values - x[-1]) * slope)
+    return np.where((values < x[0]) | (values > x[-1]), beyond, np.interp(values, x, y))
+
+
+def _plot_grad_norms(axes: Axes, steps: Records) -> None:
+    skipped = sum(record.get("skipped_steps", 0) for record in steps)
+    if skipped:
+        axes.plot([], [], linestyle="none", label=f"steps skipped, not finite: {skipped}")
+    x, mean = _columns(steps, "grad_norm")
+    _, high = _columns(steps, "grad_norm_max", pool=np.max)
+    axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0, label="largest")
+    axes.plot(x, mean, color="tab:blue", label="mean")
+
+
+def _columns(records: Records, key: str, pool: Callable[..., Any] = np.mean) -> tuple[Any, Any]:
+    """Give x and y of one key, pooled down to MAX_POINTS groups of neighbours."""
+    groups = np.array_split(np.arange(len(records)), min(len(records), MAX_POINTS))
+    x = [records[group[-1]]["global_step"] + 1 for group in groups]  # people count from 1
+    y = [pool([records[i][key] for i in group if records[i][key] is not None] or [np.nan])
+         for group in groups]
+    return np.array(x), np.array(y, dtype=float)
+
+
+def _fonts() -> list[str]:
+    from matplotlib.font_manager import get_font_names
+
+    installed = set(get_font_names())
+    hand_drawn = [name for name in HAND_DRAWN_FONTS if name in installed]
+    return [*hand_drawn, "DejaVu Sans"]  # the last one comes with matplotlib: never a warning

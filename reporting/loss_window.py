@@ -1,0 +1,79 @@
+"""Losses as they are measured while a run trains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from reporting.clock import REPORT_INTERVAL
+
+
+@dataclass(frozen=True)
+class WindowSummary:
+    """The global steps since the last report, averaged over all processes and all tokens."""
+
+    train_loss: float
+    train_loss_min: float
+    train_loss_max: float
+    grad_norm: float
+    grad_norm_max: float
+    skipped_steps: int  # their gradient was not finite on some process: they changed nothing
+
+
+class LossWindow:
+    """Losses and gradient norms of a few global steps, kept on the device until reported.
+
+    Attributes:
+        longest_skipped: most steps in a row, up to one since the last report but one, whose
+            gradient was not finite.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._losses = torch.zeros(REPORT_INTERVAL, device=device)
+        self._grad_norms = torch.zeros(REPORT_INTERVAL, device=device)
+        self._filled = 0
+        self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
+        self._skipped_in_a_row = self.longest_skipped = 0
+
+    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Note one global step: this process's mean loss, () and the gradient's norm, ()."""
+        self._losses[self._filled] = loss
+        self._grad_norms[self._filled] = grad_norm
+        self._filled += 1
+
+    @property
+    def is_full(self) -> bool:
+        return self._filled == len(self._losses)
+
+    def summarise(self) -> WindowSummary:
+        """Average over the processes and start anew. A collective: every rank.
+
+        What a skipped step has is left out; where all were skipped, NaN is all there is.
+        """
+        losses = self._losses[: self._filled].clone()
+        dist.all_reduce(losses)  # gloo cannot average
+        losses = (losses / dist.get_world_size()).cpu()
+        grad_norms = self._grad_norms[: self._filled].cpu()  # the same on every rank
+        self.longest_skipped = 0
+        for is_finite in grad_norms.isfinite().tolist():
+            self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
+            self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
+        taken = grad_norms.isfinite()
+        losses, grad_norms = losses[taken], grad_norms[taken]
+        num_skipped, self._filled = self._filled - len(losses), 0
+        if not len(losses):
+            return WindowSummary(*[math.nan] * 5, skipped_steps=num_skipped)
+        self._loss_sum_since_checkpoint += losses.sum().item()
+        self._steps_since_checkpoint += len(losses)
+        numbers = [losses.mean(), losses.min(), losses.max(), grad_norms.mean(), grad_norms.max()]
+        return WindowSummary(*torch.stack(numbers).tolist(), skipped_steps=num_skipped)
+
+    def take_loss_since_checkpoint(self) -> float:
+        """Give the mean loss of the steps reported since the last call, NaN of none. Rank 0."""
+        mean = self._loss_sum_since_checkpoint / (self._steps_since_checkpoint or math.nan)
+        self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
+        return mean

@@ -1,0 +1,111 @@
+"""What a run has measured: lines of JSON that a kill cannot spoil. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from basics.errors import UserError
+from basics.files import fsync, read_plain, write_aside
+from basics.json_files import to_json
+
+MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # of one file: some four million steps
+MAX_RECORD_LENGTH = 2**18
+MAX_STEP = 2**40
+MOST = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": MAX_STEP}  # at least 0
+NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss", "grad_norm",
+           "grad_norm_max", "learning_rate", "validation_seconds")
+
+
+def check_records(path: Path) -> None:
+    """Refuse to go on with records that are no file of a run's.
+
+    Raises:
+        UserError: a link, a pipe or a directory lies there, or far too much.
+    """
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path}: is not a plain file; move it away")
+        with path.open("rb") as file:
+            pieces = iter(lambda: file.read(2**20), b"")
+            is_long = (found.st_size > MAX_RECORDS_BYTES
+                       or sum(piece.count(b"\n") for piece in pieces) > MAX_RECORDS)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); move it away") from None
+    if is_long:
+        raise UserError(f"{path}: has {found.st_size:,} bytes, more than any run has; move it away")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the whole lines of a `metrics.jsonl`; a line cut short by a kill is left out.
+
+    So is what is no record: its numbers are finite, and its counts not below 0.
+    """
+    records = []
+    try:
+        text = read_plain(path, max_bytes=MAX_RECORDS_BYTES)
+    except OSError:  # there is none yet, or a run's start has refused it
+        return []
+    for line in text.split("\n"):
+        if len(line) > MAX_RECORD_LENGTH:
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and _is_record(record):
+            records.append(record)
+    return records
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    step = record.get("global_step")
+    return (type(step) is int and 0 <= step < MAX_STEP
+            and all(_is_number(record[key], 0, MOST[key]) for key in MOST if key in record)
+            and all(record.get(key) is None or _is_number(record[key], -1e100, 1e100)
+                    for key in NUMBERS))
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return type(value) in (int, float) and least <= value <= most
+
+
+def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
+    """Give the seconds and dollars that a run's records know of, whatever was saved of it."""
+    records = read_metrics(metrics_path)
+    seconds = [record.get("seconds") for record in records]
+    usd = [record.get("usd") for record in records]
+    try:
+        summary = json.loads(read_plain(summary_path))
+        seconds.append(sum(summary["seconds"].values()))
+        usd.append((summary["usd"] or {"total": 0.0})["total"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+            OverflowError):
+        pass  # there is none yet, or it is damaged: it is not needed
+    return tuple(max((n for n in numbers if _is_number(n, 0, 1e12)), default=0.0)
+                 for numbers in (seconds, usd))
+
+
+def remove_metrics_from(path: Path, first_step: int, *, owes_validation: bool = False) -> None:
+    """Drop what lies behind the checkpoint that a run goes on from: those steps come again.
+
+    So does the validation before them, where it is owed.
+    """
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if record["global_step"] < first_step
+            and not (owes_validation and record["global_step"] == first_step - 1
+                     and "validation_loss" in record)]
+    write_aside(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
+
+
+def fsync_records(path: Path) -> None:
+    """Have what a run has measured on the disk itself, where there is any."""
+    with suppress(FileNotFoundError):
+        fsync(path)

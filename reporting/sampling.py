@@ -1,0 +1,160 @@
+"""Text out of a model, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from basics.files import append_whole
+from basics.json_files import to_json
+from gpt import Block, CausalSelfAttention, GPTModel
+from tokens.tokenizer import decode, load_tokenizer
+
+SAMPLE_TOKENS = 64  # of each prompt at a validation: a second or two on a GPU
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is drawn: `temperature` 0 takes the likeliest, `top_k` 0 keeps all.
+
+    Sample number i draws from the random stream of `seed` + i: it is the same however many there
+    are. One that comes to `stop_token` is at its end.
+    """
+
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 40
+    seed: int = 42
+    num_samples: int = 1
+    stop_token: int | None = None
+
+
+class KeyValueCache:
+    """What the layers have made of the tokens so far, so that each token passes them once.
+
+    Args:
+        num_tokens: that it will be asked for, at most.
+
+    A context that is full loses its older half: what is left is read anew.
+    """
+
+    def __init__(self, model: GPTModel, *, num_tokens: int) -> None:
+        self._model = model
+        self._capacity = min(num_tokens, model.config.context_length)
+        self._context: Tensor | None = None  # (B, T), what the cached keys and values are of
+        self._layers: dict[Block, tuple[Tensor, Tensor]] = {}  # each (B, H, capacity, D)
+
+    def next_logits(self, token_ids: Tensor) -> Tensor:
+        """Read on: (B, T) int64 to the logits of the token that comes next, (B, V) float32."""
+        longest = self._model.config.context_length
+        context = token_ids
+        if self._context is not None:
+            context = torch.cat([self._context, token_ids], dim=1)
+            if context.shape[1] > longest:
+                context = context[:, -(longest // 2 + 1):]
+                self._context = None
+        if self._context is None:
+            token_ids = context = context[:, -longest:]
+        self._first = context.shape[1] - token_ids.shape[1]
+        self._context = context
+        x = self._model.embed(token_ids, first_position=self._first)  # (B, T, C)
+        x = self._model.transform(x, self._run)[:, -1]  # (B, C)
+        return F.linear(self._model.final_norm(x), self._model.head_weight).float()
+
+    def _run(self, block: Block, x: Tensor) -> Tensor:
+        """Run one layer of a model in eval mode, (B, T, C) to (B, T, C)."""
+        x = x + self._attend(block, block.attention, block.attention_norm(x))
+        return x + block.mlp(block.mlp_norm(x))
+
+    def _attend(self, block: Block, attention: CausalSelfAttention, x: Tensor) -> Tensor:
+        q, k, v = attention.project(x)  # each (B, H, T, D)
+        B, H, T, D = k.shape
+        if block not in self._layers:
+            shape = (B, H, self._capacity, D)
+            self._layers[block] = k.new_empty(shape), k.new_empty(shape)
+        first, stop = self._first, self._first + T
+        for cached, new in zip(self._layers[block], (k, v), strict=True):
+            cached[:, :, first:stop] = new
+        keys, values = (cached[:, :, :stop] for cached in self._layers[block])
+        # One new token sees all there is; several at once are the first, and see what is before.
+        y = F.scaled_dot_product_attention(q, keys, values, is_causal=T > 1)
+        return attention.output(y.transpose(1, 2).reshape(B, T, H * D))
+
+
+@torch.inference_mode()
+def stream_tokens(model: GPTModel, prompt: list[int],
+                  options: SamplingOptions) -> Iterator[list[int | None]]:
+    """Continue a prompt of at least one token id: yield the next id of each sample.
+
+    None stands for a sample that has come to its end. Draws from generators of its own: the
+    training's random state stays as it was. Leaves the model in eval mode.
+    """
+    device = model.token_embedding.weight.device
+    generators = [torch.Generator(device).manual_seed(options.seed + number)
+                  for number in range(options.num_samples)]
+    token_ids = torch.tensor([prompt] * options.num_samples, device=device)  # (B, T)
+    has_ended = [False] * options.num_samples
+    model.eval()
+    cache = KeyValueCache(model, num_tokens=len(prompt) + options.max_new_tokens)
+    for _ in range(options.max_new_tokens):
+        logits = cache.next_logits(token_ids)  # (B, V)
+        drawn = [_draw(row, options, generator=generator)
+                 for row, generator in zip(logits, generators, strict=True)]
+        token_ids = torch.stack(drawn)  # (B, 1)
+        found = token_ids[:, 0].tolist()
+        has_ended = [ended or token == options.stop_token
+                     for ended, token in zip(has_ended, found, strict=True)]
+        if all(has_ended):
+            return
+        yield [None if ended else token for ended, token in zip(has_ended, found, strict=True)]
+
+
+def generate_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions) -> list[int]:
+    """Continue a prompt once; give the new ids only, without the one that ends it."""
+    return [token for token, *_ in stream_tokens(model, prompt, options)]
+
+
+def sample_text(model: GPTModel, tokenizer_name: str) -> str:
+    """Give what a model makes up without a prompt."""
+    tokenizer = load_tokenizer(tokenizer_name)
+    options = SamplingOptions(max_new_tokens=400)
+    return decode(tokenizer, generate_tokens(model, [tokenizer.eot_token], options))
+
+
+def try_to_write_samples(path: Path, model: GPTModel, prompts: Sequence[str],
+                         tokenizer_name: str | None, global_step: int) -> str:
+    """Append a line with what a model makes of each prompt; leave it in training mode.
+
+    Gives what went wrong, whatever it is: training is worth more.
+    """
+    try:
+        tokenizer = load_tokenizer(tokenizer_name or "")
+        options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS, stop_token=tokenizer.eot_token)
+        lines = ""
+        for prompt in prompts:
+            prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+            text = decode(tokenizer, generate_tokens(model, prompt_ids, options))
+            lines += to_json({"global_step": global_step, "prompt": prompt, "text": text}) + "\n"
+        append_whole(path, lines)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        model.train()
+    return ""
+
+
+def _draw(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:
+    """Draw one token, (1,), by its logits (V,)."""
+    if options.temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if 0 < options.top_k < logits.numel():
+        smallest_kept = logits.topk(options.top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    # The largest at 0: a temperature next to nothing still divides it.
+    probabilities = ((logits - logits.max()) / options.temperature).softmax(dim=-1)
+    return torch.multinomial(probabilities, num_samples=1, generator=generator)

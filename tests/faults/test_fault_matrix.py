@@ -1,0 +1,135 @@
+"""Every fault on every rank in every phase: `pytest tests/faults/test_fault_matrix.py --thorough`.
+
+Without the option, the diagonal: eight cells of 64. `test_faults.py` looks closer at some of them.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from basics.failpoints import MARKS, VARIABLE
+from tests.faults.test_faults import (
+    last_line_of_ours,
+    summary_of,
+    train_undisturbed,
+    validations_of,
+    weights_of,
+)
+from tests.support.workplace import Workplace, succeeded
+
+SETTINGS = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 3.0, "validate_on": "all"}
+FAULTS = {"raise": "raise", "oom": "oom", "kill": "kill", "exit": "exit", "hang": "hang",
+          "full disk": "full", "longer than a collective waits": "slow:seconds=3.5",
+          "signal": "signal:number=15"}
+# The second validation, checkpoint and chart. Rank 0 alone saves and charts: while it does, and
+# takes its time for it, rank 1 fails in the next step, or where it waits for rank 0.
+WHILE_SAVING, WHILE_CHARTING = (f"{place}:slow:rank=0:hit=2:seconds=1" for place in
+                                ("save.trainer", "chart"))
+PLACES = {
+    ("training", 0): "train:{}:rank=0:hit=7", ("training", 1): "train:{}:rank=1:hit=7",
+    ("validation", 0): "validate:{}:rank=0:hit=3", ("validation", 1): "validate:{}:rank=1:hit=2",
+    ("saving", 0): "save.trainer:{}:rank=0:hit=2",
+    ("saving", 1): WHILE_SAVING + ";train:{}:rank=1:hit=11",
+    ("charting", 0): "chart:{}:rank=0:hit=2",
+    ("charting", 1): WHILE_CHARTING + ";wait:{}:rank=1:hit=4",
+}
+CELLS = list(product(FAULTS, PLACES))
+# The exit status, and the words that the last line has: what a fault comes to, and where that is
+# something else: rank 0 is the only one that saves and charts, and those who wait may wait.
+GONE, SILENT = (1, "killed, or crashed"), (5, " hung ")
+ENDINGS = {"raise": (1, "RuntimeError: failpoint"), "oom": (1, "OutOfMemoryError: failpoint"),
+           "kill": (-9, GONE[1]), "exit": GONE, "hang": SILENT,
+           "full disk": (4, "OSError: [Errno 28] No space left on device"),
+           "longer than a collective waits": SILENT, "signal": (0, "(SIGTERM): ")}
+UNSAVED, UNCHARTED, UNHARMED = ((0, "warning: the checkpoint of step 10 could not be written ("),
+                                (0, "warning: no charts: "), (0, ""))
+ELSEWHERE = {
+    **dict.fromkeys(product(("raise", "oom", "full disk"), (("saving", 0),)), UNSAVED),
+    **dict.fromkeys(product(("raise", "oom", "full disk"), (("charting", 0),)), UNCHARTED),
+    **dict.fromkeys(product(("longer than a collective waits",), (
+        ("saving", 0), ("charting", 0), ("charting", 1))), UNHARMED),
+    ("hang", ("charting", 1)): (5, "rank 0 and 1 hung "),  # each waits: who does not is not known
+}
+# Seconds from the cause to the end of all: 10, a hang its timeout more; twice that on a machine
+# with other things to do.
+PATIENCE, HANG_PATIENCE = 2 * 10.0, 2 * (4.0 + 10.0)
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A line that a failpoint has left when it struck."""
+
+    fault: str
+    rank: int
+    pid: int
+    time: float
+
+
+def read_marks(path: Path) -> list[Strike]:
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return [Strike(fault, int(rank), int(pid), float(at)) for _, fault, rank, pid, at in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames:
+        is_whole = metafunc.config.getoption("--thorough")
+        cells = CELLS if is_whole else CELLS[:: len(PLACES) + 1]  # the diagonal
+        metafunc.parametrize("cell", cells, ids=[f"{fault}, {phase}, rank {rank}"
+                                                 for fault, (phase, rank) in cells])
+
+
+def test_whatever_fails_all_ends_and_goes_on(
+    workplace: Workplace, undisturbed: Path, cell: tuple[str, tuple[str, int]]
+) -> None:
+    fault, (phase, rank) = cell
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train=SETTINGS)
+    marks = workplace.root / "marks"
+    result = workplace.torchrun(2, "tiny", **{
+        VARIABLE: PLACES[phase, rank].format(FAULTS[fault]), MARKS: str(marks)})
+    ended = time.time()
+    strikes = read_marks(marks)
+    wanted = FAULTS[fault].partition(":")[0]
+    strike = [one for one in strikes if (one.fault, one.rank) == (wanted, rank)][-1]
+    assert not [one.pid for one in strikes if Path(f"/proc/{one.pid}").exists()]
+    status, words = ELSEWHERE.get(cell, ENDINGS[fault])
+    check_end(result, status, words, rank)
+    if status != 0 or fault == "signal":
+        limit = HANG_PATIENCE if status == 5 else PATIENCE
+        assert ended - strike.time < limit
+    is_silenced = rank == 0 and fault in ("kill", "exit")  # it is the one that writes it
+    assert summary_of(run_dir)["status"] == (
+        "running" if is_silenced else "stopped" if fault == "signal" else
+        "failed" if status else "finished")
+    succeeded(workplace.torchrun(2, "tiny"))
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert validations_of(run_dir) == validations_of(undisturbed)
+    assert summary_of(run_dir)["status"] == "finished"
+    print(f"{status} {last_line_of_ours(result)} {ended - strike.time:.1f} s")
+
+
+def check_end(result: CompletedProcess[str], status: int, words: str, rank: int) -> None:
+    """Compare how a run has ended with how it should."""
+    assert result.returncode != -signal.SIGKILL, "it hung"
+    found = re.findall(r"exitcode *: (-?\d+)", result.stderr)  # torchrun tells the first one's last
+    assert int(found[-1] if result.returncode else 0) == status, result.stderr
+    if status == 0:
+        assert words in result.stdout and "Error: " not in result.stderr
+    else:
+        line = last_line_of_ours(result)
+        assert line.startswith((f"Error: rank {rank} ", f"Error: {words}"))
+        assert " at step " in line and words in line
+        assert result.stderr.count("Error: rank ") == 1

@@ -1,0 +1,400 @@
+"""What breaks a run, and what the same command makes of it afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+
+import pytest
+
+from basics.errors import UserError
+from basics.failpoints import VARIABLE
+from run_config import load_run
+from tests.support.workplace import (
+    PROJECT_DIR,
+    Workplace,
+    ended,
+    read_lines,
+    run_command,
+    start_forked,
+    succeeded,
+    torchrun_command,
+)
+from trainer import startup
+
+# Every 5 steps a validation and a checkpoint; 12 steps on two processes.
+SETTINGS = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 30.0}
+TIMED = {"seconds", "usd", "tokens_per_second", "validation_seconds"}
+
+
+@contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """Nobody can write to a directory, not even root, where that has a way to do it."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        subprocess.run(["mount", "--bind", directory, directory], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", directory], check=True)
+    else:
+        directory.chmod(0o555)
+    try:
+        yield
+    finally:
+        if is_root:
+            subprocess.run(["umount", directory], check=True)
+        else:
+            directory.chmod(0o755)
+
+
+def weights_of(run_dir: Path) -> str:
+    path = run_dir / "checkpoints/latest/model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    return [{key: value for key, value in record.items() if key not in TIMED}
+            for record in read_lines(run_dir / "metrics.jsonl")]
+
+
+def validations_of(run_dir: Path) -> list[dict]:
+    return [record for record in metrics_of(run_dir) if "validation_loss" in record]
+
+
+def summary_of(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run that nothing has happened to."""
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
+
+
+def train_undisturbed(root: Path, settings: dict[str, object]) -> Path:
+    workplace = Workplace(root)
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train=settings)
+    succeeded(workplace.torchrun(2, "tiny"))
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(workplace: Workplace) -> Path:
+    workplace.add_dataset()
+    return workplace.add_run(train=SETTINGS)
+
+
+def with_fault(workplace: Workplace, fault: str, *arguments: str) -> CompletedProcess[str]:
+    return workplace.torchrun(2, "tiny", *arguments, **{VARIABLE: fault})
+
+
+def last_line_of_ours(result: CompletedProcess[str]) -> str:
+    return next((line for line in reversed(result.stderr.splitlines())
+                 if line.startswith("Error: ")), "")
+
+
+def assert_goes_on_as_if_nothing_was(workplace: Workplace, run_dir: Path, undisturbed: Path, *,
+                                     stopped_between: bool = False) -> None:
+    """Where a run was stopped between two reports, each has a line of its own."""
+    succeeded(workplace.torchrun(2, "tiny"))
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    found, wanted = metrics_of(run_dir), metrics_of(undisturbed)
+    if stopped_between:
+        found, wanted = validations_of(run_dir), validations_of(undisturbed)
+    assert found == wanted
+    assert summary_of(run_dir)["status"] == "finished"
+    assert not list((run_dir / "checkpoints").glob(".partial*"))
+
+
+CAUSES = {"raise": "RuntimeError: failpoint", "oom": "OutOfMemoryError: failpoint",
+          "kill": "killed, or crashed", "exit": "killed, or crashed", "hang": "no sign of life"}
+
+
+# Step 7, on either rank; the second batch of the validation after step 10, which is rank 0's.
+PLACES = pytest.mark.parametrize(("place", "rank", "hit"),
+                                 [("train", 0, 7), ("train", 1, 7), ("validate", 0, 5)])
+
+
+@PLACES
+@pytest.mark.parametrize("fault", list(CAUSES))
+def test_one_rank_fails_and_none_hangs(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, fault: str, rank: int, place: str,
+    hit: int
+) -> None:
+    step, phase = {"train": (7, "training"), "validate": (10, "validation")}[place]
+    result = with_fault(workplace, f"{place}:{fault}:rank={rank}:hit={hit}")
+    assert result.returncode != 0
+    line = last_line_of_ours(result)
+    assert line.startswith(f"Error: rank {rank} ") and CAUSES[fault] in line
+    assert f" at step {step}: " in line
+    assert phase in line or fault in ("kill", "exit")  # then another rank says where it was
+    assert result.stderr.count("Error: rank ") == 1
+    if fault == "hang":
+        assert all(f"rank {r} in " in result.stderr for r in (0, 1))  # its stacks
+        assert 'failpoints.py", line' in result.stderr
+    assert summary_of(run_dir)["status"] == "failed" or (fault, rank) in (("kill", 0), ("exit", 0))
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+
+
+# After step 10, and after the last one, where the run is trained to its end but has not got there.
+@pytest.mark.parametrize(("place", "hit"), [
+    *((place, 2) for place in ("save.snapshot", "save.weights", "save.trainer", "save.meta",
+                               "save.manifest", "save.rename", "save.links", "chart")),
+    ("save.rename", 3), ("save.links", 3), ("chart", 3),
+])
+def test_killed_anywhere_between_two_steps(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, place: str, hit: int
+) -> None:
+    assert with_fault(workplace, f"{place}:kill:rank=0:hit={hit}").returncode != 0
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+    assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
+    charts = [path / "loss-chart.png" for path in (run_dir, undisturbed)]
+    assert charts[0].read_bytes() == charts[1].read_bytes()
+
+
+def test_killed_while_the_last_checkpoints_are_pruned(
+    workplace: Workplace, run_dir: Path, undisturbed: Path
+) -> None:
+    (run_dir / "train.json").write_text(json.dumps(
+        json.loads((run_dir / "train.json").read_text()) | {"keep_checkpoints": 1}))
+    assert with_fault(workplace, "save.prune:kill:rank=0:hit=2").returncode != 0
+    assert len(list((run_dir / "checkpoints").glob("*-iteration-*"))) > 1
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+    assert len(list((run_dir / "checkpoints").glob("*-iteration-*"))) == 1
+
+
+@pytest.mark.parametrize("fault", ["raise", "full", "oom"])
+def test_charts_never_fail_a_run(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, fault: str
+) -> None:
+    result = succeeded(with_fault(workplace, f"chart:{fault}"))
+    assert result.stdout.count("warning: no charts: ") == 3
+    assert weights_of(run_dir) == weights_of(undisturbed)
+
+
+@pytest.mark.parametrize("place", ["save.weights", "save.trainer", "save.meta", "save.manifest",
+                                   "save.rename"])
+def test_a_full_disk_costs_one_checkpoint(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, place: str
+) -> None:
+    result = succeeded(with_fault(workplace, f"{place}:full:hit=2"))
+    assert ("warning: the checkpoint of step 10 could not be written (No space left on device);"
+            in result.stdout)
+    steps = {path.name.split("-")[-1] for path in (run_dir / "checkpoints").iterdir()}
+    assert steps == {"4", "11", "latest", "best"}
+    assert weights_of(run_dir) == weights_of(undisturbed)
+
+
+def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
+    workplace: Workplace, run_dir: Path, undisturbed: Path
+) -> None:
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "save.meta:full"})
+    assert result.returncode == 4
+    assert result.stdout.count("could not be written (No space left on device)") >= 1
+    line = last_line_of_ours(result)
+    assert "the checkpoint of step 12 could not be written" in line and "make room" in line
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+
+
+@PLACES
+@pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (2, "SIGINT"), (10, "SIGUSR1")])
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, number: int, name: str, rank: int,
+    place: str, hit: int
+) -> None:
+    fault = f"{place}:signal:rank={rank}:hit={hit}:number={number}"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
+    assert result.returncode == 128 + number, result.stderr
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["reason"]) == ("stopped", name)
+    stopped_after = summary["global_step"]  # steps here take no longer than hearing of a signal
+    assert {"train": 6, "validate": 9}[place] <= stopped_after < 11
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed,
+                                     stopped_between=stopped_after != 9)
+    steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
+    assert steps == sorted(set(steps))
+
+
+def test_a_signal_in_the_last_validation_is_made_up_for(
+    workplace: Workplace, run_dir: Path, undisturbed: Path
+) -> None:
+    at = "rank=0:hit=8"  # when all 12 steps are done
+    fault = f"validate:signal:{at}:number=15;validate:slow:{at}:seconds=1"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
+    assert result.returncode == 128 + 15
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed, stopped_between=True)
+
+
+@pytest.mark.parametrize("fault", ["signal:number=15", "kill"])
+def test_stopped_while_it_prepares_data_it_leaves_nothing_behind(
+    workplace: Workplace, fault: str
+) -> None:
+    run_dir = workplace.add_run(train={"dataset": "python-stdlib"})
+    result = workplace.ddp_train("tiny", **{VARIABLE: f"provide:{fault}"})
+    assert result.returncode == (-15 if "signal" in fault else -9)
+    assert not (run_dir / "metrics.jsonl").exists()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "2"))
+    assert os.listdir(workplace.datasets_dir) == ["python-stdlib"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stopped_while_it_compiles_it_leaves_and_goes_on_later(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, rank: int
+) -> None:
+    fault = f"compile:signal:rank={rank}:number=15"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
+    assert result.returncode == 128 + 15
+    assert summary_of(run_dir)["status"] == "stopped"
+    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed, stopped_between=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
+    workplace: Workplace, run_dir: Path, rank: int
+) -> None:
+    result = succeeded(with_fault(workplace, f"gradient:nan:rank={rank}:hit=3"))  # in step 2
+    assert "steps skipped, their gradient was not finite: 1" in result.stdout
+    records = [r for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
+    assert [record["skipped_steps"] for record in records] == [1, 0, 0]
+    assert all(record["train_loss"] is not None for record in records)
+    assert summary_of(run_dir)["skipped_steps"] == 1
+
+
+def test_too_many_in_a_row_end_the_run_and_leave_best_alone(workplace: Workplace) -> None:
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train=SETTINGS | {"max_skipped_steps": 3, "weight_decay": 0.5})
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
+    best = (run_dir / "checkpoints/best").readlink()
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "gradient:nan"})
+    assert result.returncode == 3
+    line = last_line_of_ours(result)
+    assert "the gradient of 5 steps in a row, by step 10, was not finite; go on from" in line
+    assert result.stderr.count("\n") == 1
+    assert (run_dir / "checkpoints/best").readlink() == best
+    assert summary_of(run_dir)["status"] == "failed" and "Infinity" not in (
+        run_dir / "metrics.jsonl").read_text() + (run_dir / "summary.json").read_text()
+
+
+def test_validation_longer_than_the_collective_timeout_ends_nothing(
+    workplace: Workplace, undisturbed: Path
+) -> None:
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train={"collective_timeout_seconds": 2.0})
+    succeeded(with_fault(workplace, "validate:slow:rank=0:hit=1:seconds=5"))
+    assert weights_of(run_dir) == weights_of(undisturbed)
+
+
+def test_a_second_start_is_refused_and_names_the_first(
+    workplace: Workplace, run_dir: Path
+) -> None:
+    train_path = run_dir / "train.json"  # the first is to be slow, but not to be taken for hung
+    train_path.write_text(train_path.read_text().replace(": 4.0", ": 600.0"))
+    command = [sys.executable, str(PROJECT_DIR / "ddp_train.py"), *workplace.arguments("tiny")]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         *command[1:]], env=os.environ | {VARIABLE: "train:slow:rank=0:hit=4:seconds=60"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not (run_dir / "heartbeat.json").exists():
+            time.sleep(0.1)
+        pid = json.loads((run_dir / "heartbeat.json").read_text())["pid"]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2 and second.stderr.count("\n") == 1
+        assert f"another start is training this run: process {pid} on " in second.stderr
+        listing = subprocess.run([sys.executable, "-m", "lab", "plan", "tiny", "--runs-dir",
+                                  str(workplace.runs_dir)], capture_output=True, text=True,
+                                 cwd=PROJECT_DIR, timeout=60)
+        assert listing.returncode == 0  # what only reads takes no lock
+    finally:
+        first.kill()  # torchrun: its processes must not live on
+        first.communicate(timeout=60)
+    until = time.monotonic() + 40
+    while time.monotonic() < until and Path(f"/proc/{pid}").exists():
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()
+    succeeded(workplace.torchrun(2, "tiny"))
+
+
+def test_a_run_directory_that_cannot_be_written_to_is_refused(
+    workplace: Workplace, run_dir: Path
+) -> None:
+    with read_only(run_dir):
+        result = workplace.ddp_train("tiny")
+    assert result.returncode == 2
+    assert re.fullmatch(r"Error: .*/tiny: cannot be written to \(.*\n", result.stderr)
+
+
+def test_too_little_room_is_said_before_anything_starts(
+    workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000))
+    started = SimpleNamespace(run=load_run(workplace.runs_dir, "tiny"), is_trained=False)
+    with pytest.raises(UserError, match="a checkpoint takes .* GB, and the disk has 0.00 GB free"):
+        startup.check_room(started)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_what_was_killed(
+    workplace: Workplace, undisturbed: Path, rank: int, num_restarts: int
+) -> None:
+    workplace.add_dataset()
+    for number in range(num_restarts):
+        run_dir = workplace.add_run(f"run-{number}", train=SETTINGS)
+        command = torchrun_command(2, "ddp_train.py")
+        command[-1:-1] = ["--max-restarts=2"]
+        result = run_command(*command, *workplace.arguments(run_dir.name),
+                             **{VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
+        assert result.returncode == 0, result.stderr
+        assert f"Error: rank {rank} is gone in training at step 7" in result.stderr
+        assert "going on from " in result.stdout
+        assert weights_of(run_dir) == weights_of(undisturbed)
+        assert metrics_of(run_dir) == metrics_of(undisturbed)
+    print(f"\n{num_restarts} of {num_restarts} restarts recovered")
+
+
+@pytest.mark.parametrize("beginning", ["--fresh", "a named checkpoint"])
+def test_a_restart_goes_on_whatever_the_first_start_was_to_begin_from(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, beginning: str
+) -> None:
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
+    first = (run_dir / "checkpoints/latest").readlink().name
+    succeeded(workplace.torchrun(2, "tiny"))
+    arguments = [beginning] if beginning == "--fresh" else [first]
+    with tempfile.TemporaryDirectory() as folder:
+        result = ended(*start_forked(
+            "ddp_train.py", workplace.arguments("tiny", *arguments), num_processes=2,
+            folder=Path(folder), max_restarts=2,
+            environment={VARIABLE: "train:kill:rank=1:hit=7:attempt=0;compile:kill:attempt=1"}))
+    assert result.returncode == 0, result.stderr
+    going_on = re.findall("going on from .*-([0-9]+)", result.stdout)
+    assert going_on == {"--fresh": ["4", "4"], first: ["4", "9", "9"]}[arguments[0]]
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert len(list((run_dir / "set-aside").iterdir())) == 1
+
+
+def test_a_crash_has_the_status_of_its_signal(workplace: Workplace, run_dir: Path) -> None:
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
+                                 **{VARIABLE: "train:signal:number=4:rank=1:hit=7"})
+    assert result.returncode == 128 + 4  # SIGILL; 4 alone is a full disk
+    assert last_line_of_ours(result).startswith("Error: rank 1 is gone in training at step 7")
+
+
+def test_a_heartbeat_can_be_seen_from_outside(workplace: Workplace, run_dir: Path) -> None:
+    with_fault(workplace, "train:kill:rank=0:hit=7")
+    beat = json.loads((run_dir / "heartbeat.json").read_text())
+    assert beat.keys() == {"time", "phase", "global_step", "pid", "host"}
+    succeeded(workplace.torchrun(2, "tiny"))
+    assert not (run_dir / "heartbeat.json").exists()

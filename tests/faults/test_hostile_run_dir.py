@@ -1,0 +1,158 @@
+"""What a stranger may have laid into a run's directory: one line, or passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from basics.errors import UserError
+from basics.failpoints import VARIABLE
+from basics.files import write_aside
+from checkpointing import set_aside
+from processes.run_lock import LockedError, lock_run
+from reporting.charts import draw_charts
+from reporting.metrics_file import MAX_RECORDS, check_records, read_metrics
+from tests.faults.test_faults import read_only
+from tests.faults.test_hostile_input import contents, refused, tiny, warm  # noqa: F401 - fixtures
+from tests.support.workplace import Workplace, read_lines, start_forked, succeeded
+
+RECORDS = ["metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "summary.json", "heartbeat.json"]
+KINDS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo, "directory": Path.mkdir,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "a link to a file": lambda path: path.symlink_to(path.with_name("train.json")),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+}
+NO_RECORDS = [
+    b'{"global_step": 0, "seconds": 1e999}', b'{"global_step": 0, "usd": 1e999}',
+    b'{"global_step": 0, "seconds": 1' + b"0" * 400 + b"}", b'{"global_step": 0, "seconds": -5}',
+    b'{"global_step": 0, "skipped_steps": "y"}', b'{"global_step": 0, "skipped_steps": null}',
+    b'{"global_step": 0, "train_loss": "x"}', b'{"global_step": 0, "train_loss": [1]}',
+    b'{"global_step": 0, "train_loss": 1e999}', b'{"global_step": -3, "train_loss": 2.0}',
+    b'{"global_step": true}', b'{"global_step": 1' + b"0" * 30 + b"}",
+    b'{"global_step": 0, "a": [' + b"0," * 2**18 + b"0]}",
+]
+
+
+def place_in(workplace: Workplace, name: str) -> Path:
+    return workplace.runs_dir / "tiny" / name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("file", RECORDS)
+def test_records_that_are_no_files(tiny: Workplace, file: str, kind: str) -> None:  # noqa: F811
+    KINDS[kind](place_in(tiny, file))
+    assert f"{file}: is not a plain file; move it away" in refused(tiny, "tiny")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "set-aside"])
+@pytest.mark.parametrize("kind", ["pipe", "a link to a file", "a file", "a link outside"])
+def test_directories_that_are_none(tiny: Workplace, name: str, kind: str) -> None:  # noqa: F811
+    (tiny.root / "victim" / ".partial-precious").mkdir(parents=True)
+    path = place_in(tiny, name)
+    if kind == "a link outside":
+        path.symlink_to(tiny.root / "victim")
+    elif kind == "a file":
+        path.write_text("x")
+    else:
+        KINDS[kind](path)
+    words = "leads out of" if kind == "a link outside" else "is not a directory; move it away"
+    assert f"{name}: {words}" in refused(tiny, "tiny")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+@pytest.mark.parametrize("link", ["latest", "best"])
+def test_links_that_are_none(tiny: Workplace, link: str, kind: str) -> None:  # noqa: F811
+    place_in(tiny, "checkpoints").mkdir()
+    KINDS[kind](place_in(tiny, f"checkpoints/{link}"))
+    assert f"{link}: is not a link" in refused(tiny, "tiny")
+
+
+@pytest.mark.parametrize("content", [b"{}\n" * (MAX_RECORDS + 1), b"\x0b" * (2**27 + 1)],
+                         ids=["many lines", "many bytes"])
+def test_records_that_take_memory(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match="more than any run has; move it away"):
+        check_records(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("line", NO_RECORDS, ids=lambda line: repr(line[:40]))
+def test_numbers_that_are_none_are_passed_over(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line + b'\n{"global_step": 1, "train_loss": null}\n')
+    assert read_metrics(path) == [{"global_step": 1, "train_loss": None}]
+
+
+def test_a_run_goes_on_from_hostile_numbers(tiny: Workplace) -> None:  # noqa: F811
+    place_in(tiny, "metrics.jsonl").write_bytes(b"\n".join(NO_RECORDS))
+    place_in(tiny, "summary.json").write_text('{"seconds": {"training": 1e999}, "usd": 1e999}')
+    succeeded(tiny.ddp_train("tiny", "--nproc-per-node", "1", "--max-steps", "1"))
+    assert [record["global_step"] for record in read_lines(place_in(tiny, "metrics.jsonl"))] == [0]
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    victim, run_dir = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    run_dir.mkdir()
+    for name in (".metrics.jsonl.partial", ".loss-chart.png", ".grad-norm-chart.png", "a.json",
+                 ".learning-rate-chart.png"):
+        (run_dir / name).symlink_to(victim)
+    write_aside(run_dir / "metrics.jsonl", "new")
+    names = ("train_loss", "train_loss_min", "train_loss_max", "grad_norm", "grad_norm_max",
+             "learning_rate")
+    draw_charts(run_dir, [{"global_step": 1} | dict.fromkeys(names, 1.0)])
+    assert victim.read_text() == "precious"
+    assert (run_dir / "metrics.jsonl").read_text() == "new"
+    assert (run_dir / "loss-chart.png").read_bytes()[:4] == b"\x89PNG"
+    (run_dir / "checkpoints" / "20260101Z000000-iteration-3").mkdir(parents=True)
+    os.mkfifo(run_dir / "b.json")
+    assert [path.name for path in set_aside(run_dir, from_step=0).glob("*.json*")] == [
+        "metrics.jsonl"]
+
+
+def test_a_directory_of_checkpoints_that_cannot_be_written_to(
+    tiny: Workplace,  # noqa: F811
+) -> None:
+    place_in(tiny, "checkpoints").mkdir()
+    before = contents(tiny.root)
+    with read_only(place_in(tiny, "checkpoints")):
+        assert "tiny/checkpoints: cannot be written to (" in refused(tiny, "tiny")
+    assert contents(tiny.root) == before
+
+
+def test_a_dead_holder_is_not_named(tmp_path: Path) -> None:
+    """What a killed start has left says nothing of the one that has the lock now."""
+    (tmp_path / "heartbeat.json").write_text(json.dumps(
+        {"pid": 2**22 + 1, "host": os.uname().nodename, "time": "2020-01-01T00:00:00Z"}))
+    lock = lock_run(tmp_path)
+    with pytest.raises(LockedError, match="only begun") as caught:
+        lock_run(tmp_path)
+    assert str(2**22 + 1) not in str(caught.value) and "2020" not in str(caught.value)
+    os.close(lock)
+
+
+def test_a_start_that_prepares_has_the_run_already(tiny: Workplace) -> None:  # noqa: F811
+    """Without torchrun the first process fetches the data: a second one must not do it too."""
+    first, _ = start_forked("ddp_train.py", tiny.arguments("tiny", "--nproc-per-node", "1"),
+                            environment={VARIABLE: "prepare:hang"})
+    try:
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            try:
+                os.close(lock_run(place_in(tiny, "")))
+                time.sleep(0.05)
+            except LockedError:
+                break
+        time.sleep(0.5)  # a start that closes its lock has done so by now
+        began = time.monotonic()
+        assert f": process {first.pid} on " in refused(tiny, "tiny")
+        assert time.monotonic() - began < 10  # it does not come to the data
+    finally:
+        first.kill()
+        first.join()
+    succeeded(tiny.ddp_train("tiny", "--nproc-per-node", "1", "--max-steps", "1"))

@@ -1,0 +1,84 @@
+"""Nothing grows slowly, and every run ends cleanly: `--thorough` for 2,000 steps, `--exits 100`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.workplace import Workplace, children_of, ended, start_forked, succeeded
+
+WARM_UP_STEPS = 1000  # the allocator takes a few MiB more in the first ones
+EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process held at one moment."""
+
+    global_step: int
+    private_bytes: int
+    num_threads: int
+    num_files: int
+
+    @classmethod
+    def of(cls, pid: int, global_step: int) -> Sample:
+        status = dict(line.split(":", 1)
+                      for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return cls(global_step, int(status["RssAnon"].split()[0]) * 1024, int(status["Threads"]),
+                   len(list(Path(f"/proc/{pid}/fd").iterdir())))
+
+
+def test_steps_leave_memory_files_and_threads_as_they_were(
+    workplace: Workplace, tmp_path: Path, num_steps: int
+) -> None:
+    """With validations, checkpoints and charts in between; and 1,000 steps before them."""
+    num_steps += WARM_UP_STEPS
+    workplace.add_dataset(num_tokens=num_steps * 128 + 1000)
+    run_dir = workplace.add_run(train=EVENTFUL | {"min_train_tokens": num_steps * 128})
+    metrics_path = run_dir / "metrics.jsonl"
+    process, outputs = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
+                                    folder=tmp_path)
+    samples: dict[int, list[Sample]] = {}
+    while process.is_alive():
+        reported = metrics_path.read_text().count('"train_loss"') * 10 if (
+            metrics_path.exists()) else 0
+        workers = children_of(process.pid)
+        if WARM_UP_STEPS <= reported <= num_steps - 50 and len(workers) == 2:
+            for pid in workers:
+                samples.setdefault(pid, []).append(Sample.of(pid, reported))
+        time.sleep(0.05)
+    succeeded(ended(process, outputs))
+    assert len(samples) == 2
+    for taken in samples.values():
+        third = len(taken) // 3
+        early, late = taken[:third], taken[-third:]
+        assert third >= 10 and late[0].global_step > early[-1].global_step
+        grown = max(s.private_bytes for s in late) - max(s.private_bytes for s in early)
+        print(f"\n{grown / MIB:+.2f} MiB between the first and the last third of steps"
+              f" {taken[0].global_step} to {taken[-1].global_step}")
+        assert grown < 1 * MIB
+        for name in ("num_threads", "num_files"):  # the fewest: some come and go
+            assert min(getattr(s, name) for s in late) <= min(getattr(s, name) for s in early)
+
+
+def test_runs_end_cleanly(workplace: Workplace, num_exits: int) -> None:
+    workplace.add_dataset()
+    for number in range(num_exits):
+        workplace.add_run(f"run-{number}")
+        result = succeeded(workplace.torchrun(2, f"run-{number}", "--max-steps", "2"))
+        assert result.stderr == ""
+    print(f"\n{num_exits} of {num_exits} runs ended cleanly")
+
+
+@pytest.fixture
+def num_steps(request: pytest.FixtureRequest) -> int:
+    return 2000 if request.config.getoption("--thorough") else 300
+
+
+@pytest.fixture
+def num_exits(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--exits")

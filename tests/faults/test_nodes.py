@@ -1,0 +1,268 @@
+"""Several nodes: two of torchrun's agents on this machine, each with a process of the run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from basics.failpoints import VARIABLE
+from tests.faults.test_faults import metrics_of, validations_of, weights_of
+from tests.preparation.test_hub import tokens_hub  # noqa: F401  a fixture
+from tests.support.hub_server import Hub
+from tests.support.workplace import (
+    PROJECT_DIR,
+    Workplace,
+    children_of,
+    ended,
+    start_forked,
+    succeeded,
+)
+
+NODES = ("first", "second")
+SLOWLY = {VARIABLE: "train:slow:seconds=0.2"}
+
+
+class Cluster:
+    """Two nodes that share the runs; each has datasets of its own, or they share these too."""
+
+    def __init__(self, root: Path, *, shares_datasets: bool = False) -> None:
+        self.runs = Workplace(root)
+        shared = root / "datasets"
+        self.datasets_dirs = [shared if shares_datasets else root / name / "datasets"
+                              for name in NODES]
+        self.started: list = []
+
+    def add_dataset(self) -> None:
+        for datasets_dir in set(self.datasets_dirs):
+            node = Workplace(datasets_dir.parent)
+            node.add_dataset()
+
+    def start(self, run: str = "tiny", *, environment: dict[str, str] | None = None,
+              max_restarts: int = 0) -> None:
+        with socket.socket() as taken:  # until here the system gives this port to nobody else
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+        self.started = []
+        for name, datasets_dir in zip(NODES, self.datasets_dirs, strict=True):
+            folder = self.runs.root / f"output-{name}-{time.monotonic_ns()}"
+            folder.mkdir()
+            self.started.append(start_forked(
+                "ddp_train.py", [run, "--runs-dir", str(self.runs.runs_dir),
+                                 "--datasets-dir", str(datasets_dir)],
+                num_processes=1, environment=environment, folder=folder, min_nodes=2, max_nodes=2,
+                run_id="cluster", rdzv_endpoint=f"127.0.0.1:{port}", max_restarts=max_restarts))
+
+    def end(self) -> list[CompletedProcess[str]]:
+        return [ended(*started) for started in self.started]
+
+    def train(self, run: str = "tiny", **options: object) -> list[CompletedProcess[str]]:
+        self.start(run, **options)
+        return self.end()
+
+    def pids(self, node: int) -> list[int]:
+        """An agent and its worker."""
+        agent = self.started[node][0].pid
+        return [agent, *children_of(agent)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run on two nodes that nothing has happened to."""
+    cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
+    cluster.add_dataset()
+    run_dir = cluster.runs.add_run()
+    for result in cluster.train():
+        succeeded(result)
+    return run_dir
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Cluster:
+    cluster = Cluster(tmp_path, shares_datasets=getattr(request, "param", False))
+    cluster.add_dataset()
+    cluster.runs.add_run()
+    return cluster
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The first node has torchrun's store, so that it is the harder one to lose."""
+    for name in {"node", "rank"} & set(metafunc.fixturenames):
+        metafunc.parametrize(name, [0, 1] if metafunc.config.getoption("--thorough") else [0])
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, f"no {path}"
+        time.sleep(0.02)
+
+
+def assert_is_whole(cluster: Cluster, undisturbed: Path) -> None:
+    run_dir = cluster.runs.runs_dir / "tiny"
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert validations_of(run_dir) == validations_of(undisturbed)
+    steps = [path.name.split("-")[-1] for path in (run_dir / "checkpoints").glob("2*")]
+    assert sorted(steps, key=int) == ["4", "9", "11"]  # each was written once
+
+
+@pytest.mark.parametrize("cluster", [False, True], indirect=True,
+                         ids=["own datasets", "shared datasets"])
+def test_two_nodes_train_the_run_of_one(cluster: Cluster, undisturbed: Path) -> None:
+    for result in cluster.train():
+        succeeded(result)
+    assert_is_whole(cluster, undisturbed)
+    alone = Workplace(cluster.runs.root / "one-node")
+    alone.add_dataset()
+    one_node = alone.add_run()
+    succeeded(alone.torchrun(2, "tiny"))
+    for found, wanted in zip(metrics_of(undisturbed), metrics_of(one_node), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4)  # a process alone has more threads
+
+
+def test_a_node_that_dies_takes_the_others_along_and_nothing_else(
+    cluster: Cluster, undisturbed: Path, node: int
+) -> None:
+    cluster.start(environment=SLOWLY)
+    wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
+    gone = cluster.pids(node)
+    for pid in gone:
+        os.kill(pid, signal.SIGKILL)
+    results = cluster.end()
+    assert all(result.returncode != 0 for result in results)
+    line = next(line for line in results[1 - node].stderr.splitlines() if "Error: rank " in line)
+    # Where the first node is gone, torchrun's store is gone with it.
+    what = "Error: rank 1 is gone in" if node == 1 else "Error: rank 1 lost the others in"
+    assert line.startswith(what) and " at step " in line
+    for result in cluster.train():
+        succeeded(result)
+    assert_is_whole(cluster, undisturbed)
+
+
+def test_a_signal_to_one_node_stops_both_with_a_checkpoint(
+    cluster: Cluster, undisturbed: Path, node: int
+) -> None:
+    cluster.start(environment=SLOWLY)
+    wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
+    os.kill(cluster.pids(node)[1], signal.SIGTERM)
+    for result in cluster.end():
+        succeeded(result)
+    newest = (cluster.runs.runs_dir / "tiny/checkpoints/latest").readlink().name
+    assert 4 < int(newest.split("-")[-1]) < 11
+    for result in cluster.train():
+        succeeded(result)
+    run_dir = cluster.runs.runs_dir / "tiny"
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert validations_of(run_dir) == validations_of(undisturbed)
+
+
+def test_both_nodes_restart_when_a_process_of_one_was_killed(
+    tmp_path: Path, undisturbed: Path, num_restarts: int, rank: int
+) -> None:
+    for number in range(num_restarts):
+        cluster = Cluster(tmp_path / str(number))
+        cluster.add_dataset()
+        cluster.runs.add_run()
+        # Each agent counts the restarts for itself: the second may see this one as its first.
+        results = cluster.train(max_restarts=3, environment={
+            VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
+        for result in results:
+            succeeded(result)
+        assert "going on from " in results[0].stdout + results[1].stdout
+        assert_is_whole(cluster, undisturbed)
+    print(f"\n{num_restarts} of {num_restarts} restarts of two agents recovered")
+
+
+@pytest.mark.parametrize("shares_datasets", [False, True])
+def test_a_dataset_is_fetched_once_for_each_directory(
+    tokens_hub: Hub, tmp_path: Path, shares_datasets: bool  # noqa: F811
+) -> None:
+    cluster = Cluster(tmp_path, shares_datasets=shares_datasets)
+    cluster.runs.add_run(train={"dataset": tokens_hub.repository})
+    for result in cluster.train(environment=tokens_hub.environment(tmp_path / "home")):
+        succeeded(result)
+    wanted = 1 if shares_datasets else 2
+    assert [len(tokens_hub.downloads(f"{split}.safetensors"))
+            for split in ("train", "validation")] == [wanted, wanted]
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them: 10.83.0.1 and 10.83.0.2."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    names = [f"ddp-train-{os.getpid()}-{name}" for name in NODES]
+    try:
+        for name in names:
+            if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+                pytest.skip("this system has no network namespaces for us")
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "cable", "netns",
+           names[1])
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "address", "add", f"10.83.0.{number}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def start_in_namespaces(namespaces: list[str], cluster: Cluster,
+                        **environment: str) -> list[subprocess.Popen[str]]:
+    """Start what is typed on two machines, each in a namespace."""
+    return [subprocess.Popen(
+        ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+         "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.83.0.1:29400",
+         "--rdzv-id=tiny", f"--rdzv-conf=is_host={int(number == 1)}", "--local-addr",
+         f"10.83.0.{number}", "ddp_train.py", "tiny",
+         "--runs-dir", str(cluster.runs.runs_dir), "--datasets-dir", str(datasets_dir)],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "cable"} | environment, cwd=PROJECT_DIR,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for number, (name, datasets_dir) in enumerate(
+            zip(namespaces, cluster.datasets_dirs, strict=True), start=1)]
+
+
+def test_two_machines_lose_their_cable_and_go_on_later(
+    namespaces: list[str], tmp_path: Path, undisturbed: Path
+) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.add_dataset()
+    settings = {"hang_timeout_seconds": 5.0, "collective_timeout_seconds": 30.0}
+    cluster.runs.add_run(train=settings)
+    agents = start_in_namespaces(namespaces, cluster, **SLOWLY)
+    wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
+    workers = [pid for agent in agents for pid in children_of(agent.pid)]
+    assert len(workers) == 2
+    ip("-n", namespaces[0], "link", "set", "cable", "down")
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in workers):  # none waits for the other
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    for agent in agents:
+        agent.kill()  # torchrun itself waits for minutes
+    lines = [[line for line in agent.communicate()[1].splitlines() if line.startswith("Error: ")]
+             for agent in agents]
+    assert [len(found) for found in lines] == [1, 1]
+    assert all(re.match(r"Error: rank 1 (is lost|lost the others|hung) in .* at step ", line)
+               for line, in lines)
+    ip("-n", namespaces[0], "link", "set", "cable", "up")
+    agents = start_in_namespaces(namespaces, cluster)
+    for agent in agents:
+        _, stderr = agent.communicate(timeout=100)
+        assert agent.returncode == 0, stderr
+    assert_is_whole(cluster, undisturbed)

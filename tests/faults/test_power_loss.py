@@ -1,0 +1,164 @@
+"""A model of power loss: what was not flushed may be gone, whatever the program had seen.
+
+The file operations of two saves are recorded. Then the power fails after each of them: of the names
+made or changed since a directory was last flushed some first part is on the disk, and a file that
+was not flushed is whole, cut short or empty.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import checkpointing
+from basics import files, manifest
+from checkpointing import newest_whole, remove_partial_checkpoints, renew_links
+from reporting import metrics_file
+from reporting.metrics_file import remove_metrics_from
+from tests.test_checkpointing import describe, save, state
+from trainer.background_saver import BackgroundSaver
+
+
+@dataclass
+class Recorder:
+    """Every file operation below a directory, in order: its kind, a place, what goes with it."""
+
+    root: Path
+    operations: list[tuple[str, str, object]] = field(default_factory=list)
+
+    def note(self, kind: str, path: Path | str, value: object = None) -> None:
+        self.operations.append((kind, str(Path(path).relative_to(self.root)), value))
+
+    def attach(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def watch(owner: object, name: str, kind: str, place: int) -> None:
+            genuine = getattr(owner, name)
+
+            def watched(*arguments: object, **options: object) -> object:
+                result = genuine(*arguments, **options)
+                path, value = Path(arguments[place]), None
+                if kind == "write":
+                    value = path.read_bytes()
+                elif kind == "link":
+                    value = str(arguments[1])
+                elif kind == "move":
+                    value = str(Path(arguments[1]).relative_to(self.root))
+                self.note(kind, path, value)
+                return result
+
+            monkeypatch.setattr(owner, name, watched)
+
+        watch(safetensors.torch, "save_file", "write", 1)
+        watch(torch, "save", "write", 1)
+        watch(Path, "write_text", "write", 0)
+        watch(Path, "mkdir", "make", 0)
+        watch(Path, "rename", "move", 0)
+        watch(Path, "replace", "move", 0)
+        watch(Path, "symlink_to", "link", 0)
+        for room in (checkpointing, manifest, files, metrics_file):
+            watch(room, "fsync", "flush", 0)
+
+
+def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:
+    """Make what a disk may hold after these operations."""
+    flushed = {place: at for at, (kind, place, _) in enumerate(operations) if kind == "flush"}
+    lost_from: dict[str, int] = {}  # by directory, the first change of names that is gone
+    for at, (kind, place, _) in enumerate(operations):
+        directory = str(Path(place).parent)
+        if kind != "flush" and at > flushed.get(directory, -1):  # it makes a name, or changes one
+            if directory not in lost_from and rng.random() < 0.3:
+                lost_from[directory] = at
+    for at, (kind, place, value) in enumerate(operations):
+        gone = at >= lost_from.get(str(Path(place).parent), len(operations))
+        target = root / place
+        if kind == "make" and not gone:
+            target.mkdir(parents=True, exist_ok=True)
+        elif kind == "write" and not gone and target.parent.is_dir():
+            is_safe = flushed.get(place, -1) > at
+            content = value if is_safe else rng.choice(
+                [value, b"", value[: len(value) // 2]])
+            target.write_bytes(content)
+        elif kind == "link" and not gone:
+            target.unlink(missing_ok=True)
+            target.symlink_to(value)
+        elif kind == "move" and not gone and (target.exists() or target.is_symlink()):
+            target.replace(root / value)
+
+
+def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints_dir = tmp_path / "real" / "checkpoints"
+    checkpoints_dir.parent.mkdir()
+    recorder = Recorder(checkpoints_dir.parent)
+    recorder.attach(monkeypatch)
+    acknowledged = []
+    for step in (1, 2):
+        save(checkpoints_dir, step)
+        acknowledged.append(len(recorder.operations))
+    monkeypatch.undo()
+    rng = random.Random(0)
+    for number in range(1, len(recorder.operations) + 1):
+        for attempt in range(12):
+            root = tmp_path / f"{number}-{attempt}"
+            root.mkdir()
+            after_power_loss(recorder.operations[:number], root, rng)
+            found, _ = newest_whole_or_none(root / "checkpoints")
+            step = found.meta.global_step if found else 0
+            reached = sum(at <= number for at in acknowledged)
+            assert step >= reached, (number, recorder.operations[number - 1][:2])
+            remove_partial_checkpoints(root / "checkpoints")
+            renew_links(root / "checkpoints")  # what the next start does
+
+
+def test_after_a_power_loss_a_run_has_the_old_records_or_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "real"
+    run_dir.mkdir()
+    lines = "".join(f'{{"global_step": {step}}}\n' for step in range(9))
+    recorder = Recorder(run_dir)
+    (run_dir / "metrics.jsonl").write_text(lines)
+    recorder.attach(monkeypatch)
+    remove_metrics_from(run_dir / "metrics.jsonl", 5)
+    monkeypatch.undo()
+    kept = (run_dir / "metrics.jsonl").read_text()
+    partial = ".metrics.jsonl.partial"  # its descriptor is not watched, only what comes after
+    first = [("make", ".", None), ("write", "metrics.jsonl", lines.encode()),
+             ("flush", "metrics.jsonl", None), ("flush", ".", None),
+             ("write", partial, kept.encode())]
+    assert recorder.operations == [("flush", partial, None), ("move", partial, "metrics.jsonl"),
+                                   ("flush", ".", None)]
+    operations, rng = first + recorder.operations, random.Random(0)
+    for number in range(len(first), len(operations) + 1):
+        for attempt in range(12):
+            root = tmp_path / f"{number}-{attempt}"
+            root.mkdir()
+            after_power_loss(operations[:number], root, rng)
+            expected = [kept] if number == len(operations) else [lines, kept]
+            assert (root / "metrics.jsonl").read_text() in expected
+
+
+def test_what_was_measured_is_on_the_disk_before_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on from it has no record of the steps before it but these."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    recorder, writer = Recorder(tmp_path), BackgroundSaver(tmp_path / "checkpoints")
+    recorder.attach(monkeypatch)
+    writer.save(state(1), describe(1))
+    writer.wait()
+    assert recorder.operations[0] == ("flush", "metrics.jsonl", None)
+    assert ("flush", ".", None) in recorder.operations  # `checkpoints` has been made there
+
+
+def newest_whole_or_none(checkpoints_dir: Path) -> tuple:
+    """Where no checkpoint was ever acknowledged, one that is damaged is all there may be."""
+    try:
+        return newest_whole(checkpoints_dir)
+    except checkpointing.UserError:
+        return None, []

@@ -1,0 +1,86 @@
+"""Kills at random moments: `uv run pytest tests/faults/test_storm.py --storm 200`."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from basics.failpoints import VARIABLE
+from basics.manifest import find_damage
+from checkpointing import list_checkpoints
+from reporting.summary import FINISHED, is_marked
+from run_config import load_run
+from tests.faults.test_faults import metrics_of, validations_of, weights_of
+from tests.support.workplace import Workplace, children_of, start_forked, succeeded
+
+# Forty steps, slowed down so that most kills hit training and what belongs to it.
+STORMY = {"min_train_tokens": 40 * 128, "validation_interval": 4, "keep_checkpoints": 3}
+LONGEST = 4.0  # seconds until a kill
+VICTIMS = ("rank 0", "rank 1", "both", "torchrun", "all")
+
+
+def test_no_storm_of_kills_changes_anything(workplace: Workplace, num_kills: int) -> None:
+    random.seed(num_kills)
+    workplace.add_dataset(num_tokens=8000)
+    whole = workplace.add_run("whole", train=STORMY)
+    succeeded(workplace.torchrun(2, "whole"))
+    killed, round_number, lost = 0, 0, 0
+    while killed < num_kills:
+        round_number += 1
+        name = f"round-{round_number}"
+        run_dir = workplace.add_run(name, train=STORMY)
+        reached = -1
+        while killed < num_kills and kill_once(workplace, name):
+            killed += 1
+            found = list_checkpoints(run_dir / "checkpoints")
+            newest = found[-1].meta.global_step if found else -1
+            lost += newest < reached
+            reached = newest
+        succeeded(workplace.torchrun(2, name))
+        assert weights_of(run_dir) == weights_of(whole)
+        assert validations_of(run_dir) == validations_of(whole)
+        steps = [r["global_step"] for r in metrics_of(run_dir) if "train_loss" in r]
+        assert steps == sorted(set(steps)) and steps[-1] == 39
+        for checkpoint in list_checkpoints(run_dir / "checkpoints"):
+            assert find_damage(checkpoint.path, thoroughly=True) == ""
+    assert lost == 0
+    print(f"\n{killed} kills in {round_number} runs: 0 lost, 0 corrupt, 0 differing")
+
+
+def kill_once(workplace: Workplace, name: str) -> bool:
+    """Start a run and kill a part of it at random; False if the run ended before that."""
+    process, _ = start_forked("ddp_train.py", workplace.arguments(name), num_processes=2,
+                              environment={VARIABLE: "train:slow:seconds=0.05"})
+    process.join(timeout=random.uniform(0.1, LONGEST))
+    # What is done waits inside PyTorch, which hangs where a process dies there: it is left alone.
+    if is_marked(load_run(workplace.runs_dir, name), FINISHED):
+        process.join(timeout=60)
+    if not process.is_alive():
+        return process.exitcode != 0
+    workers = children_of(process.pid)
+    victim = random.choice(VICTIMS)
+    chosen = {"rank 0": workers[:1], "rank 1": workers[1:], "both": workers,
+              "torchrun": [process.pid], "all": [process.pid, *workers]}[victim]
+    for pid in chosen or [process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    process.join(timeout=60)
+    assert process.exitcode not in (None, 0), victim
+    wait_until_gone(workers, victim)
+    return True
+
+
+def wait_until_gone(pids: list[int], victim: str) -> None:
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until, f"a process lives on after {victim} was killed"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def num_kills(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--storm")

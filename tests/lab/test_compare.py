@@ -1,0 +1,759 @@
+from __future__ import annotations
+
+import base64
+import csv
+import errno
+import io
+import json
+import os
+import re
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from lab.__main__ import cli
+from lab.compare import charts as comparison_charts
+from lab.compare.charts import draw_comparison
+from lab.compare.points import loss_panels, loss_points, memory_points
+from lab.compare.published import PUBLISHED_PATH, read_published
+from lab.compare.rows import Comparison, Row, compare, seed_spread
+from lab.compare.run_results import find_results
+from lab.compare.tables import csv_table, html_page, markdown_table, terminal_table
+from run_config import UserError
+from tests.support.workplace import (
+    PROJECT_DIR,
+    TINY_MODEL,
+    TINY_TRAIN,
+    Workplace,
+    run_command,
+    succeeded,
+)
+
+SLICE = {"dataset": "tiny", "split": "validation", "start_token": 0, "num_tokens": 400}
+CHARTS = ("loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png")
+HOSTILE = ['"text"', "NaN", "-Infinity", "null", "[]", '{"a": 1}', "true", "-1", "1e400",
+           "9" * 4000, "1e30", '"' + "x" * 5000 + '"']
+
+
+class Runs:
+    """Writes runs as the trainer leaves them: 12 steps of 8 sequences of 16 tokens."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        self.dir, self._workplace = workplace.runs_dir, workplace
+
+    def add(self, name: str, *, losses: tuple[float | None, ...] = (3.2, 3.1, None),
+            train: dict[str, Any] | None = None, model: dict[str, Any] | None = None,
+            summary: dict[str, Any] | None = None) -> Path:
+        """Add a finished run; of its losses the third is from `lab evaluate`, if it is one."""
+        run_dir = self._workplace.add_run(name, train=train, model=model)
+        train_loss, validation_loss, test_loss = losses
+        config = {k: v for k, v in (TINY_TRAIN | (train or {})).items() if v is not None}
+        world_size = 2
+        batch = config["microbatch_size"] * config["gradient_accumulation_steps"] * world_size
+        tokens = batch * 16 * 12
+        (run_dir / "summary.json").write_text(json.dumps({
+            "run": name, "status": "finished", "reason": None, "global_step": 11, "num_steps": 12,
+            "tokens": tokens, "train_loss": train_loss, "validation_loss": validation_loss,
+            "seconds": {"training": 90.0, "validation": 10.0},
+            "usd": {"training": 0.9, "validation": 0.1, "total": 1.0}, "tokens_per_second": 17.0,
+            "machine": {"device": "AMD EPYC", "precision": "fp32", "processes": 2},
+            "batch": {"microbatch_size": config["microbatch_size"],
+                      "gradient_accumulation_steps": config["gradient_accumulation_steps"],
+                      "world_size": world_size, "context_length": 16, "num_steps": 12},
+            "model": TINY_MODEL | (model or {}), "train": config,
+            "best": {"checkpoint": "best-iteration-9", "global_step": 9, "loss": 3.0},
+        } | (summary or {})))
+        self.record(name, tokens=tokens, usd=1.0)
+        if test_loss is not None:
+            self.evaluate(name, test_loss)
+        return run_dir
+
+    def record(self, name: str, *, tokens: int = 1536, usd: float | None = None) -> None:
+        """Write the metrics of 12 steps, with a validation after the sixth and the twelfth."""
+        lines = []
+        for step in range(12):
+            record = {"global_step": step, "tokens": tokens * (step + 1) // 12,
+                      "seconds": 100 / 12 * (step + 1)}
+            record |= {} if usd is None else {"usd": usd * (step + 1) / 12}
+            lines.append(record | {"train_loss": 5 - step / 10, "tokens_per_second": 10 + step})
+            if step % 6 == 5:
+                lines.append(record | {"validation_loss": 5 - step / 10, "validation_seconds": 5.0})
+        path = self.dir / name / "metrics.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def evaluate(self, name: str, loss: float, **where: Any) -> None:
+        with (self.dir / name / "evaluations.jsonl").open("a") as file:
+            file.write(json.dumps({"target": name, "checkpoint": "best-iteration-9",
+                                   "global_step": 9, "loss": loss, "perplexity": 1.0}
+                                  | SLICE | where) + "\n")
+
+    def compare(self, *names: str, published: bool = False) -> Comparison:
+        return compare(find_results(self.dir, names) + (read_published() if published else []))
+
+    def run(self, *arguments: str) -> Result:
+        result = CliRunner().invoke(cli, ["compare", *arguments, "--runs-dir", str(self.dir)],
+                                    catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result
+
+
+@pytest.fixture
+def runs(workplace: Workplace) -> Runs:
+    workplace.runs_dir.mkdir()
+    return Runs(workplace)
+
+
+def csv_rows(comparison: Comparison) -> dict[str, dict[str, str]]:
+    return {row["run"]: row for row in csv.DictReader(io.StringIO(csv_table(comparison)))}
+
+
+def names_of(comparison: Comparison) -> list[str]:
+    return [row.name for row in comparison.rows]
+
+
+def row_of(comparison: Comparison, name: str) -> Row:
+    return next(row for row in comparison.rows if name in row.name)
+
+
+def cells_of(comparison: Comparison, name: str) -> dict[str, str]:
+    """Read one row of the Markdown table by its heads."""
+    lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+             for line in markdown_table(comparison).splitlines() if line.startswith("|")]
+    return next(dict(zip(lines[0], line, strict=True)) for line in lines if name in line[0])
+
+
+def everything(comparison: Comparison) -> str:
+    return "\n".join([terminal_table(comparison, width=160), markdown_table(comparison),
+                      csv_table(comparison), html_page(comparison, [])])
+
+
+def test_a_run_is_a_row_of_its_figures(runs: Runs) -> None:
+    runs.add("one", losses=(3.25, 3.125, 3.0625))
+    row = csv_rows(runs.compare())["one"]
+    assert {key: float(row[key]) for key in row if key not in (
+        "run", "status", "differs", "sorted_by", "is_within_spread", "test_slice") and row[key]
+    } == pytest.approx({
+        "num_seeds": 1, "global_batch_size": 8, "microbatch_size": 2, "tokens": 1536, "steps": 12,
+        "train_loss": 3.25, "validation_loss": 3.125, "test_loss": 3.0625, "seconds": 100,
+        "seconds_without_validation": 90, "tokens_per_second": 17, "usd": 1,
+        "usd_without_validation": 0.9, "usd_per_megatoken": 1 / 0.001536,
+        "usd_per_megatoken_without_validation": 0.9 / 0.001536})
+    assert row["status"] == "finished" and row["ift_score"] == ""
+    assert row["test_slice"] == "tiny/validation, 400 tokens from 0 on"
+
+
+def test_what_differs_is_said_against_the_rest(runs: Runs) -> None:
+    for name in ("base", "same", "wide", "clipped"):
+        runs.add(name, train={"clipping_max_norm": 3.5 if name == "clipped" else None},
+                 model={"emb_dim": 32 if name == "wide" else 16})
+    comparison = runs.compare()
+    assert {row.name: row.differs for row in comparison.rows} == {
+        "base": "", "same": "", "wide": "emb_dim=32", "clipped": "clipping_max_norm=3.5"}
+    assert "where nothing else is said: emb_dim=16 clipping_max_norm=none" in comparison.notes
+    assert {row.name: row.differs for row in runs.compare("base", "wide").rows} == {
+        "base": "emb_dim=16", "wide": "emb_dim=32"}
+    assert cells_of(runs.compare("base"), "base").get("what differs") is None
+
+
+def test_a_key_that_an_older_summary_does_not_know_is_no_difference(runs: Runs) -> None:
+    runs.add("old", train={"clipping_max_norm": None})
+    new = TINY_TRAIN | {"max_skipped_steps": 20, "clipping_max_norm": None, "weight_decay": 0.10,
+                        "warmup_period_percent": 0.0}
+    runs.add("new", summary={"train": new})
+    assert [row.differs for row in runs.compare().rows] == ["", ""]
+
+
+def test_without_a_summary_the_settings_are_those_of_the_json_files(runs: Runs) -> None:
+    runs.add("a", train={"weight_decay": 0.25})
+    runs.add("b")
+    (runs.dir / "a" / "summary.json").unlink()
+    assert row_of(runs.compare(), "a").differs == "weight_decay=0.25"
+    (runs.dir / "a" / "train.json").write_text("{")
+    row = row_of(runs.compare(), "a")
+    assert row.name == "a (no summary)" and row.differs == ""
+
+
+@pytest.mark.parametrize(("a", "b", "order", "said"), [
+    ((3.0, 3.0, 3.2), (4.0, 4.0, 3.1), ["b", "a"], "sorted by test loss"),
+    ((3.0, 3.3, None), (4.0, 3.1, 3.0), ["b", "a"], "sorted by validation loss"),
+    ((3.0, 3.3, 3.0), (2.0, None, None), ["b", "a"], "sorted by training loss"),
+    ((3.0, 3.3, 3.1), (None, None, None), ["a", "b"], "the row without one comes last"),
+])
+def test_rows_are_sorted_by_the_loss_that_all_have(
+    runs: Runs, a: tuple, b: tuple, order: list[str], said: str
+) -> None:
+    runs.add("a", losses=a)
+    runs.add("b", losses=b)
+    comparison = runs.compare()
+    assert names_of(comparison) == order
+    assert said in comparison.notes[0]
+
+
+def test_a_run_that_still_trains_does_not_decide_what_is_sorted_by(runs: Runs) -> None:
+    runs.add("a", losses=(3.0, 3.0, 3.2))
+    runs.add("b", losses=(3.0, 3.1, 3.1))
+    runs.add("busy", losses=(2.0, 2.0, None), summary={"status": "running"})
+    runs.add("nothing yet", losses=(None, None, None))
+    assert names_of(runs.compare()) == ["b", "a", "busy (running)", "nothing yet"]
+
+
+def test_test_losses_of_other_tokens_are_marked_and_not_sorted_by(runs: Runs) -> None:
+    for name, validation, test in (("a", 3.3, 3.0), ("b", 3.2, 3.1), ("c", 3.1, 3.2)):
+        runs.add(name, losses=(3.0, validation, test))
+    assert names_of(runs.compare()) == ["a", "b", "c"]
+    (runs.dir / "b" / "evaluations.jsonl").unlink()
+    runs.evaluate("b", 2.0, start_token=100)
+    comparison = runs.compare()
+    assert names_of(comparison) == ["c", "b", "a"]  # by validation
+    assert cells_of(comparison, "b")["test loss"] == "2.0000 †"
+    assert cells_of(comparison, "a")["test loss"] == "3.0000"
+    assert "† not to be compared: of tiny/validation, 400 tokens from 100 on" in comparison.notes
+
+
+def test_the_newest_evaluation_counts_and_half_a_line_is_none(runs: Runs) -> None:
+    runs.add("a", losses=(3.0, 3.0, 5.0))
+    runs.evaluate("a", 4.5)
+    with (runs.dir / "a" / "evaluations.jsonl").open("a") as file:
+        file.write('{"benchmark": "hellaswag"}\n{"target": "a", "loss": 4.')
+    assert runs.compare().rows[0].figures.test_loss == 4.5
+
+
+@pytest.mark.parametrize("value", ["NaN", "null", '"2.0"', "-1"])
+def test_a_test_loss_that_is_no_number_is_passed_over(runs: Runs, value: str) -> None:
+    path = runs.add("a", losses=(3.0, 3.0, 4.5)) / "evaluations.jsonl"
+    path.write_text(path.read_text() + path.read_text().replace("4.5", value))
+    assert runs.compare().rows[0].figures.test_loss == 4.5
+
+
+def test_only_what_a_run_has_not_learnt_is_its_test(runs: Runs) -> None:
+    runs.add("a", losses=(3.0, 3.0, 4.5))
+    runs.evaluate("a", 2.0, split="train")
+    assert runs.compare().rows[0].figures.test_loss == 4.5
+    runs.add("b", losses=(3.0, 3.0, None))
+    runs.evaluate("b", 2.0, split="train")
+    assert csv_rows(runs.compare("b"))["b"]["test_loss"] == ""
+
+
+LAST = {"checkpoint": "last-iteration-11", "global_step": 11}
+EARLY = {"checkpoint": "early-iteration-4", "global_step": 4}
+
+
+@pytest.mark.parametrize(("summary", "measured", "loss"), [
+    ({}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 3.5),
+    ({}, [(4.0, LAST), (5.0, EARLY)], 4.0),
+    ({}, [(3.5, {}), (4.0, LAST), (3.6, {})], 3.6),
+    ({}, [(5.0, EARLY)], None),
+    ({"best": None}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 4.0),
+    ({"best": None}, [(5.0, EARLY)], None),
+    ({"best": None, "global_step": None}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 4.0),
+    ({"best": "?", "global_step": None}, [(3.5, {}), (5.0, EARLY)], 3.5),
+])
+def test_the_test_loss_is_that_of_the_best_checkpoint_or_the_last(
+    runs: Runs, summary: dict, measured: list[tuple[float, dict]], loss: float | None
+) -> None:
+    runs.add("a", losses=(3.0, 3.0, None), summary=summary)
+    for found, where in measured:
+        runs.evaluate("a", found, **where)
+    assert runs.compare().rows[0].figures.test_loss == loss
+
+
+def test_of_several_slices_the_test_loss_is_of_the_one_that_most_rows_have(runs: Runs) -> None:
+    for name in ("a", "b"):
+        runs.add(name, losses=(3.0, 3.0, None))
+        runs.evaluate(name, 3.5)
+    runs.evaluate("a", 2.0, num_tokens=100)
+    assert csv_rows(runs.compare("a"))["a"]["test_loss"] == "3.5"  # the longest
+    runs.evaluate("b", 2.5, num_tokens=4000)
+    assert csv_rows(runs.compare("b"))["b"]["test_loss"] == "2.5"
+    rows = csv_rows(runs.compare())
+    assert {name: row["test_loss"] for name, row in rows.items()} == {"a": "3.5", "b": "3.5"}
+    assert {row["test_slice"] for row in rows.values()} == {
+        "tiny/validation, 400 tokens from 0 on"}
+    assert not any(row.is_of_other_slice for row in runs.compare().rows)
+
+
+def test_beside_published_rows_their_slice_is_preferred(runs: Runs) -> None:
+    for name in ("mine", "other"):
+        runs.add(name, losses=(3.0, 3.0, None))
+        runs.evaluate(name, 3.5, num_tokens=10**9)
+    runs.evaluate("mine", 3.7, dataset="gpjt/fineweb-gpt2-tokens", start_token=50_000_000,
+                  num_tokens=19_660_800)
+    comparison = compare(find_results(runs.dir, ()) + read_published()[:1])
+    assert cells_of(comparison, "mine")["test loss"] == "3.7000"
+    assert cells_of(comparison, "other")["test loss"] == "3.5000 †"
+
+
+def test_runs_that_differ_in_their_seed_are_one_row(runs: Runs) -> None:
+    for seed, loss in ((1, 3.0), (2, 3.1), (3, 3.2)):
+        runs.add(f"seed-{seed}", losses=(loss + 1, loss, None), train={"random_seed": seed},
+                 summary={"usd": {"validation": 0.0, "total": float(seed)}})
+    runs.add("wide", model={"emb_dim": 32}, losses=(9.0, 9.0, None))
+    comparison = runs.compare()
+    assert names_of(comparison) == ["seed-1, seed-2, seed-3", "wide"]
+    assert cells_of(comparison, "seed")["val. loss"] == "3.1000 ± 0.1000 (n=3)"
+    assert cells_of(comparison, "seed")["train loss"] == "4.1000"
+    row = csv_rows(comparison)["seed-1, seed-2, seed-3"]
+    assert float(row["validation_loss"]) == pytest.approx(3.1)
+    assert float(row["validation_loss_spread"]) == pytest.approx(0.1)
+    assert float(row["usd"]) == pytest.approx(2) and row["num_seeds"] == "3"
+    assert "random_seed=1,2,3" in row["differs"]
+
+
+@pytest.mark.parametrize(("train", "summary"), [
+    ({"random_seed": 1}, {}),  # the same again is no second sample
+    ({"random_seed": 2, "weight_decay": 0.5}, {}),
+    ({"random_seed": 2}, {"status": "stopped"}),
+    ({"random_seed": 2}, {"global_step": 5}),
+    ({"random_seed": 2}, {"machine": {"device": "H100"}}),
+    ({"random_seed": 2}, {"batch": {"microbatch_size": 2, "gradient_accumulation_steps": 2,
+                                    "world_size": 4, "context_length": 16, "num_steps": 12}}),
+])
+def test_runs_that_differ_in_more_than_their_seed_are_not_one_row(
+    runs: Runs, train: dict, summary: dict
+) -> None:
+    runs.add("a", train={"random_seed": 1})
+    runs.add("b", train=train, summary=summary)
+    assert len(runs.compare().rows) == 2
+
+
+@pytest.mark.parametrize(("loss", "is_within"), [(3.59, True), (3.60, False)])
+def test_a_difference_within_the_seed_spread_is_marked(
+    runs: Runs, loss: float, is_within: bool
+) -> None:
+    for seed in (1, 2, 3):
+        runs.add(f"seed-{seed}", losses=(3.0, 2.9 + seed / 10, None), train={"random_seed": seed})
+    runs.add("other", losses=(3.0, loss, None), train={"weight_decay": 0.5})
+    comparison = runs.compare()
+    # s = 0.1 of 2 degrees of freedom, t = 4.30: 4.30 * 0.1 * sqrt(1/3 + 1) = 0.4965 above 3.1
+    assert row_of(comparison, "other").is_within_spread == is_within
+    assert ("≈" in cells_of(comparison, "other")["val. loss"]) == is_within
+    assert not comparison.rows[0].is_within_spread
+    assert csv_rows(comparison)["other"]["is_within_spread"] == str(is_within).lower()
+    said = "≈ within the seed spread of the best row" if is_within else "no row lies within"
+    assert any(said in note and "0.1000, 2 degrees" in note for note in comparison.notes)
+
+
+def test_the_spread_is_pooled_over_all_rows_with_several_seeds(runs: Runs) -> None:
+    for weight_decay, losses in ((0.1, (3.0, 3.1, 3.2)), (0.5, (3.5, 3.9))):
+        for seed, loss in enumerate(losses):
+            runs.add(f"{weight_decay}-{seed}", losses=(3.0, loss, None),
+                     train={"random_seed": seed, "weight_decay": weight_decay})
+    comparison = runs.compare()
+    spread, freedom = seed_spread(comparison.rows, "validation_loss")
+    assert freedom == 3  # 2 + 1; variances 0.01 and 0.08
+    assert spread == pytest.approx(((2 * 0.01 + 1 * 0.08) / 3) ** 0.5)
+    # 3.18 * 0.1826 * sqrt(1/3 + 1/2) = 0.530; the means are 0.6 apart
+    assert not comparison.rows[1].is_within_spread
+
+
+def test_without_repeated_seeds_nothing_is_marked(runs: Runs) -> None:
+    runs.add("a", losses=(3.0, 3.0, None))
+    runs.add("b", losses=(3.0, 3.0, None), train={"weight_decay": 0.5})
+    text = everything(runs.compare())
+    assert "≈" not in text and "seed spread" not in text
+
+
+def test_a_run_that_trains_shows_what_it_has_so_far(runs: Runs) -> None:
+    run_dir = runs.add("busy")
+    runs.record("busy", usd=2.0)
+    (run_dir / "summary.json").write_text(json.dumps(
+        {"run": "busy", "status": "running", "seconds": {"training": 1.0}, "usd": None}))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 12, "tok')
+    comparison = runs.compare()
+    assert names_of(comparison) == ["busy (running)"]
+    figures = comparison.rows[0].figures
+    assert (figures.steps, figures.tokens, figures.global_batch_size) == (12, 1536, 8)
+    assert (figures.train_loss, figures.validation_loss) == pytest.approx((3.9, 4.5 - 0.6))
+    assert (figures.seconds, figures.validation_seconds) == pytest.approx((100, 10))
+    assert (figures.usd, figures.usd_without_validation) == pytest.approx((2, 1.8))
+    assert figures.tokens_per_second == 15.5  # the median
+
+
+def test_a_run_whose_heartbeat_stands_still_is_silent(runs: Runs) -> None:
+    run_dir = runs.add("a", summary={"status": "running"})
+    beat = run_dir / "heartbeat.json"
+    beat.write_text("{}")
+    assert names_of(runs.compare()) == ["a (running)"]
+    os.utime(beat, (time.time() - 3600,) * 2)
+    assert names_of(runs.compare()) == ["a (silent)"]
+
+
+@pytest.mark.parametrize(("text", "status"), [
+    ('{"run": "a", "status": "failed", "reason": "ended with status 1"}', "failed"),
+    ('{"run": "a", "status": "stopped"}', "stopped"), ("{", "summary damaged"), ("[]", "summary dam"
+     "aged"), ('{"status": 3}', "summary damaged"), (None, "no summary"),
+])
+def test_however_a_run_stands_it_is_shown(runs: Runs, text: str | None, status: str) -> None:
+    path = runs.add("a") / "summary.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    comparison = runs.compare()
+    assert names_of(comparison) == [f"a ({status})"]
+    assert comparison.rows[0].figures.train_loss == pytest.approx(3.9)
+
+
+def test_the_summary_of_the_first_version_is_read(runs: Runs) -> None:
+    run_dir = runs.add("old")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for key in ("reason", "usd"):
+        del summary[key]
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    row = csv_rows(runs.compare())["old"]
+    assert (row["seconds"], row["usd"], row["status"]) == ("100", "", "finished")
+
+
+def test_runs_that_are_not_there_or_not_trained_are_one_line(runs: Runs) -> None:
+    with pytest.raises(UserError, match="no run has been trained there"):
+        runs.run()
+    runs.add("trained")
+    runs._workplace.add_run("fresh")
+    assert names_of(runs.compare()) == ["trained"]
+    for name in ("missing", "../runs/trained", "trained/."):
+        with pytest.raises(UserError, match="no run .* these have been trained: trained"):
+            runs.run(name)
+    with pytest.raises(UserError, match="has not been trained yet; train it with: .* fresh"):
+        runs.run("trained", "fresh")
+    with pytest.raises(UserError, match="No such file.*; name the directory .* --runs-dir"):
+        find_results(runs.dir / "nowhere", ())
+    assert names_of(runs.compare("trained", "trained")) == ["trained"]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_hostile_values_show_as_not_known(runs: Runs, value: str) -> None:
+    run_dir = runs.add("bad", losses=(3.0, 3.0, 3.0))
+    runs.add("good", losses=(3.0, 3.0, 3.0))
+    for name in ("summary.json", "metrics.jsonl", "evaluations.jsonl"):
+        path = run_dir / name
+        text = re.sub(r'(": )(-?\d[\d.e-]*|null|"[^"]*"|true|false)(?=[,}])', rf"\g<1>{value}",
+                      path.read_text())
+        path.write_text(f"\n\n{text}\n[1, 2]\nnot JSON\n\0\n" if "jsonl" in name else text)
+    comparison = runs.compare()
+    everything(comparison)
+    cells = cells_of(comparison, "bad")
+    assert {cells[head] for head in ("test loss", "train loss", "seconds", "US$")} == {"-"}
+    assert cells_of(comparison, "good")["US$"] == "1.00"
+    loss_panels(comparison.rows)
+    memory_points(comparison.rows)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "[" * 100_000, "\0" * 100, "{}", "null", '{"a":1}'])
+def test_hostile_files_do_not_stop_a_comparison(runs: Runs, text: str) -> None:
+    run_dir = runs.add("bad")
+    for name in ("summary.json", "metrics.jsonl", "evaluations.jsonl", "model.json", "train.json"):
+        (run_dir / name).write_text(text)
+    runs.add("good")
+    (runs.dir / "loop").symlink_to(runs.dir / "loop")
+    (runs.dir / "a file").write_text("")
+    (runs.dir / "odd" / "metrics.jsonl").mkdir(parents=True)
+    comparison = runs.compare()
+    everything(comparison)
+    assert names_of(comparison)[0] == "good" and len(comparison.rows) == 1 + bool(text.strip())
+
+
+def test_charts_are_drawn_of_hostile_records_too(runs: Runs, tmp_path: Path) -> None:
+    run_dir = runs.add("a$\\frac{$", summary={"machine": {"peak_memory_gib": 1e14}})
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for value in HOSTILE:
+            file.write(f'{{"global_step": {value}, "train_loss": 3, "tokens": 1}}\n'
+                       f'{{"global_step": 12, "train_loss": {value}, "seconds": 3}}\n'
+                       f'{{"global_step": 12, "validation_loss": 3, "seconds": {value}}}\n')
+    written, _ = draw_comparison(runs.compare(), tmp_path / "charts")
+    assert len(written) == 3
+
+
+def test_published_rows_are_marked_and_have_their_figures(runs: Runs) -> None:
+    runs.add("mine")
+    comparison = runs.compare(published=True)
+    rows = csv_rows(comparison)
+    published = {name: row for name, row in rows.items() if row["status"] == "published"}
+    assert len(published) == len(comparison.rows) - 1 == 14
+    assert [float(row["test_loss"]) for row in published.values() if row["test_loss"]] == [
+        3.231, 3.5, 3.577761, 3.674, 3.678, 3.691526, 3.725, 3.73, 3.734, 3.771, 3.944, 4.135,
+        4.167]
+    assert published["8x A100 40 GiB"] | {"differs": ""} == dict.fromkeys(rows["mine"], "") | {
+        "run": "8x A100 40 GiB", "status": "published", "num_seeds": "1",
+        "global_batch_size": "104", "microbatch_size": "13", "tokens": "3260190720",
+        "test_loss": "3.674", "ift_score": "17.09", "seconds": "13904",
+        "seconds_without_validation": "12404", "tokens_per_second": "254000",
+        "usd": repr(13904 / 3600 * 10.32), "sorted_by": "test_loss", "is_within_spread": "false",
+        "usd_without_validation": published["8x A100 40 GiB"]["usd_without_validation"],
+        "usd_per_megatoken": repr(13904 / 3600 * 10.32 / 3260.19072),
+        "usd_per_megatoken_without_validation":
+            published["8x A100 40 GiB"]["usd_per_megatoken_without_validation"],
+        "test_slice": "gpjt/fineweb-gpt2-tokens/validation, 19,660,800 tokens from 50,000,000 on"}
+    for name, usd in (("8x A100 40 GiB", 35.56), ("8x B200 160 GiB", 39.14)):  # as published
+        assert float(published[name]["usd_without_validation"]) == pytest.approx(usd, abs=0.005)
+    cells = cells_of(comparison, "8x A100 80 GiB")
+    assert cells["test loss"] == "3.730" and cells["run"].endswith("GiB*")
+    assert any(note.startswith("* published: ") for note in comparison.notes)
+    assert not any(row.is_published for row in runs.compare().rows)
+
+
+def test_a_run_on_the_published_slice_stands_among_the_published_rows(runs: Runs) -> None:
+    runs.add("mine", losses=(3.0, 3.0, None))
+    runs.evaluate("mine", 3.7, dataset="gpjt/fineweb-gpt2-tokens", start_token=50_000_000,
+                  num_tokens=19_660_800)
+    runs.add("elsewhere", losses=(3.0, 3.0, 3.7))
+    comparison = runs.compare(published=True)
+    names = names_of(comparison)
+    assert names.index("mine") == names.index("8x A100 40 GiB, baseline*") + 1
+    assert names.index("elsewhere") > names.index("1x RTX 3090 24 GiB, Edu*")
+    assert row_of(comparison, "elsewhere").is_of_other_slice
+
+
+def test_the_published_losses_over_the_batch_are_fitted_and_drawn() -> None:
+    comparison = compare(read_published())
+    (points,) = loss_points(comparison.rows, "test_loss")
+    found = dict(zip(points.x, points.y, strict=True))
+    assert found == {6: 3.944, 104: 3.674, 216: 3.725, 224: 3.730, 512: 3.771}
+    figure = Figure()
+    comparison_charts._plot_losses(figure, {"test_loss": [points]})
+    curve = line_of(figure, "quadratic in ln(batch)")
+    a, b, c = np.polyfit(np.log(list(found)), list(found.values()), 2)
+    x, y = curve.get_data()
+    np.testing.assert_allclose(y, a * np.log(x) ** 2 + b * np.log(x) + c, rtol=1e-6)
+    lowest = np.exp(-b / (2 * a))
+    assert np.ravel(line_of(figure, "minimum: ").get_data()) == pytest.approx(
+        [lowest, c - b**2 / (4 * a)])
+    assert figure.axes[0].get_xscale() == "log"
+    assert f"at a batch of {lowest:.0f}" in line_of(figure, "minimum: ").get_label()
+
+
+def test_the_published_memory_over_the_microbatch_is_fitted_and_drawn() -> None:
+    (points,) = memory_points(compare(read_published()).rows)
+    found = dict(zip(points.x, points.y, strict=True))
+    assert found == {6: 24, 13: 40, 28: 80, 27: 80, 64: 160} and len(points.x) == 5
+    figure = Figure()
+    comparison_charts._plot_memory(figure, [points])
+    slope, intercept = np.polyfit(list(found), list(found.values()), 1)
+    line = line_of(figure, f"{intercept:.2f} GiB + {slope:.3f} GiB a sequence")
+    x, y = line.get_data()
+    np.testing.assert_allclose(y, intercept + slope * np.array(x))
+
+
+def line_of(figure: Figure, label: str) -> Any:
+    return next(line for line in figure.axes[0].lines if label in line.get_label())
+
+
+def test_runs_of_like_settings_make_one_curve_over_the_batch(runs: Runs) -> None:
+    for size in (1, 2, 4):
+        runs.add(f"batch-{size}", train={"microbatch_size": size},
+                 losses=(3.0, 3 + 0.1 * np.log(size) ** 2, None))
+    runs.add("clipped", train={"clipping_max_norm": 9.0})
+    runs.add("stopped", train={"microbatch_size": 8}, summary={"status": "stopped"})
+    alike, others = loss_points(runs.compare().rows, "validation_loss")
+    assert sorted(alike.x) == [4, 8, 16] and alike.has_curve
+    assert others.names == ["clipped"] and not others.has_curve
+    assert "too few alike" in others.label
+    figure = Figure()
+    comparison_charts._plot_losses(figure, {"validation_loss": [alike, others]})
+    assert "minimum: 3.000 at a batch of 4" in line_of(figure, "minimum").get_label()
+
+
+def test_a_minimum_outside_of_what_was_tried_is_not_claimed(runs: Runs) -> None:
+    for size in (1, 2, 4):
+        runs.add(f"batch-{size}", train={"microbatch_size": size},
+                 losses=(3.0, 3 - 0.1 * np.log(size) + 0.01 * np.log(size) ** 2, None))
+    figure = Figure()
+    comparison_charts._plot_losses(figure, loss_panels(runs.compare().rows))
+    assert line_of(figure, "no minimum among these batches")
+
+
+def test_memory_of_different_models_and_precisions_is_not_one_line(runs: Runs) -> None:
+    def add(name: str, size: int, gib: float, *, width: int = 16, precision: str = "bf16") -> None:
+        runs.add(name, train={"microbatch_size": size}, model={"emb_dim": width}, summary={
+            "machine": {"device": "H100", "precision": precision, "processes": 2,
+                        "peak_memory_gib": gib}})
+
+    add("small-1", 1, 3.0)
+    add("small-2", 2, 4.0)
+    add("wide-1", 1, 10.0, width=32)
+    add("wide-4", 4, 40.0, width=32)
+    add("exact", 8, 90.0, precision="fp32")
+    groups = memory_points(runs.compare().rows)
+    assert [dict(zip(group.x, group.y, strict=True)) for group in groups] == [
+        {1: 3.0, 2: 4.0}, {1: 10.0, 4: 40.0}, {8: 90.0}]
+    assert [group.has_curve for group in groups] == [True, True, False]
+
+
+def test_published_losses_stand_apart_where_the_runs_have_no_test_loss(runs: Runs) -> None:
+    runs.add("mine", losses=(3.0, 2.0, None))
+    panels = loss_panels(runs.compare(published=True).rows)
+    assert [group.names for group in panels["validation_loss"]] == [["mine"]]
+    assert [len(group.x) for group in panels["test_loss"]] == [5]
+
+
+def test_csv_comes_back_with_the_same_columns_whatever_is_known(runs: Runs) -> None:
+    runs.add('a, "b"', losses=(3.0, 1234.5, None))
+    output = runs.run("--csv").stdout
+    rows = list(csv.DictReader(io.StringIO(output)))
+    assert [row["run"] for row in rows] == ['a, "b"'] and rows[0]["validation_loss"] == "1234.5"
+    assert output.startswith("run,status,differs,num_seeds,global_batch_size,microbatch_size,"
+                             "tokens,steps,train_loss,validation_loss,test_loss,ift_score,")
+    assert runs.run("--csv", "--published").stdout.splitlines()[0] == output.splitlines()[0]
+    assert not (runs.dir / "comparison").exists()
+
+
+def test_markdown_and_html_take_names_as_text(runs: Runs) -> None:
+    name = "<b>|x"
+    runs.add(name, train={"dataset": "<script>"})
+    runs.add("same", train={"dataset": "<script>"})  # it stands in a note, too
+    runs.add("other")
+    markdown = runs.run("--markdown").stdout
+    assert "&lt;b>\\|x" in markdown and "<script>" not in markdown
+    columns = {len(re.findall(r"(?<!\\)\|", line)) for line in markdown.splitlines()
+               if line.startswith("|")}
+    assert len(columns) == 1
+    page = html_page(runs.compare(), [])
+    assert "&lt;b&gt;|x" in page and "&lt;script&gt;" in page
+    assert "dataset=&lt;script&gt;" in page.split("<p>", 2)[2]
+    assert "<script>" not in page and name not in page
+
+
+def test_a_name_cannot_write_to_the_terminal(runs: Runs) -> None:
+    runs.add("a\x1b[31m\nb")
+    assert "\x1b" not in everything(runs.compare())
+
+
+@pytest.mark.parametrize("width", [100, 160, 250])
+def test_the_terminal_table_fits_and_says_what_it_leaves_out(runs: Runs, width: int) -> None:
+    for seed in (1, 2, 3):
+        runs.add(f"a-rather-long-name-of-a-run-{seed}", train={"random_seed": seed},
+                 losses=(3.0, 3.0, 3.0 + seed / 100))
+    runs.add("other", losses=(3.0, 3.0, 3.0),
+             train={"clipping_max_norm": None, "schedule_learning_rate": True,
+                    "warmup_period_percent": 5, "weight_decay": 0.01, "learning_rate": 0.0014})
+    text = terminal_table(runs.compare(published=True), width=width)
+    table, notes = text.split("\n\n")
+    assert max(map(len, table.splitlines())) <= width
+    assert ("no room for microbatch_size" in notes) == (width < 250)
+    assert "3.0200 ± 0.0100 (n=3)" in table
+
+
+def test_seconds_are_shown_with_and_without_validation(runs: Runs) -> None:
+    runs.add("mine", losses=(3.0, 3.0, 3.0))
+    cells = cells_of(runs.compare(), "mine")
+    assert (cells["seconds"], cells["seconds, no val."]) == ("100", "90")
+    table, _ = terminal_table(runs.compare(published=True), width=160).split("\n\n")
+    assert {"13,904", "12,404"} <= set(table.split())
+    assert max(map(len, table.splitlines())) <= 160
+
+
+def share_of(color: str, path: Path) -> float:
+    from matplotlib.colors import to_rgb
+
+    pixels = imread(path)[..., :3]
+    return float((np.abs(pixels - np.array(to_rgb(color))).max(axis=-1) < 0.1).mean())
+
+
+def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(
+    runs: Runs, tmp_path: Path
+) -> None:
+    for size in (1, 2, 4):
+        runs.add(f"batch-{size}", train={"microbatch_size": size},
+                 losses=(3.0, 3 + 0.1 * np.log(size) ** 2, None),
+                 summary={"machine": {"device": "AMD EPYC", "precision": "fp32", "processes": 2,
+                                      "peak_memory_gib": 1.0 + size}})
+    page = tmp_path / "page.html"
+    result = runs.run("--published", "--html", str(page))
+    assert "batch-1" in result.stdout and "8x B200 160 GiB*" in result.stdout
+    charts = [runs.dir / "comparison" / name for name in CHARTS]
+    assert [f"written: {path}" for path in [*charts, page]] == result.stderr.splitlines()
+    for path, colors in zip(charts, (("C0", "C1", "C2"), ("C0", "tab:red"), ("C0", "tab:red")),
+                            strict=True):
+        assert all(share_of(color, path) > 0.0005 for color in colors), path.name
+    text = page.read_text()
+    images = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    assert [base64.b64decode(image) for image in images] == [path.read_bytes() for path in charts]
+    assert text.count("<tr>") == 1 + 3 + 14 and "http" not in text
+
+
+def test_what_there_is_nothing_to_draw_of_is_said_and_an_old_chart_goes(
+    runs: Runs, tmp_path: Path
+) -> None:
+    runs.add("a", summary={"status": "stopped"})
+    (runs.dir / "a" / "metrics.jsonl").unlink()
+    charts = tmp_path / "charts"
+    charts.mkdir()
+    for name in CHARTS:
+        (charts / name).write_text("old")
+    result = runs.run("--csv", "--charts", str(charts))
+    assert [line.split(": ")[:2] for line in result.stderr.splitlines()] == [
+        ["not drawn", name] for name in CHARTS]
+    assert not list(charts.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file.*: cannot be written .* name another place"):
+        runs.run("--charts", str(tmp_path / "file" / "charts"))
+
+
+@pytest.mark.parametrize("reason", [OSError(errno.EFBIG, "File too large"), OSError("encoder")])
+def test_a_chart_that_cannot_be_written_leaves_nothing_and_names_its_place(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: OSError
+) -> None:
+    def savefig(_: Figure, path: Path, **__: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise reason
+
+    runs.add("a")
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    charts = tmp_path / "charts"
+    with pytest.raises(UserError) as caught:
+        runs.run("--charts", str(charts))
+    assert re.match(rf"{charts}: cannot be written \((File too large|encoder)\).* with --charts",
+                    str(caught.value))
+    assert not list(charts.iterdir())
+
+
+def test_a_page_that_cannot_be_written_is_named(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    runs.add("a")
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(UserError, match="page.html: cannot be written .No space.* with --html"):
+        runs.run("--html", str(tmp_path / "page.html"))
+
+
+def test_dollars_are_drawn_where_a_price_was_known(runs: Runs) -> None:
+    runs.add("a")
+    for usd, x in ((None, 0), (3.0, 3.0)):
+        runs.record("a", usd=usd)
+        figure = Figure()
+        comparison_charts._plot_curves(figure, runs.compare().rows)
+        panels = dict(zip(("step", "tokens", "minutes", "usd"), figure.axes, strict=True))
+        ends = {key: max([0, *(max(line.get_xdata(), default=0) for line in axes.lines)])
+                for key, axes in panels.items()}
+        assert ends == pytest.approx({"step": 12, "tokens": 1536, "minutes": 100 / 60, "usd": x})
+        said = [text.get_text() for text in panels["usd"].texts]
+        assert said == (["no run has recorded US$"] if usd is None else [])
+
+
+def test_it_needs_no_torch(runs: Runs) -> None:
+    runs.add("a")
+    code = ("import json, sys; sys.argv[1:1] = ['compare', '--published', '--runs-dir']\n"
+            "from lab.__main__ import cli\n"
+            "cli(standalone_mode=False)\n"
+            "print(json.dumps(sorted(sys.modules)))")
+    result = succeeded(run_command(sys.executable, "-c", code, str(runs.dir)))
+    modules = json.loads(result.stdout.splitlines()[-1])
+    assert "torch" not in modules and "matplotlib" in modules
+
+
+def test_the_published_rows_come_with_the_project(tmp_path: Path) -> None:
+    build = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert PUBLISHED_PATH.exists()
+    assert f"/{PUBLISHED_PATH.relative_to(PROJECT_DIR)}" in build["targets"]["wheel"]["include"]
+    with pytest.raises(UserError, match="cannot be read .* comes with the project"):
+        read_published(tmp_path / "published.json")

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from basics.errors import UserError
+from gpt import GPTModel
+from lab.targets import load_target
+from lab.weight_formats import gpt2_config, to_gpt2
+from run_config import ModelConfig
+
+SHAPE = {"vocab_size": 61, "context_length": 12, "emb_dim": 24, "n_heads": 3, "n_layers": 2,
+         "drop_rate": 0.1, "qkv_bias": False}
+LEVERS = [dict(zip(("tie_weights", "qkv_bias", "init", "vocab_size", "drop_rate"), values,
+                   strict=True))
+          for values in itertools.product((False, True), (False, True), ("gpt2", "torch"),
+                                          (61, 257, 50304), (0.0, 0.1))]
+
+
+def random_model(**changes: Any) -> GPTModel:
+    """A model none of whose numbers is what it was initialised to: a mix-up would show."""
+    torch.manual_seed(0)
+    model = GPTModel(ModelConfig(**SHAPE | changes)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=0.05, std=0.2)
+    return model
+
+
+def export(model: GPTModel, directory: Path, **changes: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    config = gpt2_config(model.config, None) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(to_gpt2(model.state_dict(), model.config), directory / "model.safetensors",
+              {"format": "pt"})
+    return directory
+
+
+def load(directory: Path) -> GPTModel:
+    return load_target(str(directory), runs_dir=directory).model
+
+
+def tokens_for(model: GPTModel) -> Tensor:
+    shape = (3, model.config.context_length)
+    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("levers", LEVERS, ids=lambda levers: "-".join(map(str, levers.values())))
+def test_transformers_computes_the_same_and_so_do_we_with_its_files(
+    levers: dict[str, Any], tmp_path: Path
+) -> None:
+    model = random_model(**levers)
+    theirs, loading = GPT2LMHeadModel.from_pretrained(export(model, tmp_path / "ours"),
+                                                      output_loading_info=True)
+    assert not any(loading.values())  # nothing missing, nothing left over
+    tokens = tokens_for(model)
+    logits = theirs.eval()(tokens).logits
+    assert (model(tokens) - logits).abs().max() < 1e-4 and logits.std() > 0.1
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = load(tmp_path / "theirs")
+    assert back.config == model.config.model_copy(update={"init": "gpt2"})
+    assert torch.equal(back(tokens), model(tokens))
+
+
+# OpenAI's four, as wide in proportion and as deep: layers, heads.
+@torch.no_grad()
+@pytest.mark.parametrize(("n_layer", "n_head"), [(12, 12), (24, 16), (36, 20), (48, 25)])
+def test_gpt2_of_any_size_comes_in(n_layer: int, n_head: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(n_layer=n_layer, n_head=n_head, n_embd=2 * n_head,
+                                        n_positions=16)).eval()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    # As they were published: no prefix, masks beside the weights, no head of its own.
+    weights = {name.removeprefix("transformer."): value.clone()
+               for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
+    weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 16, 16) for layer in range(n_layer)}
+    save_file(weights, tmp_path / "model.safetensors")
+    theirs.config.save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), runs_dir=tmp_path)
+    tokens = torch.randint(50257, (2, 16))
+    assert (target.model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+    assert target.tokenizer_name == "gpt2" and target.model.config.qkv_bias
+    assert target.model.config.tie_weights and not target.model.training
+
+
+@torch.no_grad()
+def test_files_in_pieces_and_half_precision_come_in(tmp_path: Path) -> None:
+    model = random_model(tie_weights=True, qkv_bias=True)
+    whole = load_file(export(model, tmp_path) / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    weight_map = {name: f"model-0000{1 + number % 2}-of-00002.safetensors"
+                  for number, name in enumerate(whole)}
+    for file in set(weight_map.values()):
+        save_file({name: value.half() for name, value in whole.items()
+                   if weight_map[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    tokens = tokens_for(model)
+    assert (load(tmp_path)(tokens) - model(tokens)).abs().max() < 0.01
+    assert load(tmp_path).head_weight.dtype == torch.float32
+
+
+class OriginalAttention(nn.Module):
+    """Three projections and a mask that is kept, as the original system's checkpoints have them."""
+
+    def __init__(self, dim: int, length: int, bias: bool) -> None:
+        super().__init__()
+        for name in ("W_query", "W_key", "W_value"):
+            setattr(self, name, nn.Linear(dim, dim, bias=bias))
+        self.out_proj = nn.Linear(dim, dim)
+        self.register_buffer("mask", torch.triu(torch.ones(length, length), diagonal=1))
+
+
+def original_weights(model: GPTModel) -> dict[str, Tensor]:
+    """The same model by the names of the original system, its fused matrix cut in three."""
+    config, ours = model.config, model.state_dict()
+    theirs = {"tok_emb.weight": ours["token_embedding.weight"],
+              "pos_emb.weight": ours["position_embedding.weight"],
+              "final_norm.scale": ours["final_norm.weight"],
+              "final_norm.shift": ours["final_norm.bias"],
+              "out_head.weight": model.head_weight}
+    for layer in range(config.n_layers):
+        here, there = f"blocks.{layer}.", f"trf_blocks.{layer}."
+        for norm, number in (("attention_norm", 1), ("mlp_norm", 2)):
+            theirs[f"{there}norm{number}.scale"] = ours[f"{here}{norm}.weight"]
+            theirs[f"{there}norm{number}.shift"] = ours[f"{here}{norm}.bias"]
+        for part in ("weight", "bias"):
+            theirs[f"{there}att.out_proj.{part}"] = ours[f"{here}attention.output.{part}"]
+            theirs[f"{there}ff.layers.0.{part}"] = ours[f"{here}mlp.up.{part}"]
+            theirs[f"{there}ff.layers.2.{part}"] = ours[f"{here}mlp.output.{part}"]
+            if part == "weight" or config.qkv_bias:
+                for name, piece in zip(("query", "key", "value"),
+                                       ours[f"{here}attention.qkv.{part}"].chunk(3), strict=True):
+                    theirs[f"{there}att.W_{name}.{part}"] = piece
+        attention = OriginalAttention(config.emb_dim, config.context_length, config.qkv_bias)
+        theirs[f"{there}att.mask"] = attention.mask
+        expected = {f"{there}att.{name}" for name in attention.state_dict()}
+        assert expected == {name for name in theirs if name.startswith(f"{there}att.")}
+    return {name: value.clone().contiguous() for name, value in theirs.items()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize(("tie_weights", "left_out"), [
+    (False, None), (True, "tok_emb.weight"), (True, "out_head.weight"), (True, None)])
+@pytest.mark.parametrize("published", [False, True])
+def test_checkpoints_of_the_original_come_in(
+    qkv_bias: bool, tie_weights: bool, left_out: str | None, published: bool, tmp_path: Path
+) -> None:
+    model = random_model(qkv_bias=qkv_bias, tie_weights=tie_weights)
+    weights = original_weights(model)
+    weights.pop(left_out, None)
+    config = model.config.model_dump(exclude={"init"})
+    directory = tmp_path / "checkpoints" / "20260101Z000000-iteration-7"
+    directory.mkdir(parents=True)
+    if published:  # on the hub, inside a wrapper
+        weights = {f"model.{name}": value for name, value in weights.items()}
+        (directory / "config.json").write_text(json.dumps({"model_type": "other", "cfg": config}))
+    else:
+        (tmp_path / "model.json").write_text(json.dumps(config))
+    save_file(weights, directory / "model.safetensors")
+    assert torch.equal(load(directory)(tokens_for(model)), model(tokens_for(model)))
+
+
+def test_what_gpt2_cannot_express_is_refused_by_name() -> None:
+    class Wider(ModelConfig):
+        num_experts: int = 1
+
+    assert gpt2_config(Wider(**SHAPE), None)["n_embd"] == 24
+    with pytest.raises(UserError, match="num_experts is 8, which a GPT-2 cannot express"):
+        gpt2_config(Wider(**SHAPE, num_experts=8), None)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "llama"}, "model_type should be 'gpt2', found \"llama\""),
+    ({"activation_function": "relu"}, "activation_function should be 'gelu_new'"),
+    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon should be greater"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx should be False"),
+    ({"n_inner": 7}, "n_inner is 7; wanted 4 x n_embd = 96"),
+    ({"n_layer": 3}, "has no weights h.2"),
+    ({"n_layer": 1}, "it has more layers than n_layer, 1"),
+    ({"n_layer": 10**9}, "n_layer should be less than or equal to 1024"),
+    ({"n_layer": "2"}, "n_layer should be a valid integer, found"),
+    ({"n_head": 5}, "emb_dim 24 is not divisible by n_heads 5"),
+    ({"vocab_size": 60}, r"not a GPT-2: token_embedding.weight is \(61, 24\), its config makes it"),
+    ({"tie_word_embeddings": False}, "has no weights lm_head.weight"),
+])
+def test_what_is_no_gpt2_is_refused_in_one_line(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    export(random_model(tie_weights=True), tmp_path, **changes)
+    with pytest.raises(UserError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in caught.value.line()
+
+
+@pytest.mark.parametrize(("file", "content", "message"), [
+    ("model.safetensors", None, "no such file; a directory of weights needs it"),
+    ("model.safetensors", b"junk", "not a whole safetensors file"),
+    ("config.json", None, "config.json: no such file"),
+    ("config.json", b"[1]", "wanted a JSON object"),
+    ("config.json", b'{"model_type": NaN}', "not valid JSON"),
+    ("model.safetensors.index.json", b'{"weight_map": {"a": "../../x.safetensors"}}',
+     "names '../../x.safetensors'"),
+    ("model.safetensors.index.json", b'{"weight_map": {}}', "has no weights wte.weight"),
+    ("model.safetensors.index.json", b'{"weight_map": [1]}', "has no weight_map"),
+])
+def test_damaged_directories_are_one_line(
+    file: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    export(random_model(), tmp_path)
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in caught.value.line()

@@ -1,0 +1,159 @@
+"""What counts as running out of memory, and what does not."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from microbatch_search import trial
+from microbatch_search.trial import Trial, Trials, is_out_of_memory
+from processes.launch import Process
+from processes.startup_agreement import AgreedError, Agreement
+from run_config import load_run
+from tests.support.workplace import Workplace
+from trainer.step import TrainingStep
+
+FITS = Trial(3, True, 1.0, 2.0, 2.0, 4.0, 100.0)
+
+
+def raises(error: BaseException):
+    def train(order: object) -> Trial:
+        raise error
+
+    return train
+
+
+def dies(message: str, status: int):
+    def train(order: object) -> Trial:
+        os.write(2, message.encode())
+        os._exit(status)
+
+    return train
+
+
+def aborts(order: object) -> Trial:
+    faulthandler.disable()  # pytest's would print where this was called
+    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+    os.abort()
+
+
+def crashes(order: object) -> Trial:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def trials(workplace: Workplace) -> Trials:
+    """Trials of one rank, whose children are forked, so that they see what a test replaces."""
+    agreement = Agreement.__new__(Agreement)
+    agreement._rank, agreement._world_size, agreement._store = 0, 1, dist.HashStore()
+    agreement.name = "test"
+    workplace.add_run()
+    process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    made = Trials(load_run(workplace.runs_dir, "tiny"), process, agreement, memory_limit_gib=1.0)
+    made._context = multiprocessing.get_context("fork")
+    return made
+
+
+def test_what_a_child_measured_comes_back(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_train_some_steps", lambda order: FITS)
+    assert trials.train(3) == FITS
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("train", [
+    raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+    raises(RuntimeError("CUDA error: out of memory")),
+    raises(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+    raises(RuntimeError("NCCL error: Cuda failure 2 'out of memory'")),
+    raises(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8")),
+    raises(MemoryError()),
+    raises(RuntimeError("could not create a primitive")),
+    dies("libgomp: Thread creation failed: Resource temporarily unavailable", 1),
+    aborts, crashes,
+], ids=["cuda", "driver", "cublas", "nccl", "cpu", "python", "onednn", "openmp", "abort", "crash"])
+def test_running_out_of_memory_does_not_fit(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, train
+) -> None:
+    monkeypatch.setattr(trial, "_train_some_steps", train)
+    found = trials.train(3)
+    assert not found.fits and found.microbatch_size == 3
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(("train", "said"), [
+    (raises(RuntimeError("mat1 and mat2 shapes cannot be multiplied")), "shapes cannot be mult"),
+    (raises(RuntimeError("out of resource: shared memory, required 9")), "out of resource"),
+    (raises(KeyError("x")), "KeyError"),
+    (dies("a library's last words\n", 3), r"a library's last words \(exit status 3\)"),
+    (dies("", 0), r"no message \(exit status 0\)"),
+], ids=["runtime", "resource", "key", "exit", "silent"])
+def test_another_error_is_told_and_not_taken_for_it(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, train, said: str
+) -> None:
+    monkeypatch.setattr(trial, "_train_some_steps", train)
+    wanted = f"microbatch 3 failed on rank 0, not for want of memory: .*{said}"
+    with pytest.raises(AgreedError, match=wanted):
+        trials.train(3)
+    assert not multiprocessing.active_children()
+
+
+def test_the_culprit_is_told_and_not_a_process_that_lost_its_peer(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo = '{"error": "[gloo/transport/tcp/pair.cc:534] Connection closed by peer"}'
+    monkeypatch.setattr(trials, "_run_children",
+                        lambda order: [echo, '{"error": "a bug (exit status 3)"}', echo])
+    with pytest.raises(AgreedError, match="failed on rank 1, not for want of memory: a bug"):
+        trials.train(3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_try_takes_the_optimizers_state_into_account(
+    workplace: Workplace, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With fp16's usual first scale, these three steps would overflow and be skipped.
+    workplace.add_run(model={"init": "torch", "tie_weights": True}, train={"precision": precision})
+    steps = []
+
+    class Watched(TrainingStep):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            steps.append(self)
+
+    monkeypatch.setattr(trial, "TrainingStep", Watched)
+    monkeypatch.setattr(trial, "join_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(trial, "open_store", lambda name: None)
+    monkeypatch.setattr("basics.memory_meters.resource.setrlimit", lambda *_: None)
+    process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    run = load_run(workplace.runs_dir, "tiny")
+    trial._train_some_steps(trial.Order(run, process, 1, 1, "trial", 1.0))
+    optimizer = steps[0].state.optimizer
+    taken = {float(state["step"]) for state in optimizer.state.values()}
+    assert taken == {3.0} and len(optimizer.state) == len(list(steps[0].state.model.parameters()))
+
+
+@pytest.mark.parametrize(("train", "world_size", "microbatches"), [
+    ({"gradient_accumulation_steps": 1}, 2, 1),
+    ({"gradient_accumulation_steps": 64}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 8, 1),
+])
+def test_a_try_accumulates_where_the_run_may(
+    workplace: Workplace, train: dict, world_size: int, microbatches: int
+) -> None:
+    workplace.add_run("other", train=train)
+    run = load_run(workplace.runs_dir, "other")
+    assert trial._microbatches_in_a_step(run, world_size) == microbatches
+
+
+def test_memory_may_run_out_where_c_plus_plus_says_so_in_capitals() -> None:
+    assert is_out_of_memory("RuntimeError: CUDNN_STATUS_ALLOC_FAILED")
+    assert not is_out_of_memory("a path named /memory/out")

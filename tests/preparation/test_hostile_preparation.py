@@ -1,0 +1,112 @@
+"""Sources that no person would make on purpose: one line, status 2, and no dataset."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import random
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.support.workplace import PROJECT_DIR, run_command
+
+LONGEST = 200  # characters, "Error: " and all
+
+
+def parquet(column: object = None, *, name: str = "text", **options: object) -> bytes:
+    content = io.BytesIO()
+    table = pyarrow.table({name: column or [f"document {i}" for i in range(300)]})
+    pyarrow.parquet.write_table(table, content, **options)
+    return content.getvalue()
+
+
+WHOLE = parquet()
+LINES = b'{"text": "some text"}\n' * 20
+SOURCES: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {
+    "empty": ("a.parquet", b""), "four bytes": ("a.parquet", b"PAR1"),
+    "only magic": ("a.parquet", b"PAR1PAR1"), "no magic": ("a.parquet", b"\x00" * 1000),
+    "a footer longer than the file": ("a.parquet", WHOLE[:-8] + struct.pack("<I", 10**9) + b"PAR1"),
+    "a footer of 2**32": ("a.parquet", WHOLE[:-8] + b"\xff\xff\xff\xffPAR1"),
+    "a footer of noise": ("a.parquet", WHOLE[:-600] + random.Random(0).randbytes(592) + WHOLE[-8:]),
+    "cut in the middle": ("a.parquet", WHOLE[: len(WHOLE) // 2]),
+    "no head": ("a.parquet", WHOLE[len(WHOLE) // 2:]),
+    "encrypted": ("a.parquet", WHOLE[:-4] + b"PARE"),
+    "pages of noise": ("a.parquet", WHOLE[:10] + b"\xff" * 400 + WHOLE[410:]),
+    "a column of numbers": ("a.parquet", parquet([1, 2, 3])),
+    "a column of lists": ("a.parquet", parquet([["a"], ["b"]])),
+    "a column of objects": ("a.parquet", parquet([{"a": "b"}])),
+    "another column": ("a.parquet", parquet(name="t\x1b[31mext")),
+    "an LFS pointer": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+    "a page": ("a.parquet", b"<!DOCTYPE html><html>404</html>"),
+    "deep": ("a.jsonl", LINES + b'{"text": ' + b"[" * 10**5),
+    "NaN": ("a.jsonl", LINES + b'{"text": NaN}\n'), "no object": ("a.jsonl", LINES + b"[1, 2]\n"),
+    "no text": ("a.jsonl", LINES + b'{"title": "x"}\n'),
+    "text of an object": ("a.jsonl", LINES + b'{"text": {"text": "x"}}\n'),
+    "many digits": ("a.jsonl", LINES + b'{"text": ' + b"9" * 10**5 + b"}\n"),
+    "noise": ("a.jsonl", random.Random(1).randbytes(10**5)), "cut": ("a.jsonl", LINES[:-10]),
+    "UTF-16": ("a.jsonl", LINES.decode().encode("utf-16")),
+    "a control character": ("a\x1b[31m.jsonl", b"{}\n"), "a new line": ("a\nb.jsonl", b"{}\n"),
+    "no gzip": ("a.jsonl.gz", LINES), "half a gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-12]),
+    "a wrong checksum": ("a.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8)),
+    "a bomb": ("a.jsonl.gz", lambda: gzip.compress(bytes(2**29), 1)),
+    "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),
+}
+OUTPUTS = ["", "\x1b[31m/../../proc/out", "/proc/out", "/dev/null", "/dev/null/out",
+           "x" * 300, "source", "a-file", "loop/out"]
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """Run the command, which must not make anything; give its line."""
+    before = {str(path) for path in folder.rglob("*")}
+    result = run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"), *arguments,
+                         "--tokenizer", "bytes", "--workers", "1")
+    assert result.returncode == 2, result.stdout + result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert "Traceback" not in result.stderr and len(line) <= LONGEST and line.isprintable()
+    assert {str(path) for path in folder.rglob("*") if ".partial" not in str(path)} == before
+    return line
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_a_source_that_is_none(tmp_path: Path, case: str) -> None:
+    name, content = SOURCES[case]
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / name).write_bytes(content() if callable(content) else content)
+    line = refused(tmp_path, str(source), str(tmp_path / "out"))
+    assert name.split("\x1b")[0].split("\n")[0] in line or case == "nothing"
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: repr(output)[:20])
+def test_an_output_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "a-file").write_bytes(b"mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(tmp_path, str(source), str(tmp_path / output) if output else "")
+    assert (tmp_path / "a-file").read_bytes() == b"mine"
+    assert os.listdir(source) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_real_parquet_with_random_damage(tmp_path: Path, seed: int) -> None:
+    """It is refused, or what was damaged is not text: never a traceback, a crash or a hang."""
+    rng, content = random.Random(seed), bytearray(parquet(use_dictionary=False))
+    for _ in range(rng.randrange(1, 6)):
+        content[rng.randrange(len(content))] = rng.randrange(256)
+    (tmp_path / "a.parquet").write_bytes(content)
+    result = run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"),
+                         str(tmp_path / "a.parquet"), str(tmp_path / "out"), "--tokenizer",
+                         "bytes", "--workers", "1")
+    assert result.returncode in (0, 2) and "Traceback" not in result.stderr
+    assert (result.returncode == 0) == (tmp_path / "out/train.safetensors").exists()

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from huggingface_hub import DatasetCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from basics.errors import UserError
+from preparation import import_bin
+from preparation.import_bin import import_tokens
+from preparation.journal import Journal
+from tests.support.workplace import PROJECT_DIR, Workplace, run_command, succeeded
+
+TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
+
+
+def llm_c(tokens: np.ndarray, *, magic: int = 20240520, version: int = 1,
+          count: int | None = None) -> bytes:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, tokens.size if count is None else count
+    return header.tobytes() + tokens.astype("<u2").tobytes()
+
+
+def write(source: Path, files: dict[str, bytes]) -> Path:
+    source.mkdir()
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    return source
+
+
+def tokens_in(path: Path) -> list[int]:
+    return load_file(path)["tokens"].tolist()
+
+
+def test_nanogpts_pair_can_be_trained_on(workplace: Workplace, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
+                                         "val.bin": TOKENS[:200].tobytes()})
+    out = workplace.datasets_dir / "mine"
+    result = succeeded(run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"),
+                                   "--import", str(source), str(out), "--tokenizer", "bytes"))
+    assert result.stdout.splitlines()[0] == "5 documents, 1,200 tokens"  # 4 and 1 end-of-text
+    assert tokens_in(out / "train.safetensors") == TOKENS.tolist()
+    assert tokens_in(out / "validation.safetensors") == TOKENS[:200].tolist()
+    with safe_open(out / "train.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"tokenizer": "bytes", "source": "train.bin",
+                                   "num_documents": "4", "num_tokens": "1000",
+                                   "max_token_id": "256"}
+    card = DatasetCard.load(out / "README.md")
+    assert card.data.to_dict()["size_categories"] == ["n<1K"] and "as they were in" in card.text
+    assert not list(out.parent.glob(".*"))
+    workplace.add_run(train={"dataset": "mine", "min_train_tokens": 64})
+    succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "1"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5), chunk=st.integers(1, 50))
+def test_llm_cs_shards_follow_each_other_by_name(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], chunk: int
+) -> None:
+    folder = tmp_path_factory.mktemp("llm_c")
+    parts = np.split(TOKENS[:sum(sizes)], np.cumsum(sizes)[:-1])
+    files = {f"fineweb_train_{i:06}.bin": llm_c(part) for i, part in enumerate(parts)}
+    source = write(folder / "source", files | {"fineweb_val_000000.bin": llm_c(TOKENS[:9])})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_bin, "CHUNK_TOKENS", chunk)
+        import_tokens(source, folder / "out", "gpt2")
+    assert tokens_in(folder / "out" / "train.safetensors") == TOKENS[:sum(sizes)].tolist()
+    assert tokens_in(folder / "out" / "validation.safetensors") == TOKENS[:9].tolist()
+
+
+@pytest.mark.parametrize(("train", "message"), [
+    (llm_c(TOKENS, count=999), r"train.bin: 3024 bytes; wanted 3022 for 999 tokens"),
+    (llm_c(TOKENS)[:-1], "train.bin: 3023 bytes; wanted 3024"),
+    (llm_c(TOKENS, version=2), "version 2 of llm.c's format; wanted 1, with 16-bit tokens"),
+    (TOKENS.tobytes()[:-1], "train.bin: 1999 bytes; wanted 1998"),
+    (b"", "train.bin: 0 bytes"),
+    (np.array([5, 257, 6], dtype=np.uint16).tobytes(),
+     "train.bin: token 1 is 257, outside the 257 ids of --tokenizer bytes"),
+])
+def test_files_whose_counts_or_range_are_wrong(tmp_path: Path, train: bytes, message: str) -> None:
+    source = write(tmp_path / "source", {"train.bin": train, "val.bin": TOKENS.tobytes()})
+    with pytest.raises(UserError, match=message):
+        import_tokens(source, tmp_path / "out", "bytes")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_two_imports_at_once_do_not_mix(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
+                                         "val.bin": TOKENS.tobytes()})
+    with Journal(tmp_path / "out"):
+        with pytest.raises(UserError, match="another process is preparing this dataset"):
+            import_tokens(source, tmp_path / "out", "gpt2")
+
+
+def test_tokens_of_a_vocabulary_of_their_own_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {
+        "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes(), "meta.pkl": b"x"})
+    with pytest.raises(UserError, match="its meta.pkl is a vocabulary of its own"):
+        import_tokens(source, tmp_path / "out", "gpt2")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_disk_without_room_is_said_before_anything_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", {
+        "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes()})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
+    with pytest.raises(UserError, match="0.0 GB free; tokens will take 0.0 GB or more"):
+        import_tokens(source, tmp_path / "out", "gpt2")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
+    import_tokens(source, tmp_path / "out", "gpt2")
+
+
+@pytest.mark.parametrize("option", [("--max-documents", "10"), ("--text-column", "a"),
+                                    ("--validation-fraction", "0.3")])
+def test_other_options_have_no_meaning_with_import(
+    tmp_path: Path, option: tuple[str, str]
+) -> None:
+    result = run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"), "--import",
+                         str(tmp_path), str(tmp_path / "out"), *option)
+    assert result.returncode == 2 and "only --tokenizer has a meaning" in result.stderr
+
+
+def test_missing_files_and_an_output_that_is_there(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes()})
+    with pytest.raises(UserError, match=r"no val.bin or \*_val_\*.bin there"):
+        import_tokens(source, tmp_path / "out", "bytes")
+    with pytest.raises(UserError, match="is not empty"):
+        import_tokens(source, source, "bytes")

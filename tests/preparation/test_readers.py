@@ -1,0 +1,268 @@
+"""Cutting documents and files into tasks: nothing is lost, nothing is tokenised otherwise."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from basics.errors import UserError
+from preparation import cutting, readers
+from preparation.cutting import BadShard, cut_document
+from preparation.documents import find_documents
+from preparation.encoding import encode_task
+from preparation.readers import (
+    JsonLines,
+    Texts,
+    Unreadable,
+    count_lines,
+    json_tasks,
+    parquet_tasks,
+    text_tasks,
+)
+from tokens.tokenizer import load_tokenizer
+
+# What GPT-2's pattern and the cutting could disagree about: spaces of every kind, apostrophes,
+# digits, and bytes of UTF-8 at every place.
+SPACES = [" ", "\n", "\t", "\r", "\u00a0", "\u2003", "\u3000", "\u2028", "\u0085", "\u1680"]
+TEXT = st.lists(st.one_of(
+    st.sampled_from([*SPACES, " ", "\n", "a", "'s", "7", "é", "中", "🎉", ".", "ⴿ"]),
+    st.characters(exclude_categories=["Cs"]),
+), max_size=100).map("".join)
+PLANES = "".join(chr(0x10000 * plane + 0xA1) + " " for plane in range(17))
+
+
+def documents(tasks) -> list[str]:
+    """Put the documents of tasks together again."""
+    found, parts = [], []
+    for task in tasks:
+        for text, ends_document in task.pieces():
+            parts.append(text)
+            if ends_document:
+                found.append("".join(parts))
+                parts = []
+    assert not parts, "a document has no end"
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXT)
+def test_a_cut_document_has_the_tokens_of_the_whole(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LARGE_DOCUMENT", 8)
+        pieces = list(cut_document(text.encode()))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    tokenizer = load_tokenizer("gpt2")
+    cuts = np.cumsum([len(piece.text) for piece in pieces])[:-1]
+    # Where a cut was made in space, tokens are those of the whole; where nothing could be cut for
+    # too long, they are still the text's.
+    whole = tokenizer.encode(text, disallowed_special=())
+    apart = [id for piece in pieces for id in tokenizer.encode(piece.text, disallowed_special=())]
+    if all(text[cut] in " \n" and not text[cut - 1].isspace() for cut in cuts):
+        assert apart == whole
+    assert tokenizer.decode(apart) == text
+
+
+def test_a_long_document_is_cut_often_and_only_in_space() -> None:
+    text = "It is the reader's 1st naïve word — 中文 too.\n\n" * 200_000
+    pieces = [piece.text for piece in cut_document(text.encode())]
+    assert len(pieces) == len(text.encode()) // 2**18 + 1
+    assert all(piece[0] in " \n" for piece in pieces[1:])
+    assert "".join(pieces) == text
+
+
+def test_what_cannot_be_cut_in_space_is_cut_between_characters() -> None:
+    text = "🎉" * 2**18
+    pieces = [piece.text for piece in cut_document(text.encode())]
+    assert len(pieces) == 2 and "".join(pieces) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_what_is_no_text_is_read_to_its_end(data: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LARGE_DOCUMENT", 8)
+        pieces = list(cut_document(data))
+    assert pieces[-1].ends_document and (data == b"") == ("".join(p.text for p in pieces) == "")
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts=st.lists(TEXT, min_size=1, max_size=4), task_bytes=st.integers(1, 60))
+def test_text_files_large_and_small_are_a_document_each(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], task_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("texts")
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "TASK_BYTES", task_bytes)
+        patch.setattr(cutting, "LARGE_DOCUMENT", 8)
+        tasks = list(text_tasks(sorted(folder.iterdir())))
+        assert documents(tasks) == texts
+        streamed = [piece for task in tasks for piece in task.pieces()]
+        assert streamed == [piece for text in texts for piece in cut_document(text.encode())]
+
+
+def test_a_text_of_every_plane_is_read_from_every_format(tmp_path: Path) -> None:
+    texts = [PLANES, "", PLANES * 2]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts))
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == texts
+    assert documents(json_tasks(tmp_path / "a.jsonl", "text")) == texts
+    assert documents(json_tasks(tmp_path / "b.jsonl", "text")) == texts
+    encoded = encode_task(Texts(list(cut_document(PLANES.encode())), 99), "gpt2")
+    assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == PLANES
+    assert encoded.sizes.tolist()[1:] == [len(PLANES.encode()), len(PLANES)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=st.lists(st.one_of(st.none(), st.text(max_size=60)), max_size=40),
+       task_bytes=st.integers(1, 200), group_rows=st.integers(1, 10),
+       whole_group=st.sampled_from([1, 10**6]))
+def test_any_file_gives_its_documents_whatever_the_tasks(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str | None], task_bytes: int,
+    group_rows: int, whole_group: int
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    wanted = [text or "" for text in texts]
+    lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts).encode()
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    with pyarrow.output_stream(folder / "a.jsonl.zst", compression="zstd") as file:
+        file.write(lines)
+    table = pyarrow.table({"id": list(range(len(texts))),
+                           "text": pyarrow.array(texts, pyarrow.string())})
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=group_rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "TASK_BYTES", task_bytes)
+        patch.setattr(readers, "WHOLE_GROUP_BYTES", whole_group)
+        patch.setattr(cutting, "LARGE_DOCUMENT", 20)
+        for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
+            assert documents(json_tasks(folder / name, "text")) == wanted
+            assert count_lines(folder / name) == len(texts)
+        assert documents(parquet_tasks(folder / "a.parquet", "text")) == wanted
+
+
+@pytest.mark.parametrize("kind", [
+    pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+])
+def test_columns_of_every_kind_of_text(tmp_path: Path, kind: pyarrow.DataType) -> None:
+    column = pyarrow.array(["naïve", None, "b" * 10], pyarrow.string()).cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == ["naïve", "", "b" * 10]
+
+
+def test_a_column_of_nothing_but_nulls(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": [None, None]}), tmp_path / "a.parquet")
+    assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == ["", ""]
+
+
+def test_numbers_are_not_text(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a.parquet: column 'text' is of type int64; wanted text"):
+        documents(parquet_tasks(tmp_path / "a.parquet", "text"))
+    with pytest.raises(UserError, match="has no column 'body'; it has: text"):
+        list(parquet_tasks(tmp_path / "a.parquet", "body"))
+
+
+@pytest.mark.parametrize("neighbour", ["small", "large " * 2**17])
+def test_bytes_that_are_no_utf8_are_replaced_whatever_the_file(
+    tmp_path: Path, neighbour: str
+) -> None:
+    broken = pyarrow.array([b"a\xffb", neighbour.encode()], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_bytes(b"a\xffb")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\xffb"}')
+    assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == ["a\ufffdb", neighbour]
+    assert documents(text_tasks([tmp_path / "a.txt"])) == ["a\ufffdb"]
+    assert documents(json_tasks(tmp_path / "a.jsonl", "text")) == ["a\ufffdb"]
+
+
+@pytest.mark.parametrize("character", [" ", "\n", "x", "🎉", "中"])
+def test_a_million_times_the_same_character_is_encoded(character: str) -> None:
+    text = character * 1_500_000 + "a"
+    encoded = encode_task(Texts(list(cut_document(text.encode())), 99), "gpt2")
+    assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == text
+
+
+def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:
+    task = JsonLines(Path("a.jsonl"), 1, b'{"text": "half \\ud800 pair"}\n', "text")
+    assert documents([task]) == ["half ? pair"]
+
+
+@pytest.mark.parametrize("line", [
+    b'{"text": 7}', b'{"other": "x"}', b'["text"]', b'{"text": "a', b"\xff", b'{"text": ["a"]}',
+    b"[" * 100_000,
+])
+def test_a_line_that_is_no_document_is_named_by_its_number(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(BadShard, match="a.jsonl: line 3 is no JSON object with a \"text\""):
+        documents(json_tasks(path, "text"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(record=st.dictionaries(
+    st.sampled_from(["text", "other"]),
+    st.one_of(st.none(), st.integers(), st.text(st.characters(codec=None)), st.lists(st.text()))),
+    is_ascii=st.booleans(), cut=st.integers(0, 3),
+    behind=st.sampled_from(["", "", " ", "\r", '{"text": "b"}', '\r{"text": "b"}', "7"]))
+def test_a_long_line_is_read_as_a_short_one(
+    record: dict, is_ascii: bool, cut: int, behind: str
+) -> None:
+    line = json.dumps(record, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
+    task = JsonLines(Path("a.jsonl"), 2,
+                     line[:len(line) - cut] + behind.encode() + b"\n", "text")
+
+    def read() -> list[str] | str:
+        try:
+            return documents([task])
+        except BadShard as error:
+            return str(error)
+
+    as_short = read()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "LONG_LINE", 0)
+        assert read() == as_short
+
+
+def test_where_there_is_no_such_key_the_others_are_named(tmp_path: Path) -> None:
+    task = JsonLines(Path("a.jsonl"), 1, b'{"content": "x", "id": 1}\n', "text")
+    with pytest.raises(BadShard, match=r"of text; it has: content, id \(--text-column\)"):
+        documents([task])
+
+
+def test_a_byte_order_mark_and_capital_suffixes_are_no_obstacle(tmp_path: Path) -> None:
+    lines = "\ufeff".encode() + b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(lines))
+    (tmp_path / "B.JSONL").write_bytes(lines)
+    for shard in find_documents(tmp_path).shards:
+        assert shard.facts().num_documents == 2
+        assert documents(shard.tasks()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_cut_short_is_unreadable(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    numbers = np.random.default_rng(0).integers(2**60, size=5000)
+    lines = b"".join(b'{"text": "%x"}\n' % number for number in numbers)
+    if suffix == ".gz":
+        whole = gzip.compress(lines)
+    else:
+        whole = pyarrow.compress(lines, "zstd", asbytes=True)
+    path.write_bytes(whole[:len(whole) // 2])
+    tasks = list(json_tasks(path, "text"))
+    assert isinstance(tasks[-1], Unreadable)
+    with pytest.raises(BadShard, match=f"a.jsonl{suffix}: damaged, or cannot be read"):
+        count_lines(path)

@@ -1,0 +1,181 @@
+"""Started by tests under torchrun: what has to be looked at inside several processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import ddp_train
+from basics.errors import UserError
+from benchmarks.memory_model import peak_of_training
+from ddp_train import Trainer, build_state
+from microbatch_search.search import find_max_microbatch
+from microbatch_search.trial import Trials
+from processes.command_line import Options
+from processes.launch import process_group, this_process
+from processes.startup_agreement import Agreement, open_store
+from processes.watchdog import Watchdog
+from reporting import clock
+from reporting.clock import PhaseClock
+from reporting.loss_window import LossWindow
+from run_config import TrainConfig, load_run
+from tests.support.workplace import TINY_TRAIN
+from trainer import background_saver, compilation
+from trainer.startup import Alone, prepare
+
+
+def main() -> None:
+    name, root = sys.argv[1], Path(sys.argv[2])
+    if name == "train-in-fake-time":
+        train_in_fake_time()
+        return
+    if name == "count-compilations":
+        count_compilations()
+        return
+    process = this_process()
+    print_result = print if process.is_main else (lambda *_: None)
+    if name in AGREEMENTS:
+        check_agreement(Agreement(process.rank, process.world_size), AGREEMENTS[name])
+        return
+    if name == "find-max-microbatch":
+        limits = [float(limit) for limit in sys.argv[3].split(",")]
+        trials = Trials(load_run(root / "runs", "tiny"), process,
+                        Agreement(process.rank, process.world_size),
+                        memory_limit_gib=limits[process.rank % len(limits)])
+        trials._context = multiprocessing.get_context("fork")  # spares the loading of torch
+        random_state = torch.get_rng_state()
+        tried = {trial.microbatch_size: trial.fits for trial in find_max_microbatch(trials.train)}
+        largest = max(size for size, fits in tried.items() if fits)
+        all_tried = [trials.train(size) for size in range(1, largest + 3)]
+        time.sleep(process.rank / 5)  # so that their lines do not mix
+        print(json.dumps({
+            "tried": tried, "all": [trial.fits for trial in all_tried],
+            "most_gib": max(trial.demand_gib for trial in all_tried if trial.fits),
+            "random_state_kept": torch.equal(random_state, torch.get_rng_state()),
+        }), flush=True)
+        return
+    with process_group(process, open_store("test"), TrainConfig(**TINY_TRAIN)) as group:
+        if name == "count-all-reduces":
+            print_result(json.dumps(count_all_reduces(root, process, group)))
+        elif name == "average-losses":
+            print_result(json.dumps(average_losses(process)))
+        elif name == "peak-memory":
+            run = load_run(root / "runs", "tiny")
+            print_result(peak_of_training(run.model, run.train, process))
+
+
+def count_all_reduces(root: Path, process, group) -> list[int]:
+    """All-reduces of gradients after each microbatch of one global step."""
+    options = Options("tiny", datasets_dir=root / "datasets", runs_dir=root / "runs")
+    clock = PhaseClock()
+    job = prepare(options, process, clock, Alone())
+    watchdog = Watchdog(process, open_store("watch"), clock, root / "heartbeat.json")
+    trainer = Trainer(job, build_state(job, process), watchdog, group)
+    trainer.compile()
+    counted, after_each = [0], []
+
+    def hook(group, bucket):
+        counted[0] += 1
+        return allreduce_hook(group, bucket)
+
+    trainer.step.parallel_model.register_comm_hook(dist.group.WORLD, hook)
+    scale = trainer.step.state.scaler.scale
+
+    def watched_scale(loss):
+        after_each.append(counted[0])  # before this microbatch's backward
+        return scale(loss)
+
+    trainer.step.state.scaler.scale = watched_scale
+    trainer.train_step(0, trainer.batches())
+    return [*after_each[1:], counted[0]]
+
+
+def average_losses(process) -> dict[str, float]:
+    window = LossWindow(process.device)
+    for step in range(4):
+        window.add(torch.tensor(float(step + 10 * process.rank)), torch.tensor(2.0 * step))
+    window.add(torch.tensor(float("nan")), torch.tensor(float("inf")))
+    return vars(window.summarise()) | {"since_checkpoint": window.take_loss_since_checkpoint()}
+
+
+def train_in_fake_time() -> None:
+    """Be ddp_train.py where a look at the clock takes a millisecond, and nothing else any."""
+    ticks = itertools.count()
+    clock.time = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
+    background_saver.time = SimpleNamespace(perf_counter=lambda: 0.0)
+    ddp_train.STARTED = 0.0
+    del sys.argv[1:3]
+    ddp_train.main()
+
+
+def count_compilations() -> None:
+    """Be ddp_train.py, quick at compiling; after each validation rank 0 says what was compiled."""
+    compile_with = compilation.torch.compile
+    compilation.torch.compile = lambda function, **options: compile_with(
+        function, backend="aot_eager", **options)
+    save_and_chart = Trainer.save_and_chart
+
+    def say(trainer: Trainer, *arguments: object) -> None:
+        save_and_chart(trainer, *arguments)
+        counts = {kind: dict(counters[kind]) for kind in ("frames", "stats", "graph_break")}
+        trainer.log.say(f"compiled: {json.dumps(counts)}")
+
+    Trainer.save_and_chart = say
+    finish = Trainer.finish
+
+    def finish_and_say(trainer: Trainer) -> None:
+        finish(trainer)
+        trainer.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
+
+    Trainer.finish = finish_and_say
+    del sys.argv[1:3]
+    ddp_train.main()
+
+
+def mistake(agreement: Agreement, rank: int) -> None:
+    def find_mistake() -> None:
+        if rank == 1:
+            raise UserError("rank 1 lacks its file")
+
+    agreement.run("second", find_mistake)
+
+
+def crash(agreement: Agreement, rank: int) -> None:
+    def fail() -> None:
+        if rank == 1:
+            raise MemoryError("no room")
+
+    agreement.run("second", fail)
+
+
+def difference(agreement: Agreement, rank: int) -> None:
+    agreement.require_same("equal", "a")
+    agreement.require_same("unequal", f"rank {rank}")
+
+
+AGREEMENTS = {"mistake": mistake, "crash": crash, "difference": difference}
+
+
+def check_agreement(agreement: Agreement, disagree) -> None:
+    """Both ranks must stop, and one must tell."""
+    rank = agreement._rank
+    assert agreement.run("first", lambda: rank) == rank
+    try:
+        disagree(agreement, rank)
+    except UserError as error:
+        agreement.report_once(f"Error: {error}")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Tiny runs and datasets for the tests, and ways to start the project's commands."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from safetensors.numpy import save_file
+
+from processes.run_lock import PARENT_DEATH_SIGNAL
+from reporting import charts
+
+PROJECT_DIR = Path(__file__).resolve().parents[2]
+
+TINY_MODEL = {
+    "vocab_size": 257,
+    "context_length": 16,
+    "emb_dim": 16,
+    "n_heads": 2,
+    "n_layers": 2,
+    "drop_rate": 0.1,
+    "qkv_bias": False,
+}
+TINY_TRAIN = {
+    "dataset": "tiny",
+    "microbatch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "min_train_tokens": 12 * 128,  # 12 steps on 2 processes
+    "validation_interval": 5,
+    "validation_batches": 3,
+    "learning_rate": 0.01,
+    "clipping_max_norm": 1.0,
+    "precision": "fp32",
+}
+
+
+def write_tokens(path: Path, tokens: np.ndarray, metadata: dict[str, str] | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"tokens": tokens}, path, metadata)
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A directory with runs and datasets of its own."""
+
+    root: Path
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def datasets_dir(self) -> Path:
+        return self.root / "datasets"
+
+    def add_run(self, name: str = "tiny", *, model: dict[str, Any] | None = None,
+                train: dict[str, Any] | None = None) -> Path:
+        """Write a run's two files: the tiny ones, changed; a value of None takes a key out."""
+        run_dir = self.runs_dir / name
+        run_dir.mkdir(parents=True)
+        for file, base, changes in (("model", TINY_MODEL, model), ("train", TINY_TRAIN, train)):
+            merged = {k: v for k, v in (base | (changes or {})).items() if v is not None}
+            (run_dir / f"{file}.json").write_text(json.dumps(merged))
+        return run_dir
+
+    def add_dataset(self, name: str = "tiny", *, num_tokens: int = 4000,
+                    vocab_size: int = 257, states_largest_id: bool = True) -> Path:
+        """Write a dataset of tokens that can be learnt: noisy steps upwards."""
+        generator = np.random.default_rng(0)
+        for split, length in (("train", num_tokens), ("validation", 500)):
+            steps = generator.integers(1, 4, size=length)
+            tokens = (np.cumsum(steps) % vocab_size).astype(np.uint16)
+            write_tokens(self.datasets_dir / name / f"{split}.safetensors", tokens,
+                         {"max_token_id": str(tokens.max())} if states_largest_id else None)
+        return self.datasets_dir / name
+
+    def arguments(self, *arguments: str) -> list[str]:
+        return [*arguments, "--runs-dir", str(self.runs_dir),
+                "--datasets-dir", str(self.datasets_dir)]
+
+    def torchrun(self, num_processes: int, *arguments: str,
+                 **environment: str) -> CompletedProcess[str]:
+        """Run ddp_train.py under torchrun's agent, forked from a process that has torch loaded."""
+        return forked("ddp_train.py", self.arguments(*arguments), num_processes=num_processes,
+                      environment=environment)
+
+    def typed_torchrun(self, num_processes: int, *arguments: str) -> CompletedProcess[str]:
+        """Run ddp_train.py under torchrun as a person types it: the same, ten seconds slower."""
+        return run_command(*torchrun_command(num_processes, "ddp_train.py"),
+                           *self.arguments(*arguments))
+
+    def ddp_train(self, *arguments: str, **environment: str) -> CompletedProcess[str]:
+        """Run ddp_train.py without torchrun."""
+        return forked("ddp_train.py", self.arguments(*arguments), environment=environment)
+
+    def files(self) -> dict[str, int]:
+        """Every file below here with its time of change, to see that nothing was written."""
+        return {str(path): path.lstat().st_mtime_ns for path in self.root.rglob("*")}
+
+
+def train_tiny(root: Path, **train: Any) -> Workplace:
+    """Train the tiny run for ten steps, in a workplace of its own."""
+    workplace = Workplace(root)
+    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320} | train)
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny"))
+    return workplace
+
+
+def torchrun_command(num_processes: int, script: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc_per_node={num_processes}", str(PROJECT_DIR / script)]
+
+
+def run_command(*command: str, **environment: str) -> CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=PROJECT_DIR,
+                          env=os.environ | environment)
+
+
+def forked(script: str, arguments: list[str], *, num_processes: int | None = None,
+           environment: dict[str, str] | None = None) -> CompletedProcess[str]:
+    """Run a script of the project, by torchrun's agent if `num_processes` says so.
+
+    Importing torch takes longer than a tiny run does. So a server process that has it imported,
+    and has done nothing else, forks what is run; all else is as on a command line, but that its
+    charts, half of the rest, are bare.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        process, outputs = start_forked(script, arguments, num_processes=num_processes,
+                                        environment=environment, folder=Path(folder))
+        return ended(process, outputs)
+
+
+def ended(process: multiprocessing.process.BaseProcess,
+          outputs: list[Path]) -> CompletedProcess[str]:
+    """Wait for the end of what `start_forked` has started."""
+    process.join(timeout=100)
+    if process.is_alive():
+        os.killpg(process.pid, signal.SIGKILL)  # its workers too
+        process.join()
+    stdout, stderr = (path.read_text(errors="replace") for path in outputs)
+    return CompletedProcess([process.name], process.exitcode, stdout, stderr)
+
+
+def start_forked(
+    script: str, arguments: list[str], *, num_processes: int | None = None,
+    environment: dict[str, str] | None = None, folder: Path | None = None, **launch: Any
+) -> tuple[multiprocessing.process.BaseProcess, list[Path]]:
+    """Start what `forked` runs; give its process, and where its stdout and stderr go.
+
+    Args:
+        launch: of torchrun's LaunchConfig, what is not as in `torchrun --standalone`.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    outputs = [folder / "stdout", folder / "stderr"] if folder else [Path(os.devnull)] * 2
+    process = context.Process(target=_run_forked, args=(
+        script, arguments, outputs, environment or {},
+        launch | {"nproc_per_node": num_processes} if num_processes else None))
+    process.start()
+    return process, outputs
+
+
+def children_of(pid: int) -> list[int]:
+    """Give the processes that one has started, the oldest first."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found.extend(map(int, task.read_text().split()))
+    return found
+
+
+def _run_forked(script: str, arguments: list[str], outputs: list[Path],
+                environment: dict[str, str], launch: dict[str, Any] | None) -> None:
+    os.setsid()
+    os.environ |= environment
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(PROJECT_DIR)
+    if launch is None:
+        _run_script(script, arguments)
+        return
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(**{
+        "min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_backend": "c10d",
+        "rdzv_endpoint": "localhost:0", "start_method": "fork", "max_restarts": 0} | launch)
+    elastic_launch(config, _run_worker)(script, arguments)
+
+
+def _run_worker(script: str, arguments: list[str]) -> None:
+    for descriptor in os.listdir("/proc/self/fd"):  # torchrun's store is not this process's
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                os.close(int(descriptor))
+    _run_script(script, arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    threading.Thread(target=_end_with_siblings, daemon=True).start()
+
+
+def _end_with_siblings() -> None:
+    """Where another has failed, be gone, as a process that torchrun has not forked would be.
+
+    A forked one waits for the agent, which waits half a minute for it.
+    """
+    while len(children_of(os.getppid())) >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        time.sleep(0.1)
+    os._exit(0)
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    sys.argv, parent = [script, *arguments], os.getppid()
+    charts.draw_by_hand = draw_bare
+    runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
+    # What started it waits from here on for the agent, also for one that is dead.
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def draw_bare(path: Path, plot: Callable[[Figure], object]) -> Path:
+    """Draw the curves of a figure, small and without any text, in an eighth of the time."""
+    figure = Figure(figsize=(5, 3))
+    plot(figure)
+    for axes in figure.axes:
+        axes.set_axis_off()
+        axes.set_title("")
+        if legend := axes.get_legend():
+            legend.remove()
+    partial = path.with_name(f".{path.name}")
+    figure.savefig(partial, format="png", dpi=30)
+    return partial.replace(path)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[None]:
+    """Have a disk of a size in the middle of a test; what is not allowed to mount one skips it."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place],
+                             capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()[:80]}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def succeeded(result: CompletedProcess[str]) -> CompletedProcess[str]:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from basics.errors import UserError
+from run_config import Run, load_run
+from tests.support.workplace import Workplace
+from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
+
+sizes = st.integers(min_value=1, max_value=6)
+
+
+def load(workplace: Workplace, **changes: dict) -> Run:
+    workplace.add_run(**changes)
+    return load_run(workplace.runs_dir, "tiny")
+
+
+@given(world_size=sizes, microbatch_size=sizes, accumulation=sizes, num_steps=sizes)
+def test_any_split_reads_every_microbatch_once_in_order(
+    world_size: int, microbatch_size: int, accumulation: int, num_steps: int
+) -> None:
+    plan = BatchPlan(microbatch_size, accumulation, world_size, 8, num_steps)
+    steps = range(num_steps)
+    read = Counter(i for rank in range(world_size)
+                   for i in plan.microbatch_indices(rank, steps=steps))
+    assert read == Counter(range(accumulation * world_size * num_steps))
+    for step in steps:  # a global step's microbatches are neighbours: what a step sees is no
+        first = step * accumulation * world_size  # matter of the split
+        seen = {plan.microbatch_index(step, a, rank=r)
+                for a in range(accumulation) for r in range(world_size)}
+        assert seen == set(range(first, first + accumulation * world_size))
+
+
+@pytest.mark.parametrize(("file_tokens", "min_tokens", "start", "num_steps"), [
+    (1025, 1024, 0, 8),   # exactly full: no extra batch
+    (1153, 1025, 0, 9),   # rounded up to whole global batches
+    (1025, -1, 0, 8),     # all whole batches there are
+    (1024, -1, 0, 7),     # the last target of the eighth is missing
+    (1153, -1, 128, 8),
+])
+def test_min_train_tokens_becomes_whole_global_batches(
+    workplace: Workplace, file_tokens: int, min_tokens: int, start: int, num_steps: int
+) -> None:
+    run = load(workplace, train={"min_train_tokens": min_tokens, "start_train_token": start})
+    plan = plan_batches(run, world_size=2, file_tokens=file_tokens)
+    assert plan.tokens_per_step == 2 * 2 * 2 * 16
+    assert plan.num_steps == num_steps
+
+
+@pytest.mark.parametrize(("file_tokens", "changes", "message"), [
+    (1024, {"min_train_tokens": 1024}, "wanted 1025 training tokens from token 0 on"),
+    (50, {"min_train_tokens": -1}, "wanted 129 training tokens"),
+    (1025, {"start_train_token": 1025}, "start_train_token 1025 is past the end"),
+])
+def test_too_few_tokens_are_refused(
+    workplace: Workplace, file_tokens: int, changes: dict, message: str
+) -> None:
+    run = load(workplace, train=changes)
+    with pytest.raises(UserError, match=message):
+        plan_batches(run, world_size=2, file_tokens=file_tokens)
+
+
+BATCH_OF_24 = {"gradient_accumulation_steps": None, "global_batch_size": 24}
+
+
+@pytest.mark.parametrize(("microbatch_size", "world_size", "accumulation"), [
+    (24, 1, 1), (6, 1, 4), (3, 8, 1), (1, 8, 3), (2, 4, 3),
+])
+def test_accumulation_follows_from_the_global_batch(
+    workplace: Workplace, microbatch_size: int, world_size: int, accumulation: int
+) -> None:
+    run = load(workplace, train=BATCH_OF_24 | {"microbatch_size": microbatch_size})
+    plan = plan_batches(run, world_size=world_size, file_tokens=10_000)
+    assert plan.gradient_accumulation_steps == accumulation
+    assert plan.global_batch_size == 24
+    assert plan.num_steps == 4  # 1,536 tokens in steps of 24 x 16, whatever the split
+
+
+@pytest.mark.parametrize(("microbatch_size", "world_size", "message"), [
+    (5, 1, "microbatch_size 5 x 1 processes; the nearest microbatch_size that divides is 4 or 6"),
+    (9, 2, "microbatch_size 9 x 2 processes; the nearest microbatch_size that divides is 6 or 12"),
+    (50, 2, "microbatch_size 50 x 2 processes; the nearest microbatch_size that divides is 12"),
+    (2, 5, "5 processes; start another number of them, or make it 20 or 25"),
+    (2, 48, "48 processes; start another number of them, or make it 48 or 96"),
+])
+def test_a_global_batch_that_cannot_be_made_names_the_nearest_that_can(
+    workplace: Workplace, microbatch_size: int, world_size: int, message: str
+) -> None:
+    run = load(workplace, train=BATCH_OF_24 | {"microbatch_size": microbatch_size})
+    with pytest.raises(UserError) as caught:
+        plan_batches(run, world_size=world_size, file_tokens=10_000)
+    wanted = f"train.json: global_batch_size 24 is not divisible by {message}"
+    assert str(caught.value).endswith(wanted)
+
+
+@given(number=st.integers(1, 2000), wanted=st.integers(1, 3000))
+def test_nearest_divisors_have_none_between_them(number: int, wanted: int) -> None:
+    below, above = nearest_divisors(number, wanted)
+    assert number % below == 0 and below <= wanted
+    assert above is None or (number % above == 0 and above > wanted)
+    between = range(below + 1, above or number + 1)
+    assert not any(number % divisor == 0 for divisor in between)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from basics.errors import UserError
+from benchmarks.reading import read_with, write_sparse_token_file
+from run_config import Run, load_run
+from tests.support.workplace import Workplace, write_tokens
+from tokens.batch_plan import BatchPlan
+from tokens.batches import Microbatches, check_token_range, open_run_data, prefetch
+from tokens.token_file import TokenFile
+
+PLAN = BatchPlan(microbatch_size=2, gradient_accumulation_steps=1, world_size=1,
+                 context_length=4, num_steps=2)
+CPU = torch.device("cpu")
+
+
+def microbatches(path: Path, *, start_token: int = 0, vocab_size: int = 1000) -> Microbatches:
+    return Microbatches(TokenFile(path), PLAN, start_token=start_token, vocab_size=vocab_size)
+
+
+def test_a_microbatch_is_read_from_its_place_with_the_next_token_as_target(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t.safetensors", np.arange(100, 130, dtype=np.uint16))
+    data = microbatches(tmp_path / "t.safetensors", start_token=3)
+    assert len(data) == (30 - 3 - 1) // 8
+    token_ids, targets = data.split(data[1])
+    assert token_ids.tolist() == [[111, 112, 113, 114], [115, 116, 117, 118]]
+    assert targets.tolist() == [[112, 113, 114, 115], [116, 117, 118, 119]]
+    assert token_ids.dtype == targets.dtype == torch.int64
+    with pytest.raises(IndexError):
+        data[3]
+
+
+def test_the_file_is_read_slice_by_slice(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    write_tokens(path, np.arange(30, dtype=np.uint16))
+    file = TokenFile(path)
+    assert file.num_tokens == 30
+    assert file.read(5, 8).tolist() == [5, 6, 7]
+    assert file.read(5, 8).dtype == np.uint16
+
+
+def test_prefetch_gives_the_asked_order_and_reads_one_ahead(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t.safetensors", np.arange(41, dtype=np.uint16))
+    data = microbatches(tmp_path / "t.safetensors")
+    reads, second_read = [], threading.Event()
+    original = data.token_file.read
+
+    def watched(start: int, stop: int) -> np.ndarray:
+        reads.append(start)
+        if len(reads) == 2:
+            second_read.set()
+        return original(start, stop)
+
+    data.token_file.read = watched
+    batches = prefetch(data, [4, 0, 2], device=CPU)
+    first = next(batches)
+    assert second_read.wait(timeout=10), "the second microbatch is not read while the first is used"
+    found = [first, *batches]
+    assert [batch.token_ids[0, 0].item() for batch in found] == [32, 0, 16]
+    assert [batch.index for batch in found] == [4, 0, 2]
+    assert reads == [32, 0, 16]
+
+
+def test_a_reading_error_reaches_the_caller(tmp_path: Path) -> None:
+    tokens = np.arange(41, dtype=np.uint16)
+    tokens[20] = 999
+    write_tokens(tmp_path / "t.safetensors", tokens)
+    data = microbatches(tmp_path / "t.safetensors", vocab_size=999)
+    with pytest.raises(UserError, match="token 20 has id 999, outside the model's vocabulary of"):
+        list(prefetch(data, [0, 1, 2], device=CPU))
+
+
+@pytest.mark.parametrize("place", [0, 24, 63, 64])
+def test_ids_outside_the_vocabulary_are_found_before_training(
+    workplace: Workplace, place: int
+) -> None:
+    workplace.add_run(train={"min_train_tokens": 64, "gradient_accumulation_steps": 1})
+    dataset_dir = workplace.add_dataset()
+    tokens = np.zeros(200, dtype=np.uint16)
+    tokens[65] = 300  # behind what the run reads: none of its business
+    write_tokens(dataset_dir / "train.safetensors", tokens)
+    run = load_run(workplace.runs_dir, "tiny")
+    check_token_range(run, open_run_data(run, dataset_dir, world_size=1))
+    tokens[place] = 257
+    write_tokens(dataset_dir / "train.safetensors", tokens)
+    with pytest.raises(UserError, match=f"token {place} has id 257"):
+        check_token_range(run, open_run_data(run, dataset_dir, world_size=1))
+
+
+def test_a_stated_largest_id_outside_the_vocabulary_is_looked_for(workplace: Workplace) -> None:
+    workplace.add_run()
+    dataset_dir = workplace.add_dataset()
+    tokens = np.full(4000, 300, dtype=np.uint16)
+    write_tokens(dataset_dir / "train.safetensors", tokens, {"max_token_id": "300"})
+    run = load_run(workplace.runs_dir, "tiny")
+    with pytest.raises(UserError, match="token 0 has id 300"):
+        check_token_range(run, open_run_data(run, dataset_dir, world_size=1))
+
+
+def damage(path: Path, kind: str) -> None:
+    content = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(content[:-10])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "html":
+        path.write_bytes(b"<html>not found</html>")
+    elif kind == "int32":
+        save_file({"tokens": np.zeros(50, dtype=np.int32)}, path)
+    elif kind == "two dimensions":
+        save_file({"tokens": np.zeros((5, 10), dtype=np.uint16)}, path)
+    elif kind == "other name":
+        save_file({"ids": np.zeros(50, dtype=np.uint16)}, path)
+
+
+@pytest.mark.parametrize(("kind", "message"), [
+    ("missing", "no such token file"),
+    ("truncated", "not a whole safetensors file"),
+    ("empty", "not a whole safetensors file"),
+    ("html", "not a whole safetensors file"),
+    ("int32", r"tokens is I32 of shape \[50\]; wanted a U16 vector"),
+    ("two dimensions", r"tokens is U16 of shape \[5, 10\]"),
+    ("other name", "holds ids; wanted one tensor called tokens"),
+])
+def test_token_files_that_cannot_be_used(tmp_path: Path, kind: str, message: str) -> None:
+    path = tmp_path / "train.safetensors"
+    write_tokens(path, np.zeros(50, dtype=np.uint16))
+    damage(path, kind)
+    with pytest.raises(UserError, match=message) as caught:
+        TokenFile(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_number_of_sequences_ends_with_a_smaller_microbatch(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    write_tokens(path, np.arange(41, dtype=np.uint16))
+    plan = BatchPlan(microbatch_size=4, gradient_accumulation_steps=1, world_size=1,
+                     context_length=8, num_steps=1)
+    data = Microbatches(TokenFile(path), plan, start_token=0, vocab_size=99, num_sequences=5)
+    assert len(data) == 2 and data.num_tokens == 40
+    shapes = [tuple(batch.token_ids.shape) for batch in prefetch(data, range(2), device=CPU)]
+    assert shapes == [(4, 8), (1, 8)]
+    assert data[1].tolist() == list(range(32, 41))  # the file's last token is the last target
+
+
+@pytest.mark.parametrize(("num_sequences", "fits"), [(31, True), (32, False)])
+def test_validation_sequences_need_not_be_whole_microbatches(
+    workplace: Workplace, num_sequences: int, fits: bool
+) -> None:
+    workplace.add_run(train={"validation_batches": None, "validation_sequences": num_sequences,
+                             "microbatch_size": 7})
+    dataset_dir = workplace.add_dataset()  # 500 validation tokens: 31 sequences of 16 and a target
+    run = load_run(workplace.runs_dir, "tiny")
+    if fits:
+        data = open_run_data(run, dataset_dir, world_size=1)
+        assert data.validation.num_tokens == num_sequences * 16
+    else:
+        with pytest.raises(UserError, match="validation_sequences is 32, but .* has 31 sequences"):
+            open_run_data(run, dataset_dir, world_size=1)
+
+
+def test_too_short_a_validation_file_is_refused(workplace: Workplace) -> None:
+    workplace.add_run(train={"start_val_token": 450})
+    dataset_dir = workplace.add_dataset()
+    run = load_run(workplace.runs_dir, "tiny")
+    with pytest.raises(UserError, match="validation_batches is 3 .*, but .* has 3 sequences"):
+        open_run_data(run, dataset_dir, world_size=2)
+
+
+@pytest.mark.parametrize(("metadata", "vocab_size", "name"), [
+    ({"tokenizer": "bytes"}, 300, "bytes"),
+    (None, 257, "bytes"),
+    (None, 50257, "gpt2"),
+    (None, 300, None),
+])
+def test_the_tokenizer_is_the_files_or_follows_from_the_vocabulary(
+    workplace: Workplace, metadata: dict | None, vocab_size: int, name: str | None
+) -> None:
+    workplace.add_run(model={"vocab_size": vocab_size})
+    dataset_dir = workplace.add_dataset()
+    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16), metadata)
+    run = load_run(workplace.runs_dir, "tiny")
+    assert open_run_data(run, dataset_dir, world_size=1).tokenizer_name == name
+
+
+def test_eight_processes_read_a_file_of_20_gib_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "train.safetensors"
+    write_sparse_token_file(path, 10 * 2**30)
+    assert path.stat().st_size > 20 * 2**30
+    found = read_with(8, path)
+    assert len(found) == 8
+    assert max(growth for _, growth in found) < 100 * 2**20
+
+
+def scans(monkeypatch: pytest.MonkeyPatch, run: Run, dataset_dir: Path) -> int:
+    """Check a run's ids, and count the reads that it takes."""
+    data, reads = open_run_data(run, dataset_dir, world_size=1), []
+    for part in (data.train, data.validation):
+        read = part.token_file.read
+        monkeypatch.setattr(part.token_file, "read",
+                            lambda *place, read=read: reads.append(place) or read(*place))
+    check_token_range(run, data)
+    return len(reads)
+
+
+def test_a_file_that_states_nothing_is_looked_through_once(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.add_run()
+    dataset_dir = workplace.add_dataset(states_largest_id=False)
+    run = load_run(workplace.runs_dir, "tiny")
+    assert scans(monkeypatch, run, dataset_dir) == 2  # just written: a change could go unnoticed
+    assert scans(monkeypatch, run, dataset_dir) == 2
+    for split in ("train", "validation"):
+        os.utime(dataset_dir / f"{split}.safetensors", (0, 0))
+    assert [scans(monkeypatch, run, dataset_dir) for _ in range(3)] == [2, 0, 0]
+    (dataset_dir / ".train.safetensors.scan.json").write_text('{"file"')  # cut by a kill
+    assert scans(monkeypatch, run, dataset_dir) == 1
+    longer = replace(run, train=run.train.model_copy(update={"start_train_token": 99}))
+    assert scans(monkeypatch, longer, dataset_dir) == 1  # it reads what nobody has looked at
+    tokens = np.full(4000, 300, dtype=np.uint16)
+    write_tokens(dataset_dir / "train.safetensors", tokens)
+    with pytest.raises(UserError, match="token 0 has id 300"):
+        scans(monkeypatch, run, dataset_dir)
+
+
+def test_a_read_only_dataset_is_looked_through_each_time(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.add_run()
+    dataset_dir = workplace.add_dataset(states_largest_id=False)
+    for split in ("train", "validation"):
+        os.utime(dataset_dir / f"{split}.safetensors", (0, 0))
+        (dataset_dir / f".{split}.safetensors.scan.json").mkdir()  # cannot be written, even by root
+    run = load_run(workplace.runs_dir, "tiny")
+    assert [scans(monkeypatch, run, dataset_dir) for _ in range(2)] == [2, 2]

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointing import Checkpoint, CheckpointMeta, find_checkpoint, list_checkpoints
+from run_config import ModelConfig, TrainConfig
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN
+from trainer import background_saver
+from trainer.background_saver import BackgroundSaver
+from trainer.checkpoint_loading import load_checkpoint
+from trainer.step import TrainingState, build_training_state
+
+CPU = torch.device("cpu")
+
+
+def state() -> TrainingState:
+    built = build_training_state(ModelConfig(**TINY_MODEL), TrainConfig(**TINY_TRAIN), CPU)
+    take_step(built)
+    return built
+
+
+def take_step(built: TrainingState) -> None:
+    built.model(torch.arange(16)[None], torch.arange(16)[None]).backward()
+    built.optimizer.step()
+    built.optimizer.zero_grad()
+
+
+def meta(global_step: int) -> CheckpointMeta:
+    return CheckpointMeta(global_step=global_step, tokens=0, loss=1.0, train_loss=1.0, seconds={},
+                          tokenizer=None, model=ModelConfig(**TINY_MODEL), random_seed=42, data={})
+
+
+class Gate:
+    """Writes only while it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.entered, self.inside, self.most = (
+            threading.Event(), threading.Event(), 0, 0)
+        self.save = background_saver.save_checkpoint
+        monkeypatch.setattr(background_saver, "save_checkpoint", self)
+
+    def __call__(self, *arguments: object) -> Checkpoint:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.entered.set()
+        assert self.opened.wait(timeout=30)
+        saved = self.save(*arguments)
+        self.inside -= 1
+        return saved
+
+
+def test_training_goes_on_while_it_writes_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, writer, trained = Gate(monkeypatch), BackgroundSaver(tmp_path), state()
+    as_it_was = {name: value.clone() for name, value in trained.model.state_dict().items()}
+    writer.save(trained, meta(0))
+    assert gate.entered.wait(timeout=30)
+    take_step(trained)  # it returned, and nothing is written yet
+    assert not list_checkpoints(tmp_path)
+    gate.opened.set()
+    writer.wait()
+    loaded = state()
+    load_checkpoint(find_checkpoint(tmp_path, "latest"), loaded)
+    for name, value in loaded.model.state_dict().items():
+        assert torch.equal(value, as_it_was[name]), name
+    assert loaded.optimizer.state_dict()["state"][0]["step"] == 1
+    assert writer.num_checkpoints == 1 and writer.longest_write_seconds > 0
+
+
+def test_two_never_overlap_and_the_second_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, writer, trained = Gate(monkeypatch), BackgroundSaver(tmp_path), state()
+    writer.save(trained, meta(0))
+    second = threading.Thread(target=writer.save, args=(trained, meta(1)))
+    second.start()
+    second.join(timeout=0.3)
+    assert second.is_alive()  # its snapshot would spoil what is being written
+    gate.opened.set()
+    second.join(timeout=30)
+    writer.wait()
+    assert gate.most == 1
+    assert [found.meta.global_step for found in list_checkpoints(tmp_path)] == [0, 1]
+
+
+def test_an_error_of_a_write_is_not_lost_and_what_was_whole_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, trained = BackgroundSaver(tmp_path), state()
+    writer.save(trained, meta(0))
+    writer.wait()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    writer.save(trained, meta(1))
+    writer.wait()
+    assert writer.is_behind
+    assert writer.take_failure() == (
+        "the checkpoint of step 2 could not be written (No space left on device)")
+    assert writer.take_failure() == ""
+    load_checkpoint(find_checkpoint(tmp_path, "latest"), state())
+    assert not list(tmp_path.glob(".partial*"))
+    writer.retry()
+    assert writer.is_behind and writer.take_failure()
+    monkeypatch.undo()
+    writer.retry()
+    assert not writer.is_behind and not writer.take_failure()
+    assert find_checkpoint(tmp_path, "latest").meta.global_step == 1 == writer.num_checkpoints - 1

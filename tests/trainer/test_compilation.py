@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from basics.errors import UserError
+from gpt import ForwardOptions, GPTModel
+from processes.launch import Process, autocast
+from run_config import ModelConfig, TrainConfig
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN
+from tokens.batches import Microbatch
+from trainer import compilation
+from trainer.compilation import choose_forward_options, chooses_compile, compile_error
+from trainer.step import TrainingStep, build_training_state
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+GPT2_WORDS = {"vocab_size": 50257, "context_length": 64}
+
+
+def options_for(device: torch.device, precision: str, monkeypatch: pytest.MonkeyPatch,
+                **keys: object) -> ForwardOptions:
+    monkeypatch.setattr(compilation, "choose_precision", lambda train, device: precision)
+    model = ModelConfig(**TINY_MODEL | GPT2_WORDS)
+    return choose_forward_options(model, TrainConfig(**TINY_TRAIN | keys), device)
+
+
+def test_the_defaults_are_the_devices_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = options_for(GPU, "bf16", monkeypatch)
+    assert on_gpu == ForwardOptions(residual_dtype=torch.bfloat16, head_multiple=128)
+    assert options_for(GPU, "fp16", monkeypatch) == ForwardOptions(head_multiple=128)
+    assert options_for(GPU, "fp32", monkeypatch) == ForwardOptions()
+    assert options_for(CPU, "bf16", monkeypatch) == ForwardOptions(
+        head_chunk_tokens=2**23 // 50257, attention_in_blocks=True)
+    assert options_for(CPU, "fp32", monkeypatch) == ForwardOptions(
+        head_chunk_tokens=2**23 // 50257)
+    assert options_for(CPU, "bf16", monkeypatch, compile=True) == ForwardOptions()
+    train = TrainConfig(**TINY_TRAIN)
+    assert chooses_compile(train, GPU) and not chooses_compile(train, CPU)
+
+
+def test_what_the_run_asks_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True}
+    assert options_for(GPU, "bf16", monkeypatch, **asked) == ForwardOptions(
+        head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128)  # of 128 tokens
+    train = TrainConfig(**TINY_TRAIN | {"compile": False})
+    assert not chooses_compile(train, GPU)
+
+
+def test_a_bfloat16_stream_needs_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match='residual_dtype is "bf16", but the precision here is fp32'):
+        options_for(CPU, "fp32", monkeypatch, residual_dtype="bf16")
+
+
+def model_with(options: ForwardOptions, **changes: object) -> GPTModel:
+    torch.manual_seed(0)
+    return GPTModel(ModelConfig(**TINY_MODEL | {"drop_rate": 0.0} | changes), options)
+
+
+def loss_and_gradients(model: GPTModel, precision: str = "fp32") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    token_ids, targets = torch.randint(257, (2, 3, 16), generator=generator)
+    torch.manual_seed(2)
+    with autocast(precision, CPU):
+        loss = model(token_ids, targets)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize(("options", "drop_rate"), [
+    (ForwardOptions(head_multiple=128), 0.2), (ForwardOptions(head_chunk_tokens=5), 0.2),
+    (ForwardOptions(activation_checkpointing=True), 0.2),
+    (ForwardOptions(head_chunk_tokens=5, head_multiple=128), 0.2),
+    (ForwardOptions(head_chunk_tokens=48, activation_checkpointing=True), 0.0),
+    (ForwardOptions(attention_in_blocks=True), 0.0),  # with dropout it draws other masks
+], ids=["padded", "chunked", "recomputed", "chunked and padded", "several", "in blocks"])
+def test_no_option_changes_the_result(options: ForwardOptions, drop_rate: float) -> None:
+    plain = loss_and_gradients(model_with(ForwardOptions(), drop_rate=drop_rate))
+    for found, wanted in zip(
+            loss_and_gradients(model_with(options, drop_rate=drop_rate)), plain, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_leaves_logits_and_weights_as_they_are() -> None:
+    plain, padded = model_with(ForwardOptions()), model_with(ForwardOptions(head_multiple=128))
+    token_ids = torch.arange(16)[None]
+    torch.testing.assert_close(padded(token_ids), plain(token_ids))
+    assert {k: v.shape for k, v in padded.state_dict().items()} == {
+        k: v.shape for k, v in plain.state_dict().items()}
+
+
+def test_a_bfloat16_stream_is_one_and_costs_little() -> None:
+    seen = []
+    model = model_with(ForwardOptions(residual_dtype=torch.bfloat16))
+    model.blocks[1].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
+    narrow = loss_and_gradients(model, "bf16")[0]
+    assert seen == [torch.bfloat16]
+    assert abs(narrow - loss_and_gradients(model_with(ForwardOptions()))[0]) < 0.02
+
+
+def test_recomputing_keeps_less() -> None:
+    def saved_bytes(options: ForwardOptions) -> int:
+        total = [0]
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: (total.__setitem__(0, total[0] + t.nbytes), t)[1], lambda t: t):
+            model_with(options, n_layers=6)(*torch.zeros(2, 4, 16, dtype=torch.int64))
+        return total[0]
+
+    assert saved_bytes(ForwardOptions(activation_checkpointing=True)) < 0.4 * saved_bytes(
+        ForwardOptions())
+
+
+def step_of(**changes: object) -> TrainingStep:
+    drop_rate = changes.pop("drop_rate", 0.0)
+    train = TrainConfig(**TINY_TRAIN | {"compile": True} | changes)
+    process = Process(rank=0, local_rank=0, world_size=1, device=CPU)
+    model = ModelConfig(**TINY_MODEL | {"drop_rate": drop_rate})
+    return TrainingStep(build_training_state(model, train, CPU), train, process)
+
+
+def losses_of(step: TrainingStep, num_steps: int = 4) -> list[float]:
+    def microbatches():
+        generator = torch.Generator().manual_seed(3)
+        while True:
+            yield Microbatch(0, *torch.randint(257, (2, 2, 16), generator=generator))
+
+    batches = microbatches()
+    return [step.take(batches, num_microbatches=2, learning_rate=1e-2)[0].item()
+            for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("failure", [
+    RuntimeError("no compiler found\nsecond line"), OSError("no compiler found"),
+    subprocess.CalledProcessError(1, "no compiler found"),
+])
+def test_where_compiling_fails_it_trains_without(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def broken(function, **_):
+        def fail(*_):
+            raise failure
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    step = step_of()
+    assert not step.is_compiled and "no compiler found" in step.why_eager
+    assert "\n" not in step.why_eager
+    monkeypatch.undo()
+    assert losses_of(step) == losses_of(step_of(compile=False))
+    assert step.validation_loss(*torch.zeros(2, 2, 16, dtype=torch.int64)).isfinite()
+
+
+def test_a_full_device_is_no_fault_of_the_compiler() -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        compile_error(fail)
+
+
+def test_the_compiled_code_is_kept_where_it_outlives_a_reboot(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    compilation.keep_compiled_code()
+    kept = Path.home() / ".cache/ddp-train/inductor"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(kept)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    compilation.keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where compiled code is kept, with half a file in it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    compilation.keep_compiled_code()
+    kept = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    kept.mkdir(parents=True)
+    (kept / "half.so").write_bytes(b"\x7fELF")
+    return kept
+
+
+def trip_over(file: str) -> None:
+    if (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / file).exists():
+        raise ImportError(f"backend='inductor' raised:\nImportError: {file}: file too short\n\n")
+
+
+def test_half_a_file_in_the_cache_is_left_behind_for_good(kept: Path) -> None:
+    assert compile_error(lambda: trip_over("half.so")) == ""
+    assert not kept.exists()  # so that the next start does not trip
+    assert compile_error(lambda: trip_over("half.so")) == ""
+
+
+def test_compiled_code_cut_short_is_compiled_anew(kept: Path) -> None:
+    work = "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(1000))"
+    subprocess.run([sys.executable, "-c", work], check=True)
+    written = [file for file in kept.rglob("*.so") if file.parent != kept]
+    for file in written:
+        os.truncate(file, 100)
+    assert written and compile_error(lambda: exec(work)) == ""
+    assert not kept.exists()
+
+
+def test_what_fails_without_a_cache_too_costs_no_cache(kept: Path) -> None:
+    assert compile_error(lambda: trip_over("")) == "ImportError: : file too short"
+    assert kept.exists()
+
+
+def test_a_cache_of_the_users_own_is_not_deleted(kept: Path, tmp_path: Path, monkeypatch) -> None:
+    own = kept.rename(tmp_path / "own")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own))
+    assert compile_error(lambda: trip_over("half.so")) == ""
+    assert (own / "half.so").exists()
+
+
+def test_a_user_without_a_home_has_pytorchs_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    compilation.keep_compiled_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.parametrize("layout", [compilation.Whole, compilation.ByLayer])
+def test_compiled_it_drops_what_eager_code_drops(layout: type) -> None:
+    step = step_of(compile=False, drop_rate=0.3)
+    model, tokens = step.state.model, torch.randint(257, (2, 2, 16))
+    losses = []
+    for loss in (model, layout(model, step.train)):
+        torch.manual_seed(5)
+        losses.append(loss(*tokens))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    assert not torch.allclose(losses[0], model(*tokens), rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_chunks": 4, "activation_checkpointing": True}])
+def test_compiled_it_trains_and_validates_the_same(changes: dict) -> None:
+    step, plain = step_of(**changes), step_of(compile=False)
+    assert step.is_compiled and not step.why_eager
+    torch.testing.assert_close(losses_of(step), losses_of(plain), rtol=1e-4, atol=0)
+    tokens = torch.arange(64).view(2, 2, 16)
+    for found in (step, plain):
+        found.state.model.eval()
+    with torch.inference_mode():
+        for size in (2, 1):  # a whole microbatch, and a smaller last one
+            part = tokens[:, :size]
+            torch.testing.assert_close(step.validation_loss(*part), plain.validation_loss(*part),
+                                       rtol=1e-3, atol=0)

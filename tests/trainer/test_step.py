@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from processes.launch import Process
+from run_config import ModelConfig, TrainConfig
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN
+from tokens.batches import Microbatch
+from trainer.step import SnapshotBuffers, TrainingStep, build_training_state
+
+
+def step_of(**changes: object) -> TrainingStep:
+    model = ModelConfig(**TINY_MODEL | {k: v for k, v in changes.items() if k in TINY_MODEL})
+    train = TrainConfig(**TINY_TRAIN | {k: v for k, v in changes.items() if k in TINY_TRAIN})
+    process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    return TrainingStep(build_training_state(model, train, process.device), train, process)
+
+
+@pytest.mark.parametrize(("precision", "drop_rate", "kernel"), [
+    # Without a GPU PyTorch has no flash kernel that can drop.
+    ("fp32", 0.0, "flash"), ("fp32", 0.1, "math"), ("bf16", 0.0, "blocks"), ("bf16", 0.1, "blocks"),
+])
+def test_the_attention_kernel_is_named(precision: str, drop_rate: float, kernel: str) -> None:
+    assert step_of(precision=precision, drop_rate=drop_rate).attention_kernel() == kernel
+
+
+def microbatches():
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield Microbatch(0, *torch.randint(1, 257, (2, 2, 16), generator=generator))
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    step = step_of(drop_rate=0.0, gradient_accumulation_steps=1)
+    batches, optimizer = microbatches(), step.state.optimizer
+    step.take(batches, num_microbatches=1, learning_rate=0.1)
+    before = copy.deepcopy((step.state.model.state_dict(), optimizer.state_dict()["state"]))
+    norm = step.state.model.final_norm.weight
+    hook = norm.register_hook(lambda grad: grad * float("inf"))
+    _, grad_norm = step.take(batches, num_microbatches=1, learning_rate=0.1)
+    hook.remove()
+    assert not grad_norm.isfinite()
+    after = (step.state.model.state_dict(), optimizer.state_dict()["state"])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    _, grad_norm = step.take(batches, num_microbatches=1, learning_rate=0.1)
+    assert grad_norm.isfinite()
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+    assert not torch.equal(norm, before[0]["final_norm.weight"])
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what would wait for a device: numbers that the program reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal,
+                                       torch.ops.aten.is_nonzero, torch.ops.aten.nonzero):
+            self.reads.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("changes", [{}, {"clipping_max_norm": None}, {"head_chunks": 3},
+                                     {"activation_checkpointing": True}])
+def test_a_step_reads_nothing_from_the_device(
+    changes: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, batches = step_of(precision="bf16", **changes), microbatches()
+    step.take(batches, num_microbatches=2, learning_rate=0.1)
+    with CountReads() as count:
+        for name in ("cpu", "numpy", "tolist"):  # on a CPU they are no operation
+            monkeypatch.setattr(torch.Tensor, name, lambda _, name=name: count.reads.append(name))
+        for _ in range(3):
+            step.take(batches, num_microbatches=2, learning_rate=0.1)
+        assert count.reads == []
+        torch.ones(()).item()
+        torch.ones(()).cpu()
+    assert len(count.reads) == 2  # they would have been seen
+
+
+def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
+    step, batches, buffers = step_of(), microbatches(), SnapshotBuffers()
+    step.take(batches, num_microbatches=1, learning_rate=0.1)
+    snapshot = buffers.take(step.state)
+    kept = copy.deepcopy(snapshot)
+    step.take(batches, num_microbatches=1, learning_rate=0.1)
+    torch.testing.assert_close(vars(snapshot), vars(kept), rtol=0, atol=0)
+    again = buffers.take(step.state)
+    name = "final_norm.weight"
+    assert again.weights[name].data_ptr() == snapshot.weights[name].data_ptr()
+    assert torch.equal(again.weights[name], step.state.model.final_norm.weight)
+    assert again.trainer["optimizer"]["state"][0]["step"] == 2

@@ -1,0 +1,1 @@
+"""Token files, the batches read from them, and the tokenizers."""

@@ -1,0 +1,120 @@
+"""How a run's tokens fall into global steps, accumulation steps, processes and microbatches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from basics.errors import UserError
+from run_config import Run
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a run's tokens fall into global steps, accumulation steps and processes."""
+
+    microbatch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+    context_length: int
+    num_steps: int
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.microbatch_size * self.context_length
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one global step."""
+        return self.microbatch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.context_length
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_steps * self.tokens_per_step
+
+    def microbatch_index(self, global_step: int, accumulation_step: int, *, rank: int) -> int:
+        """Position in the token file, in microbatches counted from `start_train_token`."""
+        accumulated = global_step * self.gradient_accumulation_steps + accumulation_step
+        return accumulated * self.world_size + rank
+
+    def microbatch_indices(self, rank: int, *, steps: range) -> Iterator[int]:
+        """Give the microbatches that one process reads in some global steps, in that order."""
+        for global_step in steps:
+            for accumulation_step in range(self.gradient_accumulation_steps):
+                yield self.microbatch_index(global_step, accumulation_step, rank=rank)
+
+
+def accumulation_steps_of(run: Run, *, world_size: int) -> int:
+    """Give the accumulation steps: the run's own, or those that make up `global_batch_size`.
+
+    Raises:
+        UserError: no whole number of them does; names the nearest microbatches that divide.
+    """
+    train, wanted = run.train, run.train.global_batch_size
+    if wanted is None:
+        return train.gradient_accumulation_steps
+    per_process, rest = divmod(wanted, world_size)
+    if rest or not per_process:
+        fits = max(1, per_process) * world_size
+        raise UserError(
+            f"{run.train_path}: global_batch_size {wanted} is not divisible by {world_size}"
+            f" processes; start another number of them, or make it {fits} or {fits + world_size}"
+        )
+    if per_process % train.microbatch_size:
+        below, above = nearest_divisors(per_process, train.microbatch_size)
+        nearest = below if above is None else f"{below} or {above}"
+        raise UserError(
+            f"{run.train_path}: global_batch_size {wanted} is not divisible by microbatch_size"
+            f" {train.microbatch_size} x {world_size} processes; the nearest microbatch_size that"
+            f" divides is {nearest}"
+        )
+    return per_process // train.microbatch_size
+
+
+def nearest_divisors(number: int, wanted: int) -> tuple[int, int | None]:
+    """Give the largest divisor of a number up to `wanted`, and the smallest above it, if any."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = {*small, *(number // d for d in small)}
+    return (max(d for d in divisors if d <= wanted),
+            min((d for d in divisors if d > wanted), default=None))
+
+
+def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
+    """Lay a run's tokens out into whole global batches.
+
+    `min_train_tokens` is rounded up to whole global batches; -1 takes every whole one that lies
+    behind `start_train_token`. One token more than is trained on is needed, as the last target.
+
+    Raises:
+        UserError: the token file (of `file_tokens` tokens) is too short for that, or
+            `global_batch_size` cannot be made of the run's microbatches.
+    """
+    train, path = run.train, run.train_path
+    accumulation_steps = accumulation_steps_of(run, world_size=world_size)
+    step_tokens = (train.microbatch_size * accumulation_steps * world_size
+                   * run.model.context_length)
+    if train.start_train_token >= file_tokens:
+        raise UserError(f"{path}: start_train_token {train.start_train_token} is past the end of"
+                        f" {train.dataset}, which has {file_tokens} training tokens; lower it")
+    usable_steps = (file_tokens - train.start_train_token - 1) // step_tokens
+    wanted_steps = -(-train.min_train_tokens // step_tokens)
+    num_steps = usable_steps if train.min_train_tokens == -1 else wanted_steps
+    if not 1 <= num_steps <= usable_steps:
+        needed = max(num_steps, 1) * step_tokens + 1
+        raise UserError(
+            f"{path}: wanted {needed} training tokens from token {train.start_train_token} on"
+            f" (global batches of {step_tokens}), but {train.dataset} has"
+            f" {file_tokens - train.start_train_token} there; lower min_train_tokens or the batch"
+        )
+    return BatchPlan(
+        microbatch_size=train.microbatch_size,
+        gradient_accumulation_steps=accumulation_steps,
+        world_size=world_size,
+        context_length=run.model.context_length,
+        num_steps=num_steps,
+    )

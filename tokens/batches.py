@@ -1,0 +1,199 @@
+"""A token file as a lazy sequence of microbatches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from basics.errors import UserError
+from run_config import Run
+from tokens.batch_plan import BatchPlan, plan_batches
+from tokens.token_file import TokenFile
+
+TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that do not name theirs
+SCAN_TOKENS = 2**20  # tokens read at a time when a whole file is checked: few enough for the cache
+
+
+class Microbatch(NamedTuple):
+    """One microbatch on the device: its place in the run's data, and (B, T) int64 each."""
+
+    index: int
+    token_ids: Tensor
+    targets: Tensor
+
+
+class Microbatches(Sequence[Tensor]):
+    """A token file as a sequence of microbatches, counted from a start token.
+
+    Microbatch i is microbatch_size x context_length tokens and the one that follows them (the
+    last target), as a flat uint16 vector: (B * T + 1,). Peers share that one token. With
+    `num_sequences` there are just so many, and the last microbatch may be smaller; without, there
+    are as many whole microbatches as the file has.
+    """
+
+    def __init__(self, token_file: TokenFile, plan: BatchPlan, *, start_token: int,
+                 vocab_size: int, num_sequences: int | None = None) -> None:
+        self.token_file = token_file
+        self.start_token = start_token
+        self.vocab_size = vocab_size
+        self._context_length = plan.context_length
+        self._stride = plan.tokens_per_microbatch
+        whole = max(0, token_file.num_tokens - start_token - 1) // self._stride
+        self.num_tokens = whole * self._stride  # to be predicted; one more is read
+        if num_sequences is not None:
+            self.num_tokens = num_sequences * plan.context_length
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_tokens // self._context_length
+
+    def __len__(self) -> int:
+        return -(-self.num_tokens // self._stride)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(f"microbatch {index} of {len(self)}")
+        start = self.start_token + index * self._stride
+        stop = min(start + self._stride, self.start_token + self.num_tokens) + 1
+        tokens = self.token_file.read(start, stop)
+        check_token_ids(tokens, self.token_file.path, first=start, vocab_size=self.vocab_size)
+        return torch.from_numpy(tokens)
+
+    def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn one flat microbatch into (token_ids, targets), each (B, T) int64, where it lies."""
+        wide = tokens.long()  # widened after the copy: a quarter of the bytes to move
+        shape = (-1, self._context_length)
+        return wide[:-1].view(shape), wide[1:].view(shape)
+
+    def check_all(self, num_tokens: int) -> None:
+        """Check the ids of the first tokens before anything is trained on them.
+
+        A file that states its largest id is taken at its word, one that does not is read once, and
+        what was found is kept beside it; `__getitem__` looks again.
+
+        Raises:
+            UserError: naming the first id outside the vocabulary and its place.
+        """
+        file = self.token_file
+        if self.vocab_size > np.iinfo(np.uint16).max:
+            return
+        stop = self.start_token + num_tokens + 1
+        known = [file.metadata.get("max_token_id", ""), file.scanned(self.start_token, stop)]
+        if any(largest.isdigit() and int(largest) < self.vocab_size for largest in known):
+            return
+        largest = 0
+        for first in range(self.start_token, stop, SCAN_TOKENS):
+            tokens = file.read(first, min(first + SCAN_TOKENS, stop))
+            check_token_ids(tokens, file.path, first=first, vocab_size=self.vocab_size)
+            largest = max(largest, int(tokens.max(initial=0)))
+        file.note_scan(self.start_token, stop, largest)
+
+
+def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary; `first` is the place of tokens[0] in the file."""
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        offset = int(np.argmax(tokens >= vocab_size))
+        raise UserError(
+            f"{path}: token {first + offset} has id {tokens[offset]}, outside the model's"
+            f" vocabulary of {vocab_size}; use the tokenizer's vocab_size in model.json"
+        )
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, opened and checked."""
+
+    plan: BatchPlan
+    train: Microbatches
+    validation: Microbatches | None
+    tokenizer_name: str | None
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """What tells the token files from others, by split; by key, what of them the run reads."""
+        found = {"train": self.train.token_file.fingerprint(),
+                 "start_train_token": str(self.train.start_token)}
+        if self.validation is not None:
+            found |= {"validation": self.validation.token_file.fingerprint(),
+                      "start_val_token": str(self.validation.start_token),
+                      "validation_sequences": str(self.validation.num_sequences)}
+        return found
+
+
+def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
+    """Open a run's token files and lay out its batches. Needs no process group; every rank.
+
+    Raises:
+        UserError: a file is missing, damaged or of another layout, or has too few tokens.
+    """
+    train_file = TokenFile(dataset_dir / "train.safetensors")
+    plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
+    vocab_size = run.model.vocab_size
+    train = Microbatches(
+        train_file, plan, start_token=run.train.start_train_token, vocab_size=vocab_size
+    )
+    validation = None
+    if run.train.validates:
+        validation = Microbatches(
+            TokenFile(dataset_dir / "validation.safetensors"), plan,
+            start_token=run.train.start_val_token, vocab_size=vocab_size,
+            num_sequences=run.train.num_validation_sequences,
+        )
+        _check_validation_length(run, validation)
+    name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
+    return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name)
+
+
+def check_token_range(run: Run, data: RunData) -> None:
+    """Check every id that the run will read; one process of each node.
+
+    Raises:
+        UserError: an id is outside the vocabulary.
+    """
+    data.train.check_all(data.plan.num_tokens)
+    if data.validation is not None:
+        data.validation.check_all(data.validation.num_tokens)
+
+
+def _check_validation_length(run: Run, validation: Microbatches) -> None:
+    file, context_length = validation.token_file, run.model.context_length
+    found = max(0, file.num_tokens - validation.start_token - 1) // context_length
+    if found < run.train.num_validation_sequences:
+        key, wanted = "validation_sequences", f"{run.train.validation_sequences}"
+        if run.train.validation_batches:
+            key = "validation_batches"
+            wanted = f"{run.train.validation_batches} microbatches of {run.train.microbatch_size}"
+        raise UserError(f"{run.train_path}: {key} is {wanted}, but {file.path} has {found}"
+                        f" sequences from token {validation.start_token} on; lower it or"
+                        " start_val_token")
+
+
+def prefetch(
+    microbatches: Microbatches, indices: Iterable[int], *, device: torch.device
+) -> Iterator[Microbatch]:
+    """Yield microbatches on the device, in the order of their `indices`.
+
+    A thread reads, checks and pins the next microbatch while the caller computes on this one.
+    """
+
+    def read(index: int) -> tuple[int, Tensor]:
+        tokens = microbatches[index]
+        return index, tokens.pin_memory() if device.type == "cuda" else tokens
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as reader:
+        remaining = iter(indices)
+        upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
+        while upcoming:
+            index, tokens = upcoming.pop().result()
+            upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
+            split = microbatches.split(tokens.to(device, non_blocking=True))
+            yield Microbatch(index, *split)

@@ -1,0 +1,91 @@
+"""A token file: one uint16 vector in a safetensors file, read slice by slice. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from basics.errors import UserError
+from basics.files import check_tensor_header
+
+FINGERPRINT_TOKENS = 2**11  # in each of the places that a fingerprint looks at
+
+
+class TokenFile:
+    """One safetensors file that holds one uint16 vector, `tokens`, read slice by slice.
+
+    The file is mapped, never loaded: many processes can read one of any size.
+
+    Raises:
+        UserError: the file is missing, damaged, or of another layout.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists() and not path.is_file():  # a pipe, say, that would never end
+            raise UserError(f"{path}: is not a file; delete it and prepare or fetch the dataset")
+        try:
+            check_tensor_header(path)
+            self._file = safe_open(path, framework="numpy")
+            keys = list(self._file.keys())
+            self.metadata: dict[str, str] = self._file.metadata() or {}
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such token file; prepare or fetch the dataset") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path}: not a whole safetensors file ({str(error)[:80]});"
+                " delete it and prepare or fetch the dataset again"
+            ) from None
+        if keys != ["tokens"]:
+            raise UserError(f"{path}: holds {', '.join(keys)[:60] or 'nothing'};"
+                            " wanted one tensor called tokens")
+        self._tokens = self._file.get_slice("tokens")
+        dtype, shape = self._tokens.get_dtype(), self._tokens.get_shape()
+        if dtype != "U16" or len(shape) != 1:
+            raise UserError(f"{path}: tokens is {dtype} of shape {shape}; wanted a U16 vector")
+        self.num_tokens: int = shape[0]
+
+    def fingerprint(self) -> str:
+        """Tell this file from another: its length, its metadata, a few of its tokens."""
+        digest = hashlib.blake2b(json.dumps([self.num_tokens, self.metadata], sort_keys=True)
+                                 .encode(), digest_size=16)
+        for first in np.linspace(0, max(0, self.num_tokens - FINGERPRINT_TOKENS), 64, dtype=int):
+            stop = min(int(first) + FINGERPRINT_TOKENS, self.num_tokens)
+            digest.update(self.read(int(first), stop).tobytes())
+        return f"{self.num_tokens} tokens, {digest.hexdigest()}"
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Copy tokens `start` to `stop` (not included) out of the file: (stop - start,) uint16."""
+        return self._tokens[start:stop]
+
+    def scanned(self, start: int, stop: int) -> str:
+        """Give the largest id that an earlier start found there; empty, if none looked."""
+        try:
+            scan = json.loads(self._scan_path.read_text())
+            covers = scan["start"] <= start and stop <= scan["stop"]
+            return str(scan["max_token_id"]) if covers and scan["file"] == self._state() else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def note_scan(self, start: int, stop: int, max_token_id: int) -> None:
+        """Keep what was found beside the file, where that can be written and tells of a change:
+        two within a clock's tick could not be told apart."""
+        if time.time_ns() - self._state()[1] < 2 * 10**9:
+            return
+        scan = {"file": self._state(), "start": start, "stop": stop, "max_token_id": max_token_id}
+        with contextlib.suppress(OSError):
+            self._scan_path.write_text(json.dumps(scan))
+
+    @property
+    def _scan_path(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.scan.json")
+
+    def _state(self) -> list[int]:
+        stat = self.path.stat()
+        return [stat.st_size, stat.st_mtime_ns]

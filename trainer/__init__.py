@@ -1,0 +1,1 @@
+"""One run's training: start-up checks, the step, validation, stopping, saving."""

@@ -1,0 +1,96 @@
+"""What a checkpoint must be for a run to go on from it."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from basics.errors import UserError
+from basics.files import check_tensor_header
+from checkpointing import Checkpoint
+from gpt import GPTModel
+from run_config import ModelConfig, Run
+from tokens.batch_plan import BatchPlan
+
+FREE_TO_CHANGE = {"drop_rate", "init"}  # of model.json, in the middle of a run
+STARTS = ("start_train_token", "start_val_token")  # of train.json: data would be read twice
+
+
+def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Compare a checkpoint's tensor names and shapes with a model's, without loading either.
+
+    Raises:
+        UserError: the file is damaged, or was written by a model of another shape.
+    """
+    path = checkpoint.path / "model.safetensors"
+    try:
+        check_tensor_header(path)
+        with safe_open(path, framework="pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
+                        " name another checkpoint") from None
+    with torch.device("meta"):
+        wanted = {key: tuple(value.shape) for key, value in GPTModel(model).state_dict().items()}
+    for key in sorted(found.keys() | wanted.keys()):
+        if found.get(key) != wanted.get(key):
+            raise UserError(
+                f"{path}: {key} is {found.get(key, 'absent')}, but model.json makes it"
+                f" {wanted.get(key, 'absent')}; restore model.json, or start over with --fresh"
+            )
+
+
+def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
+    """Refuse to go on with another global batch: data would be read twice, or left out.
+
+    Raises:
+        UserError: the checkpoint's tokens are not those of its steps under this plan.
+    """
+    num_steps = checkpoint.meta.global_step + 1
+    if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
+        raise UserError(
+            f"{checkpoint.path}: was trained with {checkpoint.meta.tokens // num_steps} tokens a"
+            f" step, this start has {plan.tokens_per_step}; change gradient_accumulation_steps or"
+            " the number of processes, or set global_batch_size to"
+            f" {checkpoint.meta.tokens // num_steps // plan.context_length}; or use --fresh"
+        )
+
+
+def check_identity(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
+    """Refuse to go on with another model, seed or data: it would be another run.
+
+    Args:
+        data: the fingerprints of what the run reads. A checkpoint may have fewer of them: earlier
+            versions did.
+
+    Raises:
+        UserError: naming what has changed and how to keep it.
+    """
+    meta = checkpoint.meta
+    for key, was in meta.model.model_dump(exclude=FREE_TO_CHANGE).items():
+        found = getattr(run.model, key)
+        if found != was:
+            raise UserError(f"{run.run_dir / 'model.json'}: {key} is {found}, {checkpoint.name} was"
+                            f" trained with {was}; set it back, or start over with --fresh")
+    if run.train.random_seed != meta.random_seed:
+        raise UserError(f"{run.train_path}: random_seed is {run.train.random_seed},"
+                        f" {checkpoint.name} was trained with {meta.random_seed}; set it back, or"
+                        " start over with --fresh")
+    for key, found in data.items():
+        was = meta.data.get(key, found)
+        if was != found and key in STARTS:
+            raise UserError(f"{run.train_path}: {key} is {found}, {checkpoint.name} was trained"
+                            f" with {was}; set it back, or start over with --fresh")
+        if was != found and key in ("train", "validation"):
+            raise UserError(f"{run.train_path}: the {key} tokens of {run.train.dataset} are not"
+                            f" those that {checkpoint.name} was trained with ({found}, then"
+                            f" {was}); restore them, or start over with --fresh")
+
+
+def changed_validation(checkpoint: Checkpoint, data: dict[str, str]) -> list[str]:
+    """Warn where validations are of another length than before: another split may bring it."""
+    found = data.get("validation_sequences")
+    was = checkpoint.meta.data.get("validation_sequences", found)
+    return [] if was == found else [
+        f"a validation is {found} sequences now, up to {checkpoint.name} it was {was}: best"
+        " compares the losses of both"]
