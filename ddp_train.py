@@ -16,14 +16,14 @@ LAST_WRITE_SECONDS = 5  # that a checkpoint under way has where another process 
 if __name__ == "__main__":
     gc.disable()  # looking through what is imported takes a tenth of a start
 
-from basics.errors import UserError, drop_unwritable_output, say, tell
+from basics.errors import UserError, drop_unwritable_output, print_error, print_line
 from processes.command_line import Options, read_command_line
 from processes.run_lock import LockedError, end_with_parent, lock_run
 from run_config import load_run
 
 
 def stop_with(error: UserError) -> NoReturn:
-    tell(error.line())
+    print_error(error.line())
     sys.exit(error.status)
 
 
@@ -48,6 +48,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from basics.errors import DISK
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
@@ -73,7 +74,7 @@ from processes.launch import (
     throttling,
 )
 from processes.startup_agreement import AgreedError, Agreement
-from processes.watchdog import DISK, Watchdog
+from processes.watchdog import Watchdog
 from reporting.charts import try_to_draw_charts
 from reporting.clock import (
     CHART,
@@ -129,7 +130,7 @@ def launch(options: Options, clock: PhaseClock) -> int:
     alone = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
     job = prepare(options, alone, clock, Alone())
     if job.is_finished:
-        say(job.finished_line())
+        print_line(job.finished_line())
         return 0
     os.close(lock)  # from here on rank 0 has it
     clock.hand_over()
@@ -153,7 +154,7 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
     agreement.require_same("job", job.identity())
     if job.is_finished:
         if process.is_main:
-            say(job.finished_line())
+            print_line(job.finished_line())
         return
     state = agreement.run("state", lambda: build_state(job, process))
     watchdog = Watchdog(process, agreement.connect("supervision"), clock,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from basics.errors import UserError, drop_unwritable_output, say, tell
+from basics.errors import UserError, drop_unwritable_output, print_error, print_line
 
 if TYPE_CHECKING:
     from preparation.documents import Source
@@ -78,7 +78,7 @@ def main(**options: Any) -> None:
         progress = import_tokens_of(asked) if asked.is_import else prepare(asked)
         from preparation.progress_display import summary
 
-        say(summary(asked.output, progress))
+        print_line(summary(asked.output, progress))
     except UserError as error:
         stop_with(error.line(), status=error.status)
     except OSError as error:  # of the source's or the output's place
@@ -118,7 +118,7 @@ def prepare(asked: Options) -> Progress:
 
 
 def stop_with(line: str, *, status: int) -> NoReturn:
-    tell(line)
+    print_error(line)
     sys.exit(status)
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-FULL_DISK = 4  # the exit status
+# Exit statuses, beside 0 and 128 + n for a run stopped by signal n.
+FAILED, BAD_INPUT, NUMBERS, DISK, HANG = 1, 2, 3, 4, 5
+STOP_SIGNALS = {int(number): number.name
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 LONGEST_LINE = 190  # characters of a message
 LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
 
@@ -21,7 +25,7 @@ class UserError(Exception):
         status: the exit status, 2 for bad input.
     """
 
-    def __init__(self, message: str, status: int = 2) -> None:
+    def __init__(self, message: str, status: int = BAD_INPUT) -> None:
         super().__init__(message)
         self.status = status
 
@@ -34,17 +38,17 @@ def cannot_be_written(place: Path, error: OSError) -> UserError:
     """Word what a disk has refused; where it is full, with the exit status of that."""
     line = f"{place}: cannot be written: {error.strerror or str(error)[:80]}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{line}; make room, or name another place", FULL_DISK)
+        return UserError(f"{line}; make room, or name another place", DISK)
     return UserError(line)
 
 
-def tell(line: str) -> None:
+def print_error(line: str) -> None:
     """Write a line to stderr. A log on a full disk, or that nobody reads, is no failure."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Write a line to stdout, as far as that takes it."""
     with suppress(OSError):
         print(line, flush=True)
@@ -57,6 +61,11 @@ def drop_unwritable_output() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, at most 120 characters, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
 def one_line(message: str) -> str:

@@ -9,7 +9,7 @@ import time
 
 import click
 
-from basics.errors import UserError, tell
+from basics.errors import UserError, print_error
 
 VERBS = {
     "compare": "lab.compare.compare",
@@ -45,13 +45,13 @@ def main() -> None:
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)  # by then torchrun ends this process, where rank 0 has said the same
-        tell(error.line())
+        print_error(error.line())
         sys.exit(error.status)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        tell(UserError("out of memory; give a smaller --microbatch-size, --batch-size or number of"
-                       " --samples").line())
+        print_error(UserError("out of memory; set a smaller --microbatch-size, --batch-size or"
+                              " --samples").line())
         sys.exit(2)
 
 

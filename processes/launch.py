@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics.errors import UserError, tell
+from basics.errors import UserError, print_error
 from basics.memory_meters import peak_gib
 from run_config import Precision, TrainConfig
 
@@ -84,7 +84,7 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> 
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0 and num_processes == 1:  # nobody else has told of it
-            tell(f"Error: rank {rank} was killed, or crashed: {failure.signal_name()}")
+            print_error(f"Error: rank {rank} was killed, or crashed: {failure.signal_name()}")
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval

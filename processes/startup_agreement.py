@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from basics.errors import UserError, tell
+from basics.errors import UserError, print_error
 
 CONNECT_TIMEOUT = timedelta(seconds=20)  # torchrun's store is there, or torchrun is gone
 # A dataset of 20 GiB may come in over a slow line before the first collective.
@@ -118,7 +118,7 @@ class Agreement:
         Every rank.
         """
         if self._rank == 0:
-            tell(message)
+            print_error(message)
             self._store.set("told", "")
         self._store.wait(["told"], timedelta(seconds=20))
 

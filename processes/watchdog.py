@@ -20,17 +20,13 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from basics.errors import UserError, one_line, tell
+from basics.errors import DISK, FAILED, HANG, STOP_SIGNALS, UserError, one_line, print_error
 from basics.failpoints import failpoint
 from basics.files import write_aside
 from basics.json_files import to_json
 from processes.launch import Process
 from processes.peers import Peers, PeerStore
 from reporting.clock import PhaseClock
-
-STOP_SIGNALS = {int(number): number.name
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-FAILED, NUMBERS, DISK, HANG = 1, 3, 4, 5  # exit statuses, beside 0 and UserError's 2
 
 TICK = 0.25  # seconds between two looks at the others and at the clock
 HEARTBEAT_SECONDS = 5.0
@@ -149,7 +145,7 @@ class Watchdog:
         mine = f"{status} {self.process.rank} {reason}"
         held = self._store.claim("failed", mine)
         if held == mine:
-            tell(f"Error: {one_line(reason)}")
+            print_error(f"Error: {one_line(reason)}")
         held_status, _, held_reason = held.split(" ", 2)
         return int(held_status), held_reason
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from basics.errors import STOP_SIGNALS
 from basics.files import read_plain, write_aside
 from basics.json_files import to_json
-from processes.watchdog import STOP_SIGNALS
 from reporting.clock import (
     CHART,
     CHECKPOINT,

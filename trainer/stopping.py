@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from basics.errors import NUMBERS, STOP_SIGNALS
 from processes.startup_agreement import AgreedError
-from processes.watchdog import NUMBERS, STOP_SIGNALS, Watchdog
+from processes.watchdog import Watchdog
 from reporting.clock import REPORT_INTERVAL, Budget, Pace, PhaseClock
 from reporting.console import Console
 from tokens.batch_plan import BatchPlan

@@ -1,0 +1,27 @@
+"""Facts of the machine that need no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+
+def num_cpu_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def process_namespace() -> str:
+    """Identify the process table that process ids of this process refer to.
+
+    Machines and containers may share a host name, so the boot id and the pid namespace are added.
+    """
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # not on macOS
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)
