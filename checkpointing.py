@@ -1,4 +1,9 @@
-"""A checkpoint on disk: write, list, find, prune, set aside."""
+"""Checkpoints: the training state of a run in memory, on disk, and back.
+
+A checkpoint is a directory of safetensors and JSON files. It is written under a temporary name, gets
+its own name when it is whole, and is validated afterwards: the validation's loss is added to it as
+one more small file. No file is a pickle, so reading an untrusted checkpoint runs no code.
+"""
 
 from __future__ import annotations
 
@@ -9,77 +14,156 @@ import re
 import shutil
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
-from basics.errors import UserError
+from basics.errors import UserError, first_line
 from basics.failpoints import failpoint
-from basics.files import fsync
-from basics.manifest import find_damage, read_manifest, write_manifest
+from basics.files import check_tensor_header, fsync, write_aside
+from basics.manifest import add_to_manifest, find_damage, read_manifest, write_manifest
+from gpt import GPTModel
 from run_config import ModelConfig
-from trainer.step import Snapshot
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
+WEIGHTS, OPTIMIZER, META, VALIDATION = (
+    "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json")
+PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
 MAX_META_BYTES = 2**20
 PARTIAL_PREFIX = ".partial-"
 LATEST, BEST = "latest", "best"
-
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
+DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
 Spent = Annotated[float, Field(ge=0, le=1e12)]
 ByPhase = Annotated[dict[str, Spent], Field(max_length=64)]
 
 
-class CheckpointMeta(BaseModel):
-    """`meta.json`: where in the run a checkpoint stands. All sums are over the whole run."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class LossScale(_Record):
+    """The state of fp16's gradient scaler."""
+
+    scale: float = Field(gt=0)
+    growth_tracker: int = Field(ge=0, lt=2**31)
+
+
+class CheckpointMeta(_Record):
+    """`meta.json`: the position in the run. All sums are over the whole run, not one launch."""
 
     global_step: int = Field(ge=0, lt=2**40)
     tokens: int = Field(ge=0, lt=2**60)
-    loss: float | None  # what `best` goes by; none where it was not measured, or not finite
+    loss: float | None  # decides `best` in runs without validation; None if not finite
     train_loss: float | None
     seconds: ByPhase
-    usd: ByPhase = {}  # empty where the machine's price was not known
-    # Of the schedule, where `fit_budget` has laid it out.
-    num_steps: int | None = Field(default=None, ge=1, lt=2**40)
+    usd: ByPhase = {}  # empty if the machine's price was not known
+    num_steps: int | None = Field(default=None, ge=1, lt=2**40)  # as `fit_budget` has set it
     tokenizer: str | None
-    owes_validation: bool = False  # a signal came before it: the next start makes up for it
+    loss_scale: LossScale | None = None  # only in fp16
     model: ModelConfig
     random_seed: int
-    data: dict[str, str]  # by split, what tells one token file from another
+    data: dict[str, str]  # fingerprints of the token files by split, start tokens by key
+    owes_validation: bool | None = Field(default=None, exclude=True)  # of earlier versions; unused
+
+
+class Validation(_Record):
+    """`validation.json`: the result of validating a checkpoint."""
+
+    loss: float | None  # nats a token; None if not finite
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The state that a checkpoint holds: the unwrapped model, the optimizer, the gradient scaler.
+
+    The schedule and the random streams are functions of the position in the run, so they have no
+    state to save.
+    """
+
+    model: GPTModel
+    optimizer: Optimizer
+    scaler: GradScaler
+
+    def loss_scale(self) -> LossScale | None:
+        """Return the scaler's state; None if it is disabled. In fp16 this waits for the device."""
+        if not self.scaler.is_enabled():
+            return None
+        state = self.scaler.state_dict()
+        return LossScale(scale=state["scale"], growth_tracker=state["_growth_tracker"])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy in host memory of a state's tensors, as two safetensors files hold them."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]  # by "exp_avg/<parameter's name>"
+
+
+class SnapshotBuffers:
+    """Reused host buffers for snapshots: each snapshot overwrites the last one."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, state: TrainingState) -> Snapshot:
+        """Copy a state. Waits for the device until the copy is complete."""
+        weights = {name: self._copy(name, tensor)
+                   for name, tensor in state.model.state_dict().items()}
+        moments = {f"{moment}/{name}": self._copy(f"{moment}/{name}", tensor)
+                   for name, parameter in state.model.named_parameters()
+                   for moment, tensor in state.optimizer.state[parameter].items()}
+        if any(tensor.is_cuda for tensor in state.model.parameters()):
+            torch.cuda.synchronize()
+        return Snapshot(weights, moments)
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Copy one tensor; from a GPU into pinned memory, which is faster."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return self._buffers[name].copy_(tensor.detach(), non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint found on disk."""
+    """A whole checkpoint on disk."""
 
     path: Path
     meta: CheckpointMeta
-    remark: str = field(default="", compare=False)  # what went wrong once it had been saved
+    validation: Validation | None = None  # None until it has been validated
+    remark: str = field(default="", compare=False)  # what failed after it was saved
 
     @property
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def loss(self) -> float | None:
+        """The loss that decides which checkpoint is `best`."""
+        return self.validation.loss if self.validation else self.meta.loss
+
     def facts(self) -> dict[str, Any]:
-        """Give what a summary says of it."""
-        return {"checkpoint": self.name, "global_step": self.meta.global_step,
-                "loss": self.meta.loss}
+        """Return what `summary.json` records of it."""
+        return {"checkpoint": self.name, "global_step": self.meta.global_step, "loss": self.loss}
 
 
 def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointMeta) -> Checkpoint:
-    """Write a checkpoint aside, give it its name when it is whole, and renew the links. Rank 0.
+    """Write a checkpoint under a temporary name, rename it when it is whole, renew links. Rank 0.
 
-    With its name it is saved: what goes wrong from there on is a remark.
+    After the rename it is saved: what fails from there on is only a remark.
 
     Raises:
-        OSError: it could not be written; nothing half-written stays.
+        OSError: it could not be written; no partial checkpoint is left.
     """
     if not checkpoints_dir.is_dir():
         checkpoints_dir.mkdir(parents=True)
@@ -90,14 +174,29 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
         _write(partial_dir, snapshot, meta)
         failpoint("save.rename")
         partial_dir.rename(checkpoints_dir / name)
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial_dir, ignore_errors=True)
         raise as_os_error(error) from None
-    return Checkpoint(checkpoints_dir / name, meta, _settle(checkpoints_dir))
+    return Checkpoint(checkpoints_dir / name, meta, remark=_sync_and_link(checkpoints_dir))
 
 
-def _settle(checkpoints_dir: Path) -> str:
-    """Have a new name on the disk itself, and the links at it; give what speaks against it."""
+def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint:
+    """Add a validation to a saved checkpoint, and renew the links. Rank 0.
+
+    A kill in between leaves the checkpoint whole, and not validated.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    write_aside(checkpoint.path / VALIDATION, validation.model_dump_json() + "\n", durable=True)
+    failpoint("save.validation")
+    add_to_manifest(checkpoint.path, VALIDATION)
+    return replace(checkpoint, validation=validation,
+                   remark=_sync_and_link(checkpoint.path.parent))
+
+
+def _sync_and_link(checkpoints_dir: Path) -> str:
+    """Make new names durable and renew the links; return what failed, empty if nothing did."""
     try:
         fsync(checkpoints_dir)
         failpoint("save.links")
@@ -108,14 +207,14 @@ def _settle(checkpoints_dir: Path) -> str:
 
 
 def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
-    """Write a checkpoint's files, each on the disk itself before the manifest vouches for it."""
+    """Write a checkpoint's files and fsync each of them before the manifest lists them."""
     directory.mkdir()
     failpoint("save.weights")
-    safetensors.torch.save_file(snapshot.weights, directory / "model.safetensors")
-    failpoint("save.trainer")
-    torch.save(snapshot.trainer, directory / "optimizer.pt")
+    safetensors.torch.save_file(snapshot.weights, directory / WEIGHTS)
+    failpoint("save.optimizer")
+    safetensors.torch.save_file(snapshot.moments, directory / OPTIMIZER)
     failpoint("save.meta")
-    (directory / "meta.json").write_text(meta.model_dump_json(indent=2))
+    (directory / META).write_text(meta.model_dump_json(indent=2))
     for path in directory.iterdir():
         fsync(path)
     failpoint("save.manifest")
@@ -124,35 +223,33 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
 
 
 def as_os_error(error: Exception) -> OSError:
-    """Find the full disk behind what the writers of files make of it."""
+    """Map a writer's error to OSError, with ENOSPC if the disk is full."""
     if isinstance(error, OSError):
         return error
-    # PyTorch's writer says only that a file has not the length it wanted.
-    if "No space left" in str(error) or "unexpected pos" in str(error):
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return OSError(errno.EIO, str(error)[:120])
+    code = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+    return OSError(code, os.strerror(code) if code == errno.ENOSPC else str(error)[:120])
 
 
 def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> None:
-    """Remove all but the newest checkpoints, the best one and those protected. Rank 0.
+    """Remove all but the newest checkpoints, the best one and the protected ones. Rank 0.
 
-    Nothing is removed unless the newest one proves to be whole.
+    Nothing is removed if the newest one is damaged.
     """
     checkpoints = list_checkpoints(checkpoints_dir)
-    if len(checkpoints) <= keep or find_damage(checkpoints[-1].path, thoroughly=True):
+    kept = {checkpoint.name for checkpoint in checkpoints[-keep:]} | set(protected)
+    kept |= {checkpoint.name for checkpoint in [best_of(checkpoints)] if checkpoint}
+    removed = [checkpoint for checkpoint in checkpoints if checkpoint.name not in kept]
+    if not removed or find_damage(checkpoints[-1].path, thoroughly=True):
         return
-    stay = {checkpoint.name for checkpoint in checkpoints[-keep:]} | set(protected)
-    stay.add(best_of(checkpoints).name)
-    for checkpoint in checkpoints:
-        if checkpoint.name not in stay:
-            failpoint("save.prune")
-            doomed = checkpoint.path.with_name(f"{PARTIAL_PREFIX}{checkpoint.name}")
-            checkpoint.path.rename(doomed)  # gone in one step, whatever comes next
-            shutil.rmtree(doomed)
+    for checkpoint in removed:
+        failpoint("save.prune")
+        renamed = checkpoint.path.with_name(f"{PARTIAL_PREFIX}{checkpoint.name}")
+        checkpoint.path.rename(renamed)  # atomic: a kill leaves no damaged checkpoint
+        shutil.rmtree(renamed)
 
 
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
-    """Find the checkpoints that look whole, by global step: clocks can go backwards."""
+    """Return the checkpoints whose sizes are right, ordered by global step, not by their times."""
     found = []
     for path in _named_as_checkpoints(checkpoints_dir):
         try:
@@ -163,27 +260,38 @@ def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
 
 
 def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
-    """Read where a checkpoint stands. Raises: UserError if it is damaged."""
+    """Read a checkpoint's JSON files. Raises: UserError if it is damaged.
+
+    Args:
+        thoroughly: read every byte and compare digests, about a second a GB.
+    """
     damage = find_damage(path, thoroughly=thoroughly)
     if not damage:
         try:
-            if (path / "meta.json").stat().st_size <= MAX_META_BYTES:
-                text, manifest = (path / "meta.json").read_text(), read_manifest(path)
-                meta = CheckpointMeta.model_validate_json(text)
-                if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
-                    return Checkpoint(path, meta)
-            damage = "meta.json is not that of the manifest"
+            manifest = read_manifest(path)
+            meta = _read_record(path / META, CheckpointMeta)
+            validation = None
+            if VALIDATION in manifest.files:
+                validation = _read_record(path / VALIDATION, Validation)
+            if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
+                return Checkpoint(path, meta, validation)
+            damage = f"{META} does not agree with the manifest"
         except (OSError, ValueError):
-            damage = "meta.json cannot be read"
+            damage = f"{META} cannot be read"
     raise UserError(f"{path}: damaged: {damage}")
 
 
+def _read_record(path: Path, record_type: type[_Record]) -> Any:
+    if path.stat().st_size > MAX_META_BYTES:
+        raise ValueError(f"{path.name} is too large")
+    return record_type.model_validate_json(path.read_text())
+
+
 def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Find the checkpoint to go on from, every byte of it checked; and what is wrong with later
-    ones.
+    """Return the newest checkpoint whose every byte is right, and what is wrong with later ones.
 
     Raises:
-        UserError: there are checkpoints, and not one is whole: to start over would lose the run.
+        UserError: there are checkpoints, but none is whole: starting over would lose the run.
     """
     warnings: list[str] = []
     for path in reversed(_named_as_checkpoints(checkpoints_dir)):
@@ -198,7 +306,7 @@ def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
-    """Find `latest` or `best` (none if there is no checkpoint yet), or one by its name.
+    """Return `latest` or `best` (None if there is no checkpoint yet), or one by its name.
 
     Raises:
         UserError: there is none of that name, or it is damaged.
@@ -219,16 +327,16 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The lowest loss, the later one of equals; the latest where none has a loss."""
+    """Return the one with the lowest loss, the later of equals; the latest if none has a loss."""
     return min(
         reversed(checkpoints),
-        key=lambda checkpoint: math.inf if checkpoint.meta.loss is None else checkpoint.meta.loss,
+        key=lambda checkpoint: math.inf if checkpoint.loss is None else checkpoint.loss,
         default=None,
     )
 
 
 def renew_links(checkpoints_dir: Path) -> None:
-    """Point `latest` and `best` at what they mean now. Rank 0."""
+    """Point `latest` and `best` to the right checkpoints. Rank 0."""
     checkpoints = list_checkpoints(checkpoints_dir)
     best = best_of(checkpoints)
     if best is not None:
@@ -237,15 +345,15 @@ def renew_links(checkpoints_dir: Path) -> None:
 
 
 def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
-    """Remove what a process that was killed while saving has left. Rank 0."""
+    """Remove the partial files of a process that was killed while it saved. Rank 0."""
     for path in checkpoints_dir.glob(f"{PARTIAL_PREFIX}*"):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
-    """Move checkpoints from a step on, damaged ones too, and a copy of the run's records. Rank 0.
+    """Move checkpoints from a step on, damaged ones too, and copy the run's records. Rank 0.
 
-    Nothing is deleted. Gives the directory they are in now, or None if there was none to move.
+    Nothing is deleted. Returns the directory they were moved to, None if there was none to move.
     """
     checkpoints_dir = run_dir / "checkpoints"
     named = _named_as_checkpoints(checkpoints_dir)
@@ -265,8 +373,88 @@ def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
     return aside_dir
 
 
+def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
+    """Load a training state from a checkpoint, in place. Every rank.
+
+    Options of the optimizer, such as weight decay, come from train.json, not from the checkpoint.
+
+    Raises:
+        UserError: a file is damaged, or was written by an earlier version.
+    """
+    if (checkpoint.path / PICKLED_OPTIMIZER).exists():
+        raise UserError(f"{checkpoint.path}: was written by an earlier version, with the optimizer"
+                        " as a pickle; resume it with that version, or start over with --fresh (the"
+                        " lab commands can still read its weights)")
+    try:
+        weights = _read_weights(checkpoint)
+        moments = _read_moments(checkpoint, state.model)
+        state.model.load_state_dict(weights)
+        _load_moments(moments, state)
+        if state.scaler.is_enabled() and (saved := checkpoint.meta.loss_scale):
+            state.scaler.load_state_dict(state.scaler.state_dict() | {
+                "scale": saved.scale, "_growth_tracker": saved.growth_tracker})
+    except DAMAGE as error:
+        raise UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}; name another"
+                        " checkpoint, or start over with --fresh") from None
+
+
+def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
+    """Load only the model's weights, in place. Raises: UserError if the file is damaged."""
+    try:
+        model.load_state_dict(_read_weights(checkpoint))
+    except DAMAGE as error:
+        raise UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}") from None
+
+
+def _read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    path = checkpoint.path / WEIGHTS
+    check_tensor_header(path)
+    weights = safetensors.torch.load_file(path)
+    for name, value in weights.items():
+        _check_finite(name, value)
+    return weights
+
+
+def _read_moments(checkpoint: Checkpoint, model: GPTModel) -> dict[str, Tensor]:
+    """Read the optimizer's moments after comparing their names, dtypes and shapes."""
+    path = checkpoint.path / OPTIMIZER
+    wanted = {f"{moment}/{name}": [] if moment == "step" else list(parameter.shape)
+              for name, parameter in model.named_parameters() for moment in MOMENTS}
+    check_tensor_header(path)
+    with safe_open(path, framework="pt") as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}
+        found = {key: part.get_shape() for key, part in slices.items()
+                 if part.get_dtype() == "F32"}
+        if found != wanted or len(slices) != len(wanted):
+            key = min(key for key in slices.keys() | wanted.keys()
+                      if found.get(key) != wanted.get(key))
+            raise ValueError(f"{OPTIMIZER}: {key[:60]} is {found.get(key, 'not a float32 tensor')},"
+                             f" wanted {wanted.get(key, 'no such tensor')}")
+        moments = {key: file.get_tensor(key) for key in wanted}
+    for key, value in moments.items():
+        _check_finite(f"{OPTIMIZER}: {key}", value,
+                      least=-math.inf if key.startswith("exp_avg/") else 0.0)
+    return moments
+
+
+def _load_moments(moments: dict[str, Tensor], state: TrainingState) -> None:
+    names = {parameter: name for name, parameter in state.model.named_parameters()}
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    state.optimizer.load_state_dict({
+        "state": {number: {moment: moments[f"{moment}/{names[parameter]}"] for moment in MOMENTS}
+                  for number, parameter in enumerate(parameters)},
+        "param_groups": state.optimizer.state_dict()["param_groups"]})
+
+
+def _check_finite(name: str, value: Tensor, *, least: float = -math.inf) -> None:
+    """Refuse numbers that would make every later weight NaN. One pass, without a copy."""
+    low, high = (float(bound) for bound in value.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high) and low >= least):
+        raise ValueError(f"{name} holds numbers from {low:g} to {high:g}")
+
+
 def _named_as_checkpoints(checkpoints_dir: Path) -> list[Path]:
-    """Find what bears a checkpoint's name, by global step, whole or not."""
+    """Return the directories that have a checkpoint's name, by global step, whole or not."""
     paths = [path for path in checkpoints_dir.glob("*-iteration-*")
              if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
     return sorted(paths, key=lambda path: (_step_of(path), path.name))

@@ -1,140 +1,66 @@
-"""Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`. Reads as the story of one run."""
+"""Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`; without torchrun, it is started.
+
+`main` is the command, `work` one process of a run, and `Trainer.train` the training loop.
+"""
 
 from __future__ import annotations
 
-import gc
+if __name__ == "__main__":  # --help, a mistyped option and a locked run need no torch
+    from processes.before_torch import check_before_torch
+
+    check_before_torch()
+
 import os
-import signal
 import sys
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
-from typing import NoReturn
 
-STARTED = time.perf_counter()
-LAST_WRITE_SECONDS = 5  # that a checkpoint under way has where another process has failed
-if __name__ == "__main__":
-    gc.disable()  # looking through what is imported takes a tenth of a start
-
-from basics.errors import UserError, drop_unwritable_output, print_error, print_line
-from processes.command_line import Options, read_command_line
-from processes.run_lock import LockedError, end_with_parent, lock_run
-from run_config import load_run
-
-
-def stop_with(error: UserError) -> NoReturn:
-    print_error(error.line())
-    sys.exit(error.status)
-
-
-# Before torch is imported: --help, a typing error and a run that is being trained already are
-# answered at once. What else is wrong, processes of torchrun find later, together, so that one of
-# them speaks for all.
-if __name__ == "__main__":
-    rank = os.environ.get("RANK")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
-    if rank is not None:
-        end_with_parent()
-    try:
-        if rank in (None, "0"):
-            options = read_command_line()
-            run_dir = load_run(options.runs_dir, options.run).run_dir
-            if not options.find_max_microbatch:
-                lock = lock_run(run_dir)  # until this process ends, or starts torchrun
-    except UserError as error:
-        if rank is None or isinstance(error, LockedError):
-            stop_with(error)
-
-import torch
 import torch.distributed as dist
+from processes.before_torch import exit_with
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from basics.errors import DISK
+from basics.errors import UserError, drop_unwritable_output, print_line
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
-from checkpointing import (
-    CheckpointMeta,
-    best_of,
-    list_checkpoints,
-    remove_partial_checkpoints,
-    renew_links,
-    set_aside,
-)
+from checkpointing import CheckpointMeta, TrainingState
 from microbatch_search.search import search
-from processes.launch import (
-    Process,
-    autocast,
-    choose_precision,
-    default_num_processes,
-    machine_facts,
-    process_group,
-    start_torchrun,
-    started_by_torchrun,
-    this_process,
-    throttling,
-)
+from processes.command_line import read_command_line
+from processes.launch import Process, process_group, started_by_torchrun, this_process
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
-from reporting.charts import try_to_draw_charts
-from reporting.clock import (
-    CHART,
-    CHECKPOINT,
-    COMPILE,
-    TRAINING,
-    VALIDATION,
-    WAITING,
-    Pace,
-    PhaseClock,
-)
-from reporting.console import Console, batch_arithmetic
-from reporting.loss_window import LossWindow
-from reporting.sampling import sample_text, try_to_write_samples
-from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
-from reporting.summary import RunEnd, settle
+from reporting.clock import CHECKPOINT, VALIDATION, WAITING, PhaseClock
+from run_config import load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
-from trainer.checkpoint_loading import load_checkpoint
+from trainer.launcher import launch
 from trainer.optimization import learning_rate_at
-from trainer.startup import Alone, Job, prepare
-from trainer.step import TrainingState, TrainingStep, build_training_state
-from trainer.stopping import Ending
+from trainer.reports import Reports
+from trainer.startup import PreparedRun, build_state, prepare_run
+from trainer.step import TrainingStep
+from trainer.stopping import Stop
 from trainer.validation import mean_loss
 
 
 def main() -> None:
-    clock = PhaseClock(since=STARTED)
+    clock = PhaseClock.since_process_start()
     try:
         if started_by_torchrun():
             clock.take_over()
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             work(agreement, clock)
         else:
-            sys.exit(launch(read_command_line(), clock))
+            sys.exit(launch(__file__, read_command_line(), clock))
     except AgreedError as error:
         agreement.report_once(error.line())
         drop_unwritable_output()
-        os._exit(error.status)  # at once: taking a process group down may wait for the others
+        os._exit(error.status)  # destroying the process group could wait for the other ranks
     except UserError as error:
-        stop_with(error)
+        exit_with(error)
     finally:
         drop_unwritable_output()
-
-
-def launch(options: Options, clock: PhaseClock) -> int:
-    """Check the run in this one process, then train it under torchrun; give its exit status."""
-    num_processes = options.nproc_per_node or default_num_processes()
-    if options.find_max_microbatch:  # which may go on beside a start that trains the run
-        return start_torchrun(__file__, sys.argv[1:], num_processes=num_processes)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    alone = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
-    job = prepare(options, alone, clock, Alone())
-    if job.is_finished:
-        print_line(job.finished_line())
-        return 0
-    os.close(lock)  # from here on rank 0 has it
-    clock.hand_over()
-    return settle(job.run, start_torchrun(__file__, sys.argv[1:], num_processes=num_processes))
 
 
 def work(agreement: Agreement, clock: PhaseClock) -> None:
@@ -143,317 +69,165 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
     process = agreement.run("process", this_process)
     if options.find_max_microbatch:
         run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
-        search(run, process, agreement, memory_limit_gib=options.memory_limit_gib,
-               save=options.save)
+        search(run, process, agreement, options=options, wrap=average_gradients)
         return
     if process.device.type == "cpu":
         keep_freed_memory()
     if agreement.is_torchrun_restart():
         options = replace(options, fresh=False, checkpoint=None)
-    job = prepare(options, process, clock, agreement)
-    agreement.require_same("job", job.identity())
-    if job.is_finished:
+    prepared = prepare_run(options, process, clock, agreement)
+    agreement.require_same("run", prepared.identity())
+    if prepared.is_finished:
         if process.is_main:
-            print_line(job.finished_line())
+            print_line(prepared.finished_line())
         return
-    state = agreement.run("state", lambda: build_state(job, process))
-    watchdog = Watchdog(process, agreement.connect("supervision"), clock,
-                            job.run.heartbeat_path)
-    watchdog.start()
-    try:
-        with process_group(process, agreement.connect("group"), job.run.train) as control:
-            train(Trainer(job, state, watchdog, control), agreement)
-        watchdog.leave()
-    except AgreedError:  # all ranks have come to it together
-        watchdog.leave()
-        raise
-    except BaseException as error:
-        watchdog.fail(error)
+    state = agreement.run("state", lambda: build_state(prepared, process.device))
+    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
+                        heartbeat_path=prepared.run.heartbeat_path)
+    with watchdog, process_group(process, agreement.connect("group"), prepared.run.train) as group:
+        Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
 
 
-def build_state(job: Job, process: Process) -> TrainingState:
-    """Build the model and its optimizer, from the checkpoint that the run goes on from."""
-    state = build_training_state(job.run.model, job.run.train, process.device)
-    if job.resume_from is not None:
-        load_checkpoint(job.resume_from, state)
-    return state
+def average_gradients(loss: nn.Module, process: Process) -> nn.Module:
+    """Wrap the training loss in DistributedDataParallel. Every rank."""
+    if process.world_size == 1:
+        return loss  # there is nothing to average, and DDP would cost time
+    return DistributedDataParallel(  # the model has no buffers to broadcast
+        loss, device_ids=[process.device] if process.device.type == "cuda" else None,
+        gradient_as_bucket_view=True)
 
 
-def train(trainer: Trainer, agreement: Agreement) -> None:
-    """Train a run to its end, or as far as this start may go. Every rank."""
-    trainer.start()
-    if trainer.process.is_main:
-        agreement.record_training_began()
-    trainer.compile()
-    batches = trainer.batches()
-    for global_step in trainer.steps():
-        trainer.train_step(global_step, batches)
-        trainer.ending.heed_signals(global_step)
-        trainer.report_if_due(global_step)
-        if trainer.ending.saves_after(global_step):
-            trainer.validate_and_save(global_step)
-    batches.close()
-    if trainer.process.is_main:
-        trainer.finish()
+def microbatch_indices(plan: BatchPlan, rank: int, *, first_step: int) -> Iterator[int]:
+    """Yield the microbatches of one process, as positions in the token file.
+
+    Data is a pure function of the position in the run: no loader has a state to save.
+    """
+    for global_step in range(first_step, plan.num_steps):
+        for accumulation_step in range(plan.gradient_accumulation_steps):
+            accumulated = global_step * plan.gradient_accumulation_steps + accumulation_step
+            yield accumulated * plan.world_size + rank
 
 
 class Trainer:
-    """What one process holds while it trains a run, and the steps it takes.
+    """One process's part in the training of a run.
 
     Args:
-        group: of all processes, for what waits longer than a collective on their devices may.
+        group: of gloo, for all processes and for waits that are longer than a collective's.
     """
 
-    step: TrainingStep
+    def __init__(self, prepared: PreparedRun, state: TrainingState, watchdog: Watchdog, *,
+                 clock: PhaseClock, group: dist.ProcessGroup) -> None:
+        self.prepared, self.run, self.config = prepared, prepared.run, prepared.run.train
+        self.plan, self.data, self.state = prepared.plan, prepared.data, state
+        self.watchdog, self.process, self.clock = watchdog, watchdog.process, clock
+        self.group, resumed = group, prepared.resume_from
+        self.saver = BackgroundSaver(
+            self.run.checkpoints_dir, keep=self.config.keep_checkpoints, newest=resumed,
+            protected=[resumed.name] if resumed else [], heartbeat=watchdog.heartbeat)
+        self.reports = Reports(prepared, clock=clock, watchdog=watchdog, saver=self.saver)
+        self.stop = Stop(prepared, clock=clock, watchdog=watchdog, group=group, saver=self.saver)
 
-    def __init__(self, job: Job, state: TrainingState, watchdog: Watchdog,
-                 group: dist.ProcessGroup) -> None:
-        self.job, self.run, self.config, self.data = job, job.run, job.run.train, job.data
-        self.process, self.clock = watchdog.process, watchdog.clock
-        self.state, self.model, self.watchdog, self.group = state, state.model, watchdog, group
-        self.writer = BackgroundSaver(
-            self.run.checkpoints_dir, keep=self.config.keep_checkpoints,
-            protected=[job.resume_from.name] if job.resume_from else [], sign=watchdog.heartbeat)
-        self.ending = Ending(job, clock=self.clock, watchdog=watchdog, group=group,
-                             pace=self.pace)
-        self.judges_speed, self.owes_validation = True, False
-        self.log = Console(self.run, job.plan, clock=self.clock, is_active=self.process.is_main)
-        self.window = LossWindow(self.process.device)
-
-    @property
-    def plan(self) -> BatchPlan:
-        return self.ending.plan
-
-    def start(self) -> None:
-        """Put old records aside where the run does not go on from its end; say what begins."""
-        self.watchdog.before_exit = self.break_off
-        if self.process.is_main:
-            remove_partial_checkpoints(self.run.checkpoints_dir)
-            renew_links(self.run.checkpoints_dir)
-            aside_dir = set_aside(self.run.run_dir, from_step=self.job.first_step)
-            if aside_dir is not None:
-                self.log.say(f"earlier checkpoints from step {self.job.first_step} on are"
-                             f" now in {aside_dir}")
-            if self.job.resume_from is not None:
-                self.log.say(f"going on from {self.job.resume_from.path}")
-        parameters = self.model.num_parameters()
-        self.log.start(self.job.first_step, [
-            *(f"warning: {warning}" for warning in [*self.run.warnings, *self.job.warnings]),
-            *batch_arithmetic(self.plan),
-            f"{parameters:,} parameters, {self.plan.num_tokens / parameters:.1f} tokens for each;"
-            f" {choose_precision(self.config, self.process.device)} on {self.process.device.type}",
-        ], owes_validation=self.job.owes_validation)
-        self.clock.enter(COMPILE)  # what is done once, up to the end of the first step
-
-    def compile(self) -> None:
-        """Make ready to take steps. A collective: every rank."""
-        failpoint("compile")
-        self.step = TrainingStep(self.state, self.config, self.process)
-        if self.step.why_eager:
-            slower = "validates" if self.step.is_compiled else "trains"
-            self.log.say(f"warning: compiling failed, so it {slower} slower: {self.step.why_eager}")
-        if self.job.owes_validation:  # a signal came before it, in an earlier start
-            self.validate_and_save(self.job.first_step - 1)
-
-    def break_off(self, status: str, reason: str) -> None:
-        """Leave in a hurry, but not before a checkpoint that is being written is whole."""
-        if self.process.is_main:
-            self.writer.wait(timeout=LAST_WRITE_SECONDS)
-            self.log.mark(status, reason)
-
-    def steps(self) -> Iterator[int]:
-        """The global steps of this start; its end may move while they are taken."""
-        global_step = self.job.first_step
-        while global_step <= self.ending.last_step:
-            self.watchdog.heartbeat(global_step)
-            failpoint("train")
-            yield global_step
+    def train(self, agreement: Agreement) -> None:
+        """Train to the end of the run, or as far as this launch may go. Every rank."""
+        self.begin(agreement)
+        batches, global_step = self.batches(), self.prepared.first_step - 1
+        ends = self.prepared.is_trained
+        while not ends:
             global_step += 1
+            self.watchdog.heartbeat(global_step)
+            learning_rate = learning_rate_at(self.config, global_step,
+                                             num_steps=self.stop.num_steps)
+            loss, grad_norm = self.step.take(
+                batches, num_microbatches=self.plan.gradient_accumulation_steps,
+                learning_rate=learning_rate)
+            self.reports.add(loss, grad_norm)
+            if global_step == self.prepared.first_step:
+                self.reports.after_first_step(loss)
+            ends = self.stop.after(global_step)  # the last step, a signal, a budget
+            saves = ends or self.stop.saves_after(global_step)
+            if saves or self.reports.is_due:
+                self.reports.write(global_step, learning_rate, num_steps=self.stop.num_steps)
+            if saves:
+                self.save_and_validate(global_step)
+                ends = self.stop.is_asked() or ends  # a signal may have cut the validation short
+        batches.close()
+        if self.process.is_main:
+            self.reports.end(global_step, self.stop)
+
+    def begin(self, agreement: Agreement) -> None:
+        """Report what is trained, compile it, and make up for a validation. Every rank."""
+        self.reports.begin(self.state.model.num_parameters())
+        if self.process.is_main:
+            agreement.record_training_began()
+        self.step = TrainingStep(self.state, self.config, self.process, wrap=average_gradients)
+        self.reports.compiled(self.step)
+        if self.prepared.lacks_validation:  # an earlier launch ended before it
+            self.wait_for_all()
+            self.validate(self.prepared.first_step - 1)
+            self.wait_for_all()
 
     def batches(self) -> Generator[Microbatch]:
-        """This process's microbatches from here on, one read ahead."""
-        steps = range(self.job.first_step, self.data.plan.num_steps)
-        indices = self.plan.microbatch_indices(self.process.rank, steps=steps)
+        """Return this process's microbatches, each of them read while the one before is used."""
+        indices = microbatch_indices(self.plan, self.process.rank,
+                                     first_step=self.prepared.first_step)
         batches = prefetch(self.data.train, indices, device=self.process.device)
         return self.clock.waiting_for(self.watchdog.watching(batches))
 
-    def train_step(self, global_step: int, batches: Iterator[Microbatch]) -> None:
-        """Take one global step. Every rank; after the first, nothing here waits for the device."""
-        loss, grad_norm = self.step.take(
-            batches, num_microbatches=self.plan.gradient_accumulation_steps,
-            learning_rate=self.learning_rate(global_step),
-        )
-        self.window.add(loss, grad_norm)
-        self.log.step()
-        if global_step == self.job.first_step:
-            loss.item()  # until the device is done
-            gc.collect()
-            gc.freeze()  # what is there by now stays: looking through it made for pauses
-            self.clock.enter(TRAINING)
-            self.log.measure_from(global_step)
-            self.watchdog.start_hang_detection(self.config.hang_timeout_seconds)
-
-    def learning_rate(self, global_step: int) -> float:
-        return learning_rate_at(self.config, global_step, num_steps=self.plan.num_steps)
+    def save_and_validate(self, global_step: int) -> None:
+        """Let rank 0 save, validate and draw charts while the other ranks wait. Every rank."""
+        self.wait_for_all()
+        if self.process.is_main:
+            self.save(global_step)
+        if self.stop.validates_after(global_step):
+            self.validate(global_step)
+        if self.process.is_main:
+            self.reports.charts()
+        self.wait_for_all()
 
     def wait_for_all(self) -> None:
-        """Wait for the slowest process, however long it takes. A collective: every rank."""
+        """Wait for the slowest process, however long it takes. Every rank."""
         with self.clock.phase(WAITING), self.watchdog.suspended():
             failpoint("wait")
             dist.barrier(self.group)
 
-    def report_if_due(self, global_step: int) -> None:
-        """Report after every few steps, and before a checkpoint, so that it splits no average.
+    def save(self, global_step: int) -> None:
+        """Hand a copy of the training state to the saver, which writes it meanwhile. Rank 0."""
+        train_loss = finite_or_none(self.reports.window.take_loss_since_checkpoint())
+        with self.clock.phase(CHECKPOINT):
+            self.saver.save(self.state, CheckpointMeta(
+                global_step=global_step,
+                tokens=(global_step + 1) * self.plan.tokens_per_step,
+                loss=train_loss if self.stop.counts_train_loss(global_step) else None,
+                train_loss=train_loss,
+                seconds=self.clock.read(),
+                usd=self.clock.usd(),
+                num_steps=self.stop.num_steps if self.config.fit_budget else None,
+                tokenizer=self.data.tokenizer_name,
+                loss_scale=self.state.loss_scale(),
+                model=self.run.model,
+                random_seed=self.config.random_seed,
+                data=self.data.fingerprints,
+            ))
+        self.reports.warn_of_failed_write()
 
-        A collective: every rank.
+    def validate(self, global_step: int) -> None:
+        """Measure the validation loss, on rank 0 or where `validate_on` says; rank 0 keeps it.
+
+        A collective if `validate_on` is `all`: every rank.
         """
-        if not (self.window.is_full or self.ending.saves_after(global_step)):
+        on_all = self.config.validate_on == "all"
+        if not (self.process.is_main or on_all):
             return
-        summary = self.window.summarise()
-        self.log.report_steps(global_step, self.learning_rate(global_step), summary)
-        self.tell_write_failure()
-        self.ending.check_numbers(global_step, self.window.longest_skipped)
-        num_steps = global_step - self.job.first_step  # measured, after the first
-        if self.process.is_main and self.judges_speed and num_steps + 1 >= SPEED_CHECK_STEPS:
-            self.judges_speed = False
-            self.log.say(self.speed(num_steps).line())
-        self.ending.keep_to_budget(global_step, self.log)
-
-    def tell_write_failure(self) -> None:
-        if failure := self.writer.take_failure():
-            self.log.say(f"warning: {failure}; make room in {self.run.checkpoints_dir}: each later"
-                         " checkpoint tries it again")
-
-    def pace(self, num_steps: int) -> Pace:
-        """Measure what the parts of the run take, from the last `num_steps`. Rank 0's counts."""
-        self.clock.longest_write = self.writer.longest_write_seconds
-        return Pace.measured(self.clock, num_steps=num_steps, plan=self.plan, train=self.config,
-                             num_parameters=self.model.num_parameters())
-
-    def speed(self, num_steps: int) -> Speed:
-        """Tell how fast the last `num_steps` of this start were."""
-        spent = self.clock.read_this_start()
-        seconds = spent[TRAINING] + spent[WAITING]
-        return Speed(
-            tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
-            num_processes=self.process.world_size,
-            flops_per_token=flops_per_token(self.run.model),
-            device_name=machine_facts(self.process, self.step.precision)["device"],
-            precision=self.step.precision,
-            attention_kernel=self.step.attention_kernel(),
-            is_compiled=self.step.is_compiled,
-            waiting_share=spent[WAITING] / seconds,
-            microbatch_tokens=self.plan.tokens_per_microbatch,
-            throttling=throttling(self.process.device),
-        )
-
-    def validate_and_save(self, global_step: int) -> None:
-        """Do what is due between two steps. A collective: every rank."""
-        self.wait_for_all()
-        validation_loss = self.validate_if_due(global_step)
-        self.ending.heed_signals(global_step)  # one may have cut the validation short
-        if self.process.is_main:
-            self.save_and_chart(global_step, validation_loss)
-        self.wait_for_all()
-
-    def validate_if_due(self, global_step: int) -> float | None:
-        """Validate where `validate_on` says so. A collective if that is `all`: every rank.
-
-        Gives the mean loss; None where it is not due, not here, or cut short by a signal.
-        """
-        validates_here = self.process.is_main or self.config.validate_on == "all"
-        if not (validates_here and self.ending.validates_after(global_step)):
-            return None
         with self.clock.phase(VALIDATION) as phase:
             loss = mean_loss(
-                self.step, self.data.validation, shares=self.config.validate_on == "all",
-                watched=lambda batches, count: self.log.validation_bar(
+                self.step, self.data.validation, shares=on_all,
+                watched=lambda batches, count: self.reports.console.validation_bar(
                     self.watchdog.watching(batches), count),
-                is_cut_short=lambda: bool(self.watchdog.stop_signal))
-        if loss is not None:
-            self.log.report_validation(global_step, loss, phase.seconds)
-            self.write_samples(global_step)
-        return loss
+                is_interrupted=lambda: bool(self.watchdog.stop_signal))
+        if loss is not None and self.process.is_main:
+            self.reports.validation(global_step, loss, phase.seconds)
+            self.saver.add_validation(loss)
 
-    def write_samples(self, global_step: int) -> None:
-        """Keep what the model makes of the run's prompts by now. Rank 0."""
-        if self.process.is_main and (prompts := self.config.sample_prompts):
-            with self.clock.phase(VALIDATION), autocast(self.step.precision, self.process.device):
-                failure = try_to_write_samples(self.run.samples_path, self.model, prompts,
-                                               self.data.tokenizer_name, global_step)
-            self.log.warn("no samples", failure)
-
-    def save_and_chart(self, global_step: int, validation_loss: float | None) -> None:
-        """Do rank 0's work between two barriers."""
-        train_loss = self.window.take_loss_since_checkpoint()
-        by_train_loss = not self.config.validates and self.ending.is_due(
-            global_step, self.config.checkpoint_interval)
-        with self.clock.phase(CHECKPOINT):
-            self.save(global_step, train_loss if by_train_loss else validation_loss, train_loss)
-        self.chart()
-        self.ending.lays_out_next = self.config.fit_budget  # now it is known what this costs
-
-    def chart(self) -> None:
-        with self.clock.phase(CHART):
-            self.log.warn("no charts", try_to_draw_charts(self.run))
-        gc.collect()  # what a chart is made of refers to itself
-
-    def save(self, global_step: int, loss: float | None, train_loss: float) -> None:
-        self.owes_validation = self.ending.validates_after(global_step) and loss is None
-        self.writer.save(self.state, CheckpointMeta(
-            global_step=global_step,
-            tokens=(global_step + 1) * self.plan.tokens_per_step,
-            loss=finite_or_none(loss),
-            train_loss=finite_or_none(train_loss),
-            seconds=self.clock.read(),
-            usd=self.clock.usd(),
-            num_steps=self.plan.num_steps if self.config.fit_budget else None,
-            tokenizer=self.data.tokenizer_name,
-            owes_validation=self.owes_validation,
-            model=self.run.model,
-            random_seed=self.config.random_seed,
-            data=self.data.fingerprints,
-        ))
-        self.tell_write_failure()
-
-    def finish(self) -> None:
-        """Wait for the last checkpoint; write and print how it ended. Rank 0.
-
-        Raises:
-            UserError: the last checkpoint could not be written.
-        """
-        if self.job.is_trained:  # an earlier start was killed on its way out
-            self.writer.prune()
-            self.chart()
-        with self.clock.phase(CHECKPOINT):
-            self.writer.retry()
-        best = best_of(list_checkpoints(self.run.checkpoints_dir))
-        unwritten = self.log.finish(RunEnd(
-            global_step=self.ending.last_step,
-            stop_reason=self.ending.reason,
-            owes_validation=self.owes_validation,
-            num_parameters=self.model.num_parameters(),
-            best=best and best.facts(),
-            checkpoints=self.writer.facts(),
-            machine=machine_facts(self.process, self.step.precision)
-            | {"compiled": self.step.is_compiled},
-        ))
-        if self.writer.is_behind:
-            unwritten = self.writer.take_failure()
-        if unwritten:
-            raise UserError(f"{unwritten}; make room in {self.run.run_dir} and type the same"
-                            " command: it goes on from the last whole one", DISK)
-        self.tell_write_failure()
-        if self.data.tokenizer_name is not None:
-            self.sample(self.data.tokenizer_name)
-
-    def sample(self, tokenizer_name: str) -> None:
-        """Show what the model writes. That it cannot fails no run. Rank 0."""
-        try:
-            with autocast(self.step.precision, self.process.device):
-                self.log.say(f"sample:\n{sample_text(self.model, tokenizer_name)}")
-        except Exception as error:
-            self.log.say(f"warning: no sample: {type(error).__name__}: {error}")
 
 if __name__ == "__main__":
     main()

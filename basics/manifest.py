@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from basics.files import fsync
+from basics.files import fsync, write_aside
 
 MANIFEST = "basics.manifest.json"
 MAX_BYTES = 2**20  # of a manifest: more is none of ours
@@ -47,6 +47,18 @@ def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
     manifest = Manifest(global_step=global_step, tokens=tokens, files=files)
     (directory / MANIFEST).write_text(manifest.text())
     fsync(directory / MANIFEST)
+
+
+def add_to_manifest(directory: Path, name: str) -> None:
+    """Add one more file to a directory's manifest. Call fsync on the file before.
+
+    Raises:
+        OSError: the manifest could not be replaced; the old one is still whole.
+    """
+    manifest, path = read_manifest(directory), directory / name
+    facts = FileFacts(bytes=path.stat().st_size, sha256=_sha256(path))
+    manifest = manifest.model_copy(update={"files": manifest.files | {name: facts}})
+    write_aside(directory / MANIFEST, manifest.text(), durable=True)
 
 
 def read_manifest(directory: Path) -> Manifest:

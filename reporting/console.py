@@ -1,4 +1,4 @@
-"""What a person and a file get to see of a run: bar or plain lines, metrics, summary."""
+"""The terminal and the records of a run: progress bar or plain lines, metrics, summary."""
 
 from __future__ import annotations
 
@@ -18,65 +18,66 @@ from basics.json_files import to_json
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import WindowSummary
 from reporting.metrics_file import remove_metrics_from
-from reporting.summary import RunEnd, duration, mark_run, step_seconds, summarise, summary_lines
+from reporting.summary import RunEnd, duration, step_seconds, summarise, summary_lines, write_status
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 
-PLAIN_LINE_SECONDS = 10  # between lines where there is no terminal to draw a bar on
-ONCE_A_START = (STARTUP, DOWNLOAD, COMPILE, LOST)  # does not grow with the steps
+PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a bar
+ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the steps
 
 
 class Console:
-    """The one place that prints and records. On other ranks than 0 it does nothing."""
+    """Prints and records the progress of a run. On ranks other than 0 it does nothing."""
 
     def __init__(self, run: Run, plan: BatchPlan, *, clock: PhaseClock, is_active: bool) -> None:
         self.run, self.plan, self.clock = run, plan, clock
-        self.is_active = is_active
+        self.num_steps, self.is_active = plan.num_steps, is_active
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._last_step, self._last_seconds = -1, 0.0
-        self._unwritten, self._is_behind = "", False  # records that the disk had no room for
+        self._unwritten, self._is_behind = "", False  # records that a full disk refused
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
         if self.is_active:
-            with suppress(OSError):  # a log on a full disk, or that nobody reads, ends no run
+            with suppress(OSError):  # a log on a full disk or a closed pipe must not end the run
                 tqdm.write(line, file=sys.stdout)
                 sys.stdout.flush()
 
-    def warn(self, of: str, failure: str) -> None:
-        """Say what went wrong, if anything did."""
+    def warn(self, what: str, failure: str) -> None:
+        """Print a warning if there was a failure."""
         if failure:
-            self.say(f"warning: {of}: {failure}")
+            self.say(f"warning: {what}: {failure}")
 
-    def start(self, first_step: int, facts: list[str], *, owes_validation: bool = False) -> None:
-        """Print what is about to happen, and start the bar at `first_step`."""
-        for line in facts:
-            self.say(line)
+    def start(self, first_step: int, *, num_steps: int, lacks_validation: bool = False) -> None:
+        """Remove the records of steps that will be repeated, and start the bar at `first_step`."""
+        self.num_steps = num_steps
         if self.is_active:
             for path in (self.run.metrics_path, self.run.samples_path, self.run.evaluations_path):
-                remove_metrics_from(path, first_step, owes_validation=owes_validation)
-            self.mark("running", None)
-            self._bar = tqdm(total=self.plan.num_steps, initial=first_step, unit="step",
+                remove_metrics_from(path, first_step, lacks_validation=lacks_validation)
+            self.write_status("running", None)
+            self._bar = tqdm(total=num_steps, initial=first_step, unit="step",
                              desc=self.run.name, disable=None, dynamic_ncols=True)
 
-    def mark(self, status: str, reason: str | None) -> None:
-        """Let `summary.json` say how the run stands, where it is not at an end yet."""
-        mark_run(self.run, status, reason, seconds=self.clock.read(), usd=self.clock.usd())
+    def write_status(self, status: str, reason: str | None) -> None:
+        """Write the run's status to `summary.json` before it has ended."""
+        write_status(self.run, status, reason, seconds=self.clock.read(), usd=self.clock.usd())
 
     def step(self) -> None:
+        """Move the bar by one step."""
         with suppress(OSError):
             self._bar.update()
 
     def measure_from(self, global_step: int) -> None:
-        """Count tokens a second from behind this step on."""
+        """Measure tokens per second from the end of this step on."""
         self._last_step, self._last_seconds = global_step, step_seconds(self.clock.read())
 
-    def lay_out(self, plan: BatchPlan) -> None:
-        """Show that the run is to end after another number of steps."""
-        self.plan, self._bar.total = plan, plan.num_steps
-        self.say(f"laid out to end inside the budget: {plan.num_steps:,} steps ="
-                 f" {plan.num_tokens:,} tokens")
+    def change_num_steps(self, num_steps: int) -> None:
+        """Show that the schedule was changed to fit the budget."""
+        if num_steps != self.num_steps:
+            self.num_steps = self._bar.total = num_steps
+            self.say(f"schedule fitted to the budget: {num_steps:,} steps ="
+                     f" {num_steps * self.plan.tokens_per_step:,} tokens")
 
     def report_steps(self, global_step: int, learning_rate: float, window: WindowSummary) -> None:
         """Record and show the steps up to and with `global_step`."""
@@ -85,7 +86,7 @@ class Console:
         seconds, last_step = self.clock.read(), self._last_step
         elapsed = step_seconds(seconds) - self._last_seconds
         self.measure_from(global_step)
-        # The first step of a start is not counted: it compiles, and may be alone in its report.
+        # The first step of a launch is not counted, because it compiles.
         num_tokens = (global_step - last_step) * self.plan.tokens_per_step
         tokens_per_second = num_tokens / elapsed if num_tokens else None
         self._record(global_step, asdict(window) | {
@@ -101,7 +102,7 @@ class Console:
             said += f" | ${usd:,.2f} of ${at_end:,.2f}"
         with suppress(OSError):
             self._bar.set_postfix_str(f"loss {window.train_loss:.4f} | {said}")
-        plain = self._bar.disable or not sys.stdout.isatty()  # a file gets no bar
+        plain = self._bar.disable or not sys.stdout.isatty()  # a log file gets lines
         if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
             self.say(self._plain_line(global_step, learning_rate, window) + said
@@ -112,7 +113,7 @@ class Console:
         if not self.is_active:
             return
         self._record(global_step, {"validation_loss": loss, "validation_seconds": seconds})
-        self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
+        self.say(f"step {global_step + 1:,}/{self.num_steps:,} | validation loss {loss:.4f}"
                  f" | {seconds:.1f} s")
 
     def validation_bar(self, batches: Iterable[Any], total: int) -> Iterable[Any]:
@@ -121,7 +122,7 @@ class Console:
                     disable=None if self.is_active else True, dynamic_ncols=True)
 
     def finish(self, end: RunEnd) -> str:
-        """Write `summary.json` and print what it says; give what could not be written."""
+        """Write `summary.json` and print it; return what could not be written, if anything."""
         with suppress(OSError):
             self._bar.close()
         failure = self._write_records()
@@ -146,13 +147,13 @@ class Console:
             record["usd"] = round(sum(usd.values()), 6)
         self._unwritten += to_json(record) + "\n"
         failure = self._write_records()
-        if failure and not self._is_behind:  # said once, until it has gone well again
-            self.say(f"warning: {failure}; training goes on, and it is tried again: make room in"
-                     f" {self.run.run_dir}")
+        if failure and not self._is_behind:  # printed once, until a write succeeds
+            self.say(f"warning: {failure}; training continues and tries again: free disk space"
+                     f" in {self.run.run_dir}")
         self._is_behind = bool(failure)
 
     def _write_records(self) -> str:
-        """Write what is not on the disk yet; give what went wrong."""
+        """Write the records that are not on disk yet; return what failed."""
         try:
             if self._unwritten:
                 failpoint("record")
@@ -163,21 +164,21 @@ class Console:
         return ""
 
     def _plain_line(self, global_step: int, learning_rate: float, window: WindowSummary) -> str:
-        return (f"step {global_step + 1:,}/{self.plan.num_steps:,} | loss {window.train_loss:.4f}"
+        return (f"step {global_step + 1:,}/{self.num_steps:,} | loss {window.train_loss:.4f}"
                 f" | grad norm {window.grad_norm:.2f} | lr {learning_rate:.2e} | ")
 
     def _seconds_left(self, global_step: int, seconds: dict[str, float]) -> float:
-        steps_left = self.plan.num_steps - 1 - global_step
-        recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONCE_A_START)
+        steps_left = self.num_steps - 1 - global_step
+        recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONE_TIME_PHASES)
         return steps_left * recurring / (global_step + 1)
 
 
-def batch_arithmetic(plan: BatchPlan) -> list[str]:
-    """Say how a global batch comes about and what the run amounts to."""
+def batch_arithmetic(plan: BatchPlan, num_steps: int) -> list[str]:
+    """Return the sizes of a global batch and of the whole run as text."""
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     return [
         f"microbatch {plan.microbatch_size} x accumulation {plan.gradient_accumulation_steps}"
         f" x {processes} = global batch {plan.global_batch_size} sequences"
         f" x {plan.context_length:,} tokens = {plan.tokens_per_step:,} tokens a step",
-        f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens",
+        f"{num_steps:,} steps = {num_steps * plan.tokens_per_step:,} tokens",
     ]

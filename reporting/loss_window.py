@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reporting.clock import REPORT_INTERVAL
+REPORT_INTERVAL = 10  # global steps between two reports of the losses
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
                  for numbers in (seconds, usd))
 
 
-def remove_metrics_from(path: Path, first_step: int, *, owes_validation: bool = False) -> None:
+def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool = False) -> None:
     """Drop what lies behind the checkpoint that a run goes on from: those steps come again.
 
     So does the validation before them, where it is owed.
@@ -100,7 +100,7 @@ def remove_metrics_from(path: Path, first_step: int, *, owes_validation: bool = 
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["global_step"] < first_step
-            and not (owes_validation and record["global_step"] == first_step - 1
+            and not (lacks_validation and record["global_step"] == first_step - 1
                      and "validation_loss" in record)]
     write_aside(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
 

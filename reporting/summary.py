@@ -1,4 +1,4 @@
-"""How a run stands, or has ended: `summary.json`, and what a person reads of it."""
+"""`summary.json`: the status of a run, or how it ended, and the same as text."""
 
 from __future__ import annotations
 
@@ -30,36 +30,37 @@ from tokens.batch_plan import BatchPlan
 SHOWN_PHASES = {
     TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
     CHECKPOINT: "checkpoints and charts", COMPILE: "compiling and first steps",
-    DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between starts",
+    DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between launches",
 }
 FINISHED = "finished"
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """Where a run stands when a start of it ends."""
+    """The state of a run when a launch ends."""
 
     global_step: int
-    stop_reason: str | None  # where the run is not finished
-    owes_validation: bool  # then it is not, though all its steps are taken
+    num_steps: int  # the length of the schedule
+    stop_reason: str | None  # unless the run is finished
+    lacks_validation: bool  # the last step is taken, but its validation was interrupted
     num_parameters: int
     best: dict[str, Any] | None  # checkpoint, global_step, loss
-    checkpoints: dict[str, float]  # of this start: saved, longest_write_seconds
+    checkpoints: dict[str, float]  # of this launch: saved, longest_write_seconds
     machine: dict[str, Any]
 
 
 def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict[str, Any]:
-    """Gather what `summary.json` says."""
+    """Return the contents of `summary.json` at the end of a launch."""
     records = read_metrics(run.metrics_path)
     tokens = (end.global_step + 1) * plan.tokens_per_step
-    is_finished = end.global_step == plan.num_steps - 1 and not end.owes_validation
+    is_finished = end.global_step == end.num_steps - 1 and not end.lacks_validation
     seconds, usd = clock.read(), clock.usd()
     return {
         "run": run.name,
         "status": FINISHED if is_finished else "stopped",
         "reason": None if is_finished else end.stop_reason,
         "global_step": end.global_step,
-        "num_steps": plan.num_steps,
+        "num_steps": end.num_steps,
         "tokens": tokens,
         "num_parameters": end.num_parameters,
         "train_loss": _last(records, "train_loss"),
@@ -67,28 +68,28 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "skipped_steps": sum(record.get("skipped_steps", 0) for record in records),
         "best": end.best,
         "checkpoints": end.checkpoints
-        | {"stalled_seconds": clock.read_this_start()[CHECKPOINT]},
+        | {"stalled_seconds": clock.read_this_launch()[CHECKPOINT]},
         **_spent(seconds, usd),
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
         "tokens_per_second_overall": tokens / sum(seconds.values()),
         "machine": end.machine,
-        "batch": asdict(plan),
+        "batch": asdict(plan) | {"num_steps": end.num_steps},
         "model": run.model.model_dump(),
         "train": run.train.model_dump(),
     }
 
 
-def is_marked(run: Run, status: str) -> bool:
-    """Tell if `summary.json` is there and says that a run stands like this."""
+def has_status(run: Run, status: str) -> bool:
+    """Return whether a run's `summary.json` exists and has this status."""
     try:
         return json.loads(read_plain(run.summary_path))["status"] == status
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 
-def mark_run(run: Run, status: str, reason: str | None, *, seconds: dict[str, float],
+def write_status(run: Run, status: str, reason: str | None, *, seconds: dict[str, float],
              usd: dict[str, float]) -> None:
-    """Write a `summary.json` that says how a run stands, and what it has spent."""
+    """Write a `summary.json` with only a run's status, its reason and what it has spent."""
     state = {"run": run.name, "status": status, "reason": reason, **_spent(seconds, usd)}
     with suppress(OSError):
         write_aside(run.summary_path, to_json(state, indent=2) + "\n")
@@ -98,18 +99,18 @@ def _spent(seconds: dict[str, float], usd: dict[str, float]) -> dict[str, Any]:
     return {"seconds": seconds, "usd": usd | {"total": sum(usd.values())} if usd else None}
 
 
-def settle(run: Run, status: int) -> int:
-    """Give the exit status of a start whose processes have ended, and let its summary know.
+def final_status(run: Run, status: int) -> int:
+    """Return the exit status of a launch whose processes have ended, and correct its summary.
 
     Args:
-        status: torchrun's; 0 is also that of a run that a signal to one process has stopped.
+        status: torchrun's; it is 0 also if a signal to one process has stopped the run.
     """
     try:
         summary = json.loads(read_plain(run.summary_path))
         stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()
                            if summary["reason"] == name), 0)
-        if summary["status"] == "running":  # nobody was left to say more
-            signal_name = STOP_SIGNALS.get(status - 128)  # a second one: it left at once
+        if summary["status"] == "running":  # the processes were killed
+            signal_name = STOP_SIGNALS.get(status - 128)  # a second signal: they exited at once
             summary |= {"status": "stopped", "reason": signal_name} if signal_name else {
                 "status": "failed", "reason": f"ended with status {status}"}
             with suppress(OSError):
@@ -120,7 +121,7 @@ def settle(run: Run, status: int) -> int:
 
 
 def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
-    """Word a summary for a person."""
+    """Return a summary as lines of text."""
     best, saved = summary["best"], summary["checkpoints"]
     losses = f"training loss {_loss(summary['train_loss'])}"
     if summary["validation_loss"] is not None:
@@ -132,11 +133,11 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         _split("time", summary["seconds"], duration),
         *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
         f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} a second while"
-        f" training, {summary['tokens_per_second_overall']:,.0f} with everything else",
-        f"checkpoints: {saved['saved']} in this start; training stood still for"
-        f" {saved['stalled_seconds']:.2f} s, while the longest was being written for"
+        f" training, {summary['tokens_per_second_overall']:,.0f} over all the time",
+        f"checkpoints: {saved['saved']} in this launch; they stalled training for"
+        f" {saved['stalled_seconds']:.2f} s; the longest write in the background took"
         f" {saved['longest_write_seconds']:.2f} s",
-        *([f"steps skipped, their gradient was not finite: {summary['skipped_steps']}"]
+        *([f"steps skipped because of a non-finite gradient: {summary['skipped_steps']}"]
           if summary["skipped_steps"] else []),
         f"best checkpoint: {run.checkpoints_dir / best['checkpoint']}"
         f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})"
@@ -145,7 +146,7 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
 
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:
-    """Word what was spent, in all and by phase."""
+    """Return what was spent as text, in all and by phase."""
     total = sum(spent[phase] for phase in SHOWN_PHASES) + spent[CHART]
     parts = {phase: spent[phase] for phase in SHOWN_PHASES}
     parts[CHECKPOINT] += spent[CHART]
@@ -155,7 +156,7 @@ def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> 
 
 
 def step_seconds(seconds: dict[str, float]) -> float:
-    """Give what global steps have taken, with the waiting for data and for other processes."""
+    """Return the seconds of all global steps, with waiting for data and other processes."""
     return seconds[TRAINING] + seconds[WAITING]
 
 
@@ -168,6 +169,7 @@ def _loss(loss: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return seconds as h:mm:ss or m:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

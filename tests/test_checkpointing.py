@@ -8,18 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch.amp import GradScaler
 
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
-from basics.manifest import MANIFEST, find_damage
+from basics.manifest import MANIFEST, find_damage, write_manifest
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,
+    LossScale,
+    SnapshotBuffers,
+    TrainingState,
+    Validation,
+    add_validation,
     find_checkpoint,
     list_checkpoints,
+    load_checkpoint,
+    load_weights,
     newest_whole,
+    open_checkpoint,
     prune,
     remove_partial_checkpoints,
     save_checkpoint,
@@ -32,13 +41,12 @@ from reporting.clock import PhaseClock
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
-from trainer.checkpoint_loading import load_checkpoint
 from trainer.optimization import build_optimizer
 from trainer.resuming import changed_validation, check_identity, check_weights_fit
-from trainer.startup import Job, prepare
-from trainer.step import SnapshotBuffers, TrainingState
+from trainer.startup import PreparedRun, prepare_run
 
 MODEL = ModelConfig(**TINY_MODEL)
+NORM = "final_norm.bias"
 
 
 def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
@@ -54,6 +62,7 @@ def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
 def describe(global_step: int, loss: float | None = 1.0) -> CheckpointMeta:
     return CheckpointMeta(global_step=global_step, tokens=0, loss=loss, train_loss=loss,
                           seconds={}, tokenizer=None, model=MODEL, random_seed=42,
+                          loss_scale=LossScale(scale=2.0**global_step, growth_tracker=3),
                           data={"train": "100 tokens, abc"})
 
 
@@ -75,6 +84,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         for key, value in moments.items():
             assert torch.equal(value, found[index][key]), (index, key)
     assert loaded.scaler.get_scale() == 2.0**7
+    assert loaded.loss_scale() == LossScale(scale=2.0**7, growth_tracker=3)
 
 
 def test_latest_is_the_highest_step_and_best_the_lowest_loss(tmp_path: Path) -> None:
@@ -123,7 +133,8 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["deleted", "cut short", "a bit", "rubbish"])
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "meta.json", MANIFEST])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.safetensors", "meta.json", MANIFEST])
 def test_damage_is_named_and_the_newest_whole_one_used(
     tmp_path: Path, file: str, how: str
 ) -> None:
@@ -174,7 +185,7 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) ->
     checkpoint = save(tmp_path / "checkpoints", 3)
     manifest = json.loads((checkpoint.path / MANIFEST).read_text())
     assert manifest["global_step"] == 3 and manifest["files"].keys() == {
-        "model.safetensors", "optimizer.pt", "meta.json"}
+        "model.safetensors", "optimizer.safetensors", "meta.json"}
     (tmp_path / "secret").write_text("x")
     manifest["files"] = {"../../secret": {"bytes": 1, "sha256": "0" * 64}}
     (checkpoint.path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -198,7 +209,7 @@ def test_another_run_is_no_resume(workplace: Workplace, changes: dict, message: 
     assert "--fresh" in str(caught.value)
 
 
-def test_another_dropout_is_a_lever(workplace: Workplace) -> None:
+def test_dropout_may_change_in_mid_run(workplace: Workplace) -> None:
     workplace.add_run(model={"drop_rate": 0.3})
     checkpoint = save(workplace.root, 3)
     check_identity(checkpoint, load_run(workplace.runs_dir, "tiny"), checkpoint.meta.data)
@@ -211,27 +222,96 @@ def test_the_configs_weight_decay_counts_after_loading(tmp_path: Path) -> None:
     assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7
 
 
-def test_a_checkpoint_has_no_say_in_how_the_optimizer_works(tmp_path: Path) -> None:
-    checkpoint, loaded = save(tmp_path, 3), state(0)
-    wanted = [{**group, "params": None} for group in loaded.optimizer.param_groups]
-    trainer = torch.load(checkpoint.path / "optimizer.pt", weights_only=True)
-    for group in trainer["optimizer"]["param_groups"]:
-        group |= {"betas": ("a", "b"), "eps": float("nan"), "maximize": True, "amsgrad": True,
-                  "fused": False, "lr": "x"}
-    torch.save(trainer, checkpoint.path / "optimizer.pt")
-    load_checkpoint(checkpoint, loaded)
-    assert wanted == [{**group, "params": None} for group in loaded.optimizer.param_groups]
+def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
+    checkpoint = add_validation(save(tmp_path, 3), Validation(loss=1.5))
+    assert {path.name for path in checkpoint.path.iterdir()} == {
+        "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", MANIFEST}
+    for path in checkpoint.path.iterdir():
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        else:
+            safetensors.torch.load_file(path)
 
 
-@pytest.mark.parametrize("scaler", [{}, {"scale": "x"}, {"scale": float("nan")}, {"scale": -1.0},
-                                    {"_growth_tracker": -1}])
-def test_a_loss_scale_that_is_none(tmp_path: Path, scaler: dict) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_its_weights_are_read(
+    tmp_path: Path
+) -> None:
     checkpoint = save(tmp_path, 3)
-    trainer = torch.load(checkpoint.path / "optimizer.pt", weights_only=True)
-    trainer["scaler"] = scaler and trainer["scaler"] | scaler
-    torch.save(trainer, checkpoint.path / "optimizer.pt")
-    with pytest.raises(UserError, match="cannot be loaded: "):
+    meta = json.loads((checkpoint.path / "meta.json").read_text()) | {"owes_validation": True}
+    del meta["loss_scale"]
+    (checkpoint.path / "meta.json").write_text(json.dumps(meta))
+    (checkpoint.path / "optimizer.safetensors").unlink()
+    torch.save(state(3).optimizer.state_dict(), checkpoint.path / "optimizer.pt")
+    (checkpoint.path / MANIFEST).unlink()
+    write_manifest(checkpoint.path, global_step=3, tokens=0)
+    (old,) = list_checkpoints(tmp_path)
+    with pytest.raises(UserError, match="was written by an earlier version") as caught:
+        load_checkpoint(old, state(0))
+    assert "\n" not in str(caught.value)
+    model = state(0).model
+    load_weights(old, model)
+    for name, value in state(3).model.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda moments: moments.pop(f"step/{NORM}"), f"step/{NORM} is not"),
+    (lambda moments: moments.update(more=torch.zeros(1)), "more is"),
+    (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(3)}), r"is \[3\], wanted"),
+    (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(16).half()}), "not a float32"),
+    (lambda moments: moments[f"exp_avg_sq/{NORM}"].fill_(-1), "holds numbers from -1"),
+    (lambda moments: moments[f"exp_avg/{NORM}"].fill_(torch.nan), "holds numbers from nan"),
+])
+def test_moments_that_do_not_fit_the_model_are_refused(
+    tmp_path: Path, change: Callable[[dict], object], message: str
+) -> None:
+    checkpoint, path = save(tmp_path, 3), tmp_path / "latest/optimizer.safetensors"
+    moments = {key: value.clone() for key, value in safetensors.torch.load_file(path).items()}
+    change(moments)
+    safetensors.torch.save_file(moments, path)
+    with pytest.raises(UserError, match=rf"cannot be loaded: .*{message}"):
         load_checkpoint(checkpoint, state(0))
+
+
+@pytest.mark.parametrize(
+    "loss_scale", [{}, {"scale": "x"}, {"scale": -1.0}, {"growth_tracker": -1}])
+def test_a_wrong_loss_scale_is_damage(tmp_path: Path, loss_scale: dict) -> None:
+    path = save(tmp_path, 3).path
+    meta = json.loads((path / "meta.json").read_text())
+    meta["loss_scale"] = loss_scale and meta["loss_scale"] | loss_scale
+    (path / "meta.json").write_text(json.dumps(meta))
+    (path / MANIFEST).unlink()
+    write_manifest(path, global_step=3, tokens=0)
+    with pytest.raises(UserError, match="damaged: meta.json cannot be read"):
+        open_checkpoint(path)
+
+
+def test_a_validation_joins_its_checkpoint_and_decides_which_is_best(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 3, None), save(tmp_path, 4, None)
+    assert os.readlink(tmp_path / "best") == second.name  # no loss is known
+    assert add_validation(first, Validation(loss=1.25)).loss == 1.25
+    assert os.readlink(tmp_path / "best") == first.name
+    add_validation(second, Validation(loss=None))  # not finite: validated, but never the best
+    found = {checkpoint.name: checkpoint for checkpoint in list_checkpoints(tmp_path)}
+    assert found[first.name].validation == Validation(loss=1.25)
+    assert found[second.name].validation == Validation(loss=None)
+    assert os.readlink(tmp_path / "best") == first.name
+    assert not find_damage(first.path, thoroughly=True)
+    damage(first.path / "validation.json", "a bit")
+    assert find_damage(first.path, thoroughly=True).startswith("validation.json has changed")
+
+
+def test_a_kill_while_a_validation_is_added_leaves_the_checkpoint_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(tmp_path, 3, None)
+    monkeypatch.setenv(VARIABLE, "save.validation:raise")
+    with pytest.raises(RuntimeError):
+        add_validation(checkpoint, Validation(loss=1.0))
+    assert newest_whole(tmp_path) == (checkpoint, [])  # and not validated
+    monkeypatch.delenv(VARIABLE)
+    add_validation(checkpoint, Validation(loss=2.0))
+    assert newest_whole(tmp_path)[0].loss == 2.0
 
 
 @pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
@@ -248,7 +328,7 @@ def test_what_fails_after_the_rename_costs_no_checkpoint(
     steps = [found.meta.global_step for found in list_checkpoints(tmp_path)]
     assert steps == ([1] if fault == "save.links:full" else [0, 1])
     assert writer.take_failure() == {
-        "save.links:full": "the checkpoint of step 2 is whole, but latest and best could not be"
+        "save.links:full": "the checkpoint of step 2 is saved, but latest and best could not be"
                            " renewed (No space left on device)",
         "save.prune:full": "older checkpoints could not be removed (No space left on device)",
     }[fault]
@@ -286,13 +366,13 @@ def test_each_machine_proves_its_own_copy(workplace: Workplace) -> None:
     options = command_line.main(["tiny", "--runs-dir", str(workplace.runs_dir), "--datasets-dir",
                                  str(workplace.datasets_dir)], standalone_mode=False)
     (checkpoint,) = list_checkpoints(workplace.runs_dir / "tiny/checkpoints")
-    damage(checkpoint.path / "optimizer.pt", "a bit")  # on the second machine, behind rank 0's back
+    damage(checkpoint.path / "optimizer.safetensors", "a bit")  # on the second machine only
 
-    def prepared(*, rank: int, local_rank: int) -> Job:
+    def prepared(*, rank: int, local_rank: int) -> PreparedRun:
         place = Process(rank, local_rank, world_size=4, device=torch.device("cpu"))
-        return prepare(options, place, PhaseClock(), Decided([False, checkpoint.name]))
+        return prepare_run(options, place, PhaseClock(), Decided([False, checkpoint.name]))
 
-    with pytest.raises(UserError, match="damaged: optimizer.pt has changed .*, on .*; copy the"):
+    with pytest.raises(UserError, match="damaged: optimizer.s.* has changed .*, on .*; copy"):
         prepared(rank=2, local_rank=0)
     for rank in (0, 1, 3):  # rank 0 has looked before, for all of its machine
         assert prepared(rank=rank, local_rank=rank % 2).resume_from == checkpoint
@@ -304,7 +384,7 @@ class Decided:
 
     by_rank_0: list[object]
 
-    def on(self, step: str, work: Callable[[], object]) -> object:
+    def run(self, step: str, work: Callable[[], object]) -> object:
         return work()
 
     def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
@@ -322,10 +402,10 @@ def test_data_is_neither_read_twice_nor_left_out(workplace: Workplace) -> None:
         assert f"{key} is 16, " in result.stderr and "was trained with 0; set it" in result.stderr
     (run_dir / "train.json").write_text(json.dumps(TINY_TRAIN | {"validation_batches": 2}))
     result = succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
-    assert "warning: a validation is 4 sequences now, up to " in result.stdout
+    assert "warning: a validation has 4 sequences now, up to " in result.stdout
 
 
-def test_a_checkpoint_of_an_earlier_version_has_fewer_fingerprints(workplace: Workplace) -> None:
+def test_a_checkpoint_may_have_fewer_fingerprints_than_the_run(workplace: Workplace) -> None:
     workplace.add_run(model={"drop_rate": 0.3}, train={"start_train_token": 16})
     checkpoint = save(workplace.root, 3)
     data = checkpoint.meta.data | {"start_train_token": "16", "validation_sequences": "6"}
@@ -370,7 +450,7 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path, changes: dict, mess
         check_weights_fit(checkpoint, MODEL.model_copy(update=changes))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"rubbish" * 99])
 def test_damaged_files_are_one_line(tmp_path: Path, file: str, content: bytes) -> None:
     checkpoint = save(tmp_path, 3)

@@ -1,4 +1,4 @@
-"""Checkpoints written behind training's back."""
+"""Asynchronous checkpoint saver: training goes on while a thread writes."""
 
 from __future__ import annotations
 
@@ -10,109 +10,157 @@ from contextlib import suppress
 from pathlib import Path
 
 from basics.failpoints import failpoint
-from checkpointing import PARTIAL_PREFIX, CheckpointMeta, prune, save_checkpoint
+from checkpointing import (
+    PARTIAL_PREFIX,
+    Checkpoint,
+    CheckpointMeta,
+    Snapshot,
+    SnapshotBuffers,
+    TrainingState,
+    Validation,
+    add_validation,
+    prune,
+    save_checkpoint,
+)
 from reporting.metrics_file import fsync_records
-from trainer.step import Snapshot, SnapshotBuffers, TrainingState
 
-LOOK_SECONDS = 0.5  # between two looks at a write that is waited for
+POLL_SECONDS = 0.5  # between two looks at the files of a write that is waited for
 
 
 class BackgroundSaver:
-    """Copies a state to host memory and writes it in a thread, one at a time. Rank 0.
+    """Copies a state to host memory and writes it in a thread, one write at a time. Rank 0.
 
-    A crash while it writes leaves what was whole before. What the disk refuses is told by
-    `take_failure`, and tried again with `retry` or by the next `save`.
+    A crash during a write leaves the earlier checkpoints whole. A write that failed is reported by
+    `take_failure` and tried again by `retry`, or superseded by the next `save`.
 
     Args:
-        sign: called while a write is waited for, as often as it goes forward.
-
-    Attributes:
-        is_behind: whether the newest state is not on the disk, and no longer on its way there.
+        newest: the checkpoint that the run resumed from, which may still lack its validation.
+        heartbeat: called while a write is waited for and makes progress.
     """
 
     def __init__(self, checkpoints_dir: Path, *, keep: int | None = None,
-                 protected: Collection[str] = (),
-                 sign: Callable[[], None] = lambda: None) -> None:
+                 protected: Collection[str] = (), newest: Checkpoint | None = None,
+                 heartbeat: Callable[[], None] = lambda: None) -> None:
         self._checkpoints_dir, self._keep, self._protected = checkpoints_dir, keep, protected
-        self._buffers, self._sign = SnapshotBuffers(), sign
-        # Python waits for it before it ends, also after an exception elsewhere.
+        self._buffers, self._heartbeat = SnapshotBuffers(), heartbeat
+        # Python waits for this thread before it exits, also after an exception elsewhere.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[None] | None = None
-        self._last: tuple[Snapshot, CheckpointMeta] | None = None
+        self._unsaved: tuple[Snapshot, CheckpointMeta] | None = None
+        self._newest, self._validation = newest, newest and newest.validation
         self._failure = ""
-        self.is_behind = False
         self.num_checkpoints = 0
         self.longest_write_seconds = 0.0
 
     def save(self, state: TrainingState, meta: CheckpointMeta) -> None:
-        """Take a snapshot once the last one is written; return as soon as it is taken."""
+        """Take a snapshot when the last one is written; return as soon as it is taken."""
         self.wait()
+        if self._unsaved is None:
+            self.retry()  # a validation that could not be written
         failpoint("save.snapshot")
-        self._last = self._buffers.take(state), meta
-        self._write = self._thread.submit(self._save, *self._last)
+        self._unsaved, self._validation = (self._buffers.take(state), meta), None
+        self._write = self._thread.submit(self._run)
+
+    def add_validation(self, loss: float) -> None:
+        """Add a validation's loss to the newest checkpoint, once that is whole on disk."""
+        self._validation = Validation(loss=loss if math.isfinite(loss) else None)
+        self._write = self._thread.submit(self._run)
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the newest state has been validated."""
+        return self._validation is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something has not been written. Call it after `wait` or `retry`."""
+        return self._unsaved is not None or self._lacks_validation()
+
+    def _lacks_validation(self) -> bool:
+        return bool(self._validation and self._newest) and self._newest.validation is None
+
+    def retry(self) -> None:
+        """Wait for the last write; repeat it if it has failed."""
+        self.wait()
+        if self.is_behind:
+            self._write = self._thread.submit(self._run)
+            self.wait()
+
+    def facts(self) -> dict[str, float]:
+        """Return what `summary.json` records of the checkpoints of this launch."""
+        return {"saved": self.num_checkpoints, "longest_write_seconds": self.longest_write_seconds}
+
+    def wait(self, timeout: float = math.inf) -> None:
+        """Wait until the last write has ended, well or not.
+
+        Heartbeats are sent as long as its files appear and grow, however long it takes.
+        """
+        write, waited, seen = self._write, 0.0, None
+        while write is not None and not write.done() and waited < timeout:
+            wait([write], timeout=POLL_SECONDS)
+            waited += POLL_SECONDS
+            if (progress := self._progress()) != seen:
+                seen = progress
+                self._heartbeat()
+        if write is not None and write.done():
+            self._heartbeat()
+            self._write = None
+            write.result()
+
+    def _progress(self) -> list[tuple[str, int]]:
+        """Return the names and sizes of the files that are being written."""
+        with suppress(OSError):  # a directory was renamed meanwhile
+            files = self._checkpoints_dir.glob(f"{PARTIAL_PREFIX}*/*")
+            return sorted((str(path), path.stat().st_size) for path in files)
+        return []
+
+    def take_failure(self) -> str:
+        """Return why the last write failed, once; empty if it did not."""
+        failure, self._failure = self._failure, ""
+        return failure
 
     def prune(self) -> None:
-        """Remove the checkpoints that are not to be kept; of a failure `take_failure` tells."""
+        """Remove the checkpoints that `keep_checkpoints` does not keep."""
         try:
             if self._keep is not None:
                 prune(self._checkpoints_dir, keep=self._keep, protected=self._protected)
         except OSError as error:
             self._failure = f"older checkpoints could not be removed ({error.strerror or error})"
 
-    def retry(self) -> None:
-        """Write the last snapshot once more, where that has failed."""
-        self.wait()
-        if self.is_behind:
-            self._write = self._thread.submit(self._save, *self._last)
-            self.wait()
-
-    def facts(self) -> dict[str, float]:
-        """Give what a summary says of the checkpoints of this start."""
-        return {"saved": self.num_checkpoints, "longest_write_seconds": self.longest_write_seconds}
-
-    def wait(self, timeout: float = math.inf) -> None:
-        """Wait until what was begun is written, or has failed.
-
-        However long it takes, it is alive as long as files come and grow.
-        """
-        write, waited, seen = self._write, 0.0, None
-        while write is not None and not write.done() and waited < timeout:
-            wait([write], timeout=LOOK_SECONDS)
-            waited += LOOK_SECONDS
-            if (progress := self._progress()) != seen:
-                seen = progress
-                self._sign()
-        if write is not None and write.done():
-            self._sign()
-            self._write = None
-            write.result()
-
-    def _progress(self) -> list[tuple[str, int]]:
-        """Give what is to be seen of a write: its files and their sizes."""
-        with suppress(OSError):  # one has got its name meanwhile
-            files = self._checkpoints_dir.glob(f"{PARTIAL_PREFIX}*/*")
-            return sorted((str(path), path.stat().st_size) for path in files)
-        return []
-
-    def take_failure(self) -> str:
-        """Give what the last write has failed of, once; else nothing."""
-        failure, self._failure = self._failure, ""
-        return failure
-
-    def _save(self, snapshot: Snapshot, meta: CheckpointMeta) -> None:
+    def _run(self) -> None:
+        """Write whatever is not on disk yet. In the thread."""
         began = time.perf_counter()
-        self.is_behind = True
-        try:
-            fsync_records(self._checkpoints_dir.parent / "metrics.jsonl")
-            saved = save_checkpoint(self._checkpoints_dir, snapshot, meta)
-        except OSError as error:
-            self._failure = f"the checkpoint of step {meta.global_step + 1:,} could not be written"
-            self._failure += f" ({error.strerror or error})"
+        if self._unsaved is not None and not self._save(*self._unsaved):
             return
-        self.is_behind = False
-        self.num_checkpoints += 1
-        if saved.remark:
-            self._failure = (f"the checkpoint of step {meta.global_step + 1:,} is whole, but latest"
-                             f" and best could not be renewed ({saved.remark})")
+        if self._lacks_validation() and not self._save_validation(self._newest):
+            return
         self.prune()
         self.longest_write_seconds = max(self.longest_write_seconds, time.perf_counter() - began)
+
+    def _save(self, snapshot: Snapshot, meta: CheckpointMeta) -> bool:
+        what = f"the checkpoint of step {meta.global_step + 1:,}"
+        try:
+            fsync_records(self._checkpoints_dir.parent / "metrics.jsonl")
+            self._newest = save_checkpoint(self._checkpoints_dir, snapshot, meta)
+        except OSError as error:
+            self._failure = f"{what} could not be written ({error.strerror or error})"
+            return False
+        self._unsaved = None
+        self.num_checkpoints += 1
+        self._note_remark(what)
+        return True
+
+    def _save_validation(self, checkpoint: Checkpoint) -> bool:
+        what = f"the validation loss of step {checkpoint.meta.global_step + 1:,}"
+        try:
+            self._newest = add_validation(checkpoint, self._validation)
+        except (OSError, ValueError) as error:
+            self._failure = f"{what} could not be written ({getattr(error, 'strerror', error)})"
+            return False
+        self._note_remark(what)
+        return True
+
+    def _note_remark(self, what: str) -> None:
+        if self._newest.remark:
+            self._failure = (f"{what} is saved, but latest and best could not be renewed"
+                             f" ({self._newest.remark})")

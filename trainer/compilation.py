@@ -1,4 +1,4 @@
-"""The loss of a model as fast as its device allows: dtypes, pieces, compiling."""
+"""The training and validation loss in the form that is fastest on a device: dtypes, compiling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from basics.errors import UserError
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
-from processes.launch import choose_precision
 from run_config import ModelConfig, TrainConfig
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
@@ -25,36 +23,27 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def choose_forward_options(
     model: ModelConfig, train: TrainConfig, device: torch.device
 ) -> ForwardOptions:
-    """Settle how the forward pass is computed: what the run asks for, else the fastest here.
+    """Return how the forward pass is computed on a device.
 
-    Raises:
-        UserError: a bfloat16 residual stream, where the precision is another one.
+    Args:
+        train: after `resolve_for_device`.
     """
-    precision, on_gpu = choose_precision(train, device), device.type == "cuda"
-    residual = train.residual_dtype or ("bf16" if on_gpu and precision == "bf16" else "fp32")
-    if residual == "bf16" and precision != "bf16":
-        raise UserError(f'residual_dtype is "bf16", but the precision here is {precision}; drop it'
-                        " from train.json, or use a device that has bf16")
-    is_eager_on_cpu = not on_gpu and not chooses_compile(train, device)
+    on_gpu, in_16_bits = device.type == "cuda", train.precision in ("bf16", "fp16")
+    is_eager_on_cpu = not on_gpu and not train.compile
     return ForwardOptions(
-        residual_dtype=torch.bfloat16 if residual == "bf16" else None,
+        residual_dtype=torch.bfloat16 if train.residual_dtype == "bf16" else None,
         head_chunk_tokens=head_chunk_tokens(model, train, is_eager_on_cpu=is_eager_on_cpu),
         activation_checkpointing=train.activation_checkpointing,
-        head_multiple=HEAD_MULTIPLE if on_gpu and precision in ("bf16", "fp16") else 1,
-        attention_in_blocks=is_eager_on_cpu and precision in ("bf16", "fp16"),
+        head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
+        attention_in_blocks=is_eager_on_cpu and in_16_bits,
     )
 
 
-def chooses_compile(train: TrainConfig, device: torch.device) -> bool:
-    """Tell if the model is to be compiled: what the run asks for, else on a GPU."""
-    return device.type == "cuda" if train.compile is None else train.compile
-
-
 def keep_compiled_code() -> None:
-    """Let what is compiled outlive a reboot, unless the environment names a place for it.
+    """Keep compiled code in the user's cache directory, unless the environment names another one.
 
-    Call it before anything imports torch._dynamo, as building an optimizer does: PyTorch then
-    settles for a temporary directory. Not in the run's own directory: it is code.
+    PyTorch's default is a temporary directory, which a reboot clears. Call this before anything
+    imports torch._dynamo (building an optimizer does), because that reads the variable.
     """
     ours = _our_cache_dir()
     if ours is not None:
@@ -62,16 +51,17 @@ def keep_compiled_code() -> None:
 
 
 class ByLayer(nn.Module):
-    """A model's training loss for DistributedDataParallel, each layer compiled by itself.
+    """A model's training loss for DistributedDataParallel, with each layer compiled separately.
 
-    One compilation serves all layers. The gradients of a layer are there when its own backward
-    pass ends, and travel while the layers before it go on: of one graph, all would come at its end.
+    One compilation serves all layers. A layer's gradients are complete when its own backward pass
+    ends, so they are all-reduced while the backward pass goes on. Out of one graph for the whole
+    model, all gradients would come at its end.
     """
 
     def __init__(self, model: GPTModel, train: TrainConfig) -> None:
         super().__init__()
-        torch._dynamo.config.optimize_ddp = False  # a layer is not to be cut further
-        _drop_as_eager(model)
+        torch._dynamo.config.optimize_ddp = False  # do not cut a layer's graph at DDP's buckets
+        _draw_dropout_as_eager(model)
         self.model = model
         self._run_block, self._loss = (_compiled(function, train)
                                        for function in (run_block, GPTModel.loss))
@@ -82,11 +72,11 @@ class ByLayer(nn.Module):
 
 
 class Whole(nn.Module):
-    """A model's training loss, compiled in one piece."""
+    """A model's training loss, compiled as one graph."""
 
     def __init__(self, model: GPTModel, train: TrainConfig) -> None:
         super().__init__()
-        _drop_as_eager(model)
+        _draw_dropout_as_eager(model)
         self.model = model
         self._loss = _compiled(_training_loss, train)
 
@@ -95,24 +85,24 @@ class Whole(nn.Module):
 
 
 def compiled_validation_loss(model: GPTModel, train: TrainConfig) -> Callable[..., Tensor]:
-    """Give a model's loss as a function of (token_ids, targets), compiled apart from training's."""
+    """Return a model's loss as a function of (token_ids, targets), compiled for validation."""
     return partial(_compiled(_validation_loss, train), model)
 
 
 def compile_error(work: Callable[[], object]) -> str:
-    """Do something that compiles; give a line of what it trips over, else nothing.
+    """Run something that compiles; return a line about why it failed, empty if it did not.
 
-    It is tried a second time with nothing kept: a process that was killed while it compiled may
-    have left half a file, on which all later ones would trip.
+    After a failure it is tried once more with an empty cache: a process that was killed while it
+    compiled may have left a truncated file, which every later launch would read.
 
     Raises:
-        torch.OutOfMemoryError: the device is full, which is no fault of the compiler.
+        torch.OutOfMemoryError: the device's memory is full, which is not a compile error.
     """
     reason = _compile_error(work)
     if reason:
         kept = Path(os.environ.get(CACHE_VARIABLE, ""))
         os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
-        os.environ.pop("TRITON_CACHE_DIR", None)  # which is below the other
+        os.environ.pop("TRITON_CACHE_DIR", None)  # a directory inside the other one
         _forget_compiled_code()
         reason = _compile_error(work)
         if not reason and kept == _our_cache_dir():
@@ -121,8 +111,8 @@ def compile_error(work: Callable[[], object]) -> str:
 
 
 def _forget_compiled_code() -> None:
-    """Drop what this process holds of it, the paths of its files too."""
-    from torch._inductor.utils import clear_caches  # seconds, where nothing is compiled
+    """Drop this process's compiled code and the paths of its files."""
+    from torch._inductor.utils import clear_caches  # slow to import, and rarely needed
 
     torch.compiler.reset()
     clear_caches()
@@ -131,7 +121,7 @@ def _forget_compiled_code() -> None:
 def _our_cache_dir() -> Path | None:
     try:
         return Path.home() / ".cache" / "ddp-train" / "inductor"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home directory
         return None
 
 
@@ -140,7 +130,7 @@ def _compile_error(work: Callable[[], object]) -> str:
         work()
     except torch.OutOfMemoryError:
         raise
-    # A compiler, its language, its cache and its generated code fail in ways of their own.
+    # Dynamo, inductor, Triton, the C++ compiler and the cache raise errors of many types.
     except Exception as error:
         lines = [line for line in str(error).splitlines()
                  if line.strip() and not line.endswith("raised:")]
@@ -148,7 +138,7 @@ def _compile_error(work: Callable[[], object]) -> str:
     return ""
 
 
-# What is compiled is kept by the function's code: two of them do not look through each other's.
+# Dynamo caches by code object: two functions keep training and validation apart.
 def _training_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Tensor:
     return model(token_ids, targets)
 
@@ -157,8 +147,8 @@ def _validation_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Ten
     return model(token_ids, targets)
 
 
-def _drop_as_eager(model: GPTModel) -> None:
-    """Draw dropout as eager code does: else the masks would depend on what is one graph."""
+def _draw_dropout_as_eager(model: GPTModel) -> None:
+    """Draw dropout masks as eager code does; inductor's masks depend on how graphs are cut."""
     if model.config.drop_rate > 0:
         torch._inductor.config.fallback_random = True
 

@@ -1,4 +1,4 @@
-"""What a checkpoint must be for a run to go on from it."""
+"""Checks that a checkpoint belongs to the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gpt import GPTModel
 from run_config import ModelConfig, Run
 from tokens.batch_plan import BatchPlan
 
-FREE_TO_CHANGE = {"drop_rate", "init"}  # of model.json, in the middle of a run
-STARTS = ("start_train_token", "start_val_token")  # of train.json: data would be read twice
+FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that may change in mid-run
+STARTS = ("start_train_token", "start_val_token")  # changed ones would read data twice
 
 
 def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
     """Compare a checkpoint's tensor names and shapes with a model's, without loading either.
 
     Raises:
-        UserError: the file is damaged, or was written by a model of another shape.
+        UserError: the file is damaged, or belongs to a model of another shape.
     """
     path = checkpoint.path / "model.safetensors"
     try:
@@ -41,30 +41,29 @@ def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
 
 
 def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
-    """Refuse to go on with another global batch: data would be read twice, or left out.
+    """Refuse to resume with another global batch size: data would be read twice, or skipped.
 
     Raises:
-        UserError: the checkpoint's tokens are not those of its steps under this plan.
+        UserError: the checkpoint's tokens are not its steps times this plan's tokens a step.
     """
     num_steps = checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
         raise UserError(
             f"{checkpoint.path}: was trained with {checkpoint.meta.tokens // num_steps} tokens a"
-            f" step, this start has {plan.tokens_per_step}; change gradient_accumulation_steps or"
+            f" step, this launch has {plan.tokens_per_step}; change gradient_accumulation_steps or"
             " the number of processes, or set global_batch_size to"
             f" {checkpoint.meta.tokens // num_steps // plan.context_length}; or use --fresh"
         )
 
 
 def check_identity(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
-    """Refuse to go on with another model, seed or data: it would be another run.
+    """Refuse to resume with another model, seed or data: it would be another run.
 
     Args:
-        data: the fingerprints of what the run reads. A checkpoint may have fewer of them: earlier
-            versions did.
+        data: the fingerprints of the token files. Checkpoints of earlier versions have fewer.
 
     Raises:
-        UserError: naming what has changed and how to keep it.
+        UserError: names the change and how to undo it.
     """
     meta = checkpoint.meta
     for key, was in meta.model.model_dump(exclude=FREE_TO_CHANGE).items():
@@ -88,9 +87,9 @@ def check_identity(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
 
 
 def changed_validation(checkpoint: Checkpoint, data: dict[str, str]) -> list[str]:
-    """Warn where validations are of another length than before: another split may bring it."""
+    """Warn if a validation has another length than before, as another split can cause."""
     found = data.get("validation_sequences")
     was = checkpoint.meta.data.get("validation_sequences", found)
     return [] if was == found else [
-        f"a validation is {found} sequences now, up to {checkpoint.name} it was {was}: best"
-        " compares the losses of both"]
+        f"a validation has {found} sequences now, up to {checkpoint.name} it had {was}: best"
+        " compares losses of both lengths"]

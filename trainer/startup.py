@@ -1,13 +1,13 @@
-"""A run made ready: all that can be checked before the first collective."""
+"""Everything that is checked before the first collective, and the run that is ready to train."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+
+import torch
 
 from basics.errors import UserError
 from basics.failpoints import failpoint
@@ -16,7 +16,9 @@ from checkpointing import (
     BEST,
     LATEST,
     Checkpoint,
+    TrainingState,
     find_checkpoint,
+    load_checkpoint,
     newest_whole,
     open_checkpoint,
 )
@@ -25,85 +27,83 @@ from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
 from processes.launch import Process
 from processes.startup_agreement import Agreement
-from reporting.clock import BYTES_PER_PARAMETER_SAVED, DOWNLOAD, Budget, PhaseClock
+from reporting.clock import DOWNLOAD, PhaseClock
 from reporting.metrics_file import check_records, spent_before
-from reporting.summary import FINISHED, is_marked
+from reporting.summary import FINISHED, has_status
 from run_config import Run, check_inside, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, check_token_range, open_run_data
+from trainer.budget import BYTES_PER_PARAMETER_SAVED, Budget
+from trainer.precision import resolve_for_device
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
-
-T = TypeVar("T")
+from trainer.step import build_training_state
 
 
 @dataclass(frozen=True)
-class Job:
-    """A run, checked and ready to start."""
+class PreparedRun:
+    """A run that has been checked and is ready to train."""
 
-    run: Run
+    run: Run  # its train config is resolved for the device
     data: RunData
     resume_from: Checkpoint | None
     options: Options
-    has_ended: bool  # an earlier start has come through to the very end
+    has_finished: bool  # summary.json says so
     warnings: tuple[str, ...] = ()
 
     @property
     def plan(self) -> BatchPlan:
-        """The data's plan, or a shorter one that `fit_budget` laid out in an earlier start."""
-        laid_out = self.resume_from.meta.num_steps if self.resume_from else None
-        if not self.run.train.fit_budget or laid_out is None:
-            return self.data.plan
-        return replace(self.data.plan, num_steps=min(laid_out, self.data.plan.num_steps))
+        return self.data.plan
+
+    @property
+    def num_steps(self) -> int:
+        """The length of the schedule: the plan's, or a shorter one that `fit_budget` has set."""
+        fitted = self.resume_from.meta.num_steps if self.resume_from else None
+        if not self.run.train.fit_budget or fitted is None:
+            return self.plan.num_steps
+        return min(fitted, self.plan.num_steps)
 
     @property
     def first_step(self) -> int:
         return self.resume_from.meta.global_step + 1 if self.resume_from else 0
 
     @property
+    def lacks_validation(self) -> bool:
+        """Whether the checkpoint's validation was due, and an earlier launch ended before it."""
+        train, step = self.run.train, self.first_step
+        if not (self.resume_from and train.validates) or self.resume_from.loss is not None:
+            return False
+        is_due = step % train.validation_interval == 0 or step == self.num_steps
+        return is_due and self.resume_from.validation is None
+
+    @property
     def is_trained(self) -> bool:
-        """Whether nothing is left to be computed."""
-        return self.first_step >= self.plan.num_steps and not self.owes_validation
+        """Whether all steps have been taken."""
+        return self.first_step >= self.num_steps
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to be done: a kill may come between the last step and the end."""
-        return self.is_trained and self.has_ended
-
-    @property
-    def owes_validation(self) -> bool:
-        """Whether a signal kept an earlier start from validating at its end."""
-        return bool(self.resume_from and self.resume_from.meta.owes_validation)
+        """Whether nothing is left to do; a kill may come between the last step and the end."""
+        return self.is_trained and not self.lacks_validation and self.has_finished
 
     def identity(self) -> object:
-        """Give what has to be the same on all processes."""
+        """Return the values that must be equal on all processes."""
         checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
-        return self.run.model, self.run.train, self.data.plan, self.data.fingerprints, checkpoint
+        return self.run.model, self.run.train, self.plan, self.data.fingerprints, checkpoint
 
     def finished_line(self) -> str:
-        return (f"{self.run.name} is complete: {self.plan.num_steps:,} steps,"
-                f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
+        return (f"{self.run.name} is complete: {self.num_steps:,} steps,"
+                f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it over")
 
 
-class Alone:
-    """Stands for `Agreement` where there is one process."""
-
-    def run(self, step: str, work: Callable[[], T]) -> T:
-        return work()
-
-    def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
-        return work()
-
-
-def prepare(options: Options, process: Process, clock: PhaseClock,
-            agreement: Agreement | Alone) -> Job:
+def prepare_run(options: Options, process: Process, clock: PhaseClock,
+                agreement: Agreement) -> PreparedRun:
     """Check everything that can be checked before the first collective. Every rank.
 
     Raises:
         UserError: on every rank, whichever found it.
     """
     step = agreement.run
-    run = step("configs",
-               lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
+    run = step("configs", lambda: _load_run(options, process))
     step("run directory", lambda: check_run_dir(run))
     dataset_dir = options.datasets_dir / run.train.dataset
     step("dataset directory",
@@ -113,30 +113,42 @@ def prepare(options: Options, process: Process, clock: PhaseClock,
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     step("token ids", lambda: check_token_range(run, data) if process.is_main_of_node else None)
-    has_ended, name, *warnings = json.loads(agreement.from_rank_0(
-        "checkpoint", lambda: json.dumps([is_marked(run, FINISHED),
+    has_finished, name, *warnings = json.loads(agreement.from_rank_0(
+        "checkpoint", lambda: json.dumps([has_status(run, FINISHED),
                                           *choose_checkpoint(run, options)])))
-    sees_first = process.is_main_of_node and not process.is_main  # of what lies on this machine
+    is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
     resume_from = step("resuming", lambda: check_resume_point(
-        run, name, data, thoroughly=sees_first) if name else None)
+        run, name, data, thoroughly=is_first_reader) if name else None)
     if resume_from is not None:
         warnings += changed_validation(resume_from, data.fingerprints)
-    job = Job(run, data, resume_from, options, has_ended, tuple(warnings))
-    if resume_from is not None:
-        clock.go_on_from(resume_from.meta.seconds, resume_from.meta.usd)
+        clock.resume(resume_from.meta.seconds, resume_from.meta.usd)
+    prepared = PreparedRun(run, data, resume_from, options, has_finished, tuple(warnings))
     if not options.fresh:
         clock.count_lost(*step("spent", lambda: spent_before(run.metrics_path, run.summary_path)))
     clock.usd_per_hour = run.train.usd_per_hour
-    step("budget", lambda: check_budget(job, clock))
-    step("room", lambda: check_room(job) if process.is_main else None)
-    return job
+    step("budget", lambda: check_budget(prepared, clock))
+    step("disk space", lambda: check_disk_space(prepared) if process.is_main else None)
+    return prepared
+
+
+def build_state(prepared: PreparedRun, device: torch.device) -> TrainingState:
+    """Build the model and its optimizer; load the checkpoint that the run resumes from, if any."""
+    state = build_training_state(prepared.run.model, prepared.run.train, device)
+    if prepared.resume_from is not None:
+        load_checkpoint(prepared.resume_from, state)
+    return state
+
+
+def _load_run(options: Options, process: Process) -> Run:
+    run = load_run(options.runs_dir, options.run).priced(options.usd_per_hour)
+    return replace(run, train=resolve_for_device(run.train, process.device))
 
 
 def check_run_dir(run: Run) -> None:
-    """Refuse what a stranger may have laid where a run reads and writes.
+    """Refuse links, pipes and other unexpected entries where a run reads and writes.
 
     Raises:
-        UserError: naming the first place that is not what a run has there.
+        UserError: names the first one.
     """
     failpoint("prepare")
     for path in (run.checkpoints_dir, run.run_dir / "set-aside"):
@@ -148,11 +160,11 @@ def check_run_dir(run: Run) -> None:
         check_records(path)
     for path in (run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST):
         if path.exists() and not path.is_symlink():
-            raise UserError(f"{path}: is not a link; move it away: a run points it to a checkpoint")
+            raise UserError(f"{path}: is not a link to a checkpoint; move it away")
 
 
 def choose_checkpoint(run: Run, options: Options) -> list[str]:
-    """Name the checkpoint that the run goes on from, or nothing; with warnings of damaged ones."""
+    """Return the name of the checkpoint to resume from, or "", then warnings of damaged ones."""
     if options.fresh:
         return [""]
     if options.checkpoint in (None, LATEST):
@@ -162,15 +174,15 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
     else:
         checkpoint, warnings = find_checkpoint(run.checkpoints_dir, options.checkpoint), []
     if checkpoint is None and options.checkpoint:
-        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; start without naming one")
+        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
     return [checkpoint.name if checkpoint else "", *warnings]
 
 
 def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
-    """Open a checkpoint that rank 0 has found whole, and check that it fits the run.
+    """Open a checkpoint that rank 0 has found whole, and check that it belongs to the run.
 
     Args:
-        thoroughly: read every byte, as one process does of each machine: it may have its own copy.
+        thoroughly: read every byte, as one process of each machine does: it may have its own copy.
     """
     try:
         checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
@@ -183,22 +195,23 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
     return checkpoint
 
 
-def check_room(job: Job) -> None:
-    """Refuse to train what could not be saved.
+def check_disk_space(prepared: PreparedRun) -> None:
+    """Refuse to train if the next checkpoint could not be saved.
 
     Raises:
-        UserError: the disk has no room for the next checkpoint.
+        UserError: the disk has no space for it.
     """
-    place = job.run.checkpoints_dir if job.run.checkpoints_dir.exists() else job.run.run_dir
+    run = prepared.run
+    place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
     free = shutil.disk_usage(place).free
-    needed = num_parameters(job.run.model) * BYTES_PER_PARAMETER_SAVED
-    if not job.is_trained and free < needed:
-        raise UserError(f"{job.run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
-                        f" disk has {free / 1e9:,.2f} GB free; make room, or set --runs-dir")
+    needed = num_parameters(run.model) * BYTES_PER_PARAMETER_SAVED
+    if not prepared.is_trained and free < needed:
+        raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
+                        f" disk has {free / 1e9:,.2f} GB free; free some, or set --runs-dir")
 
 
-def check_budget(job: Job, clock: PhaseClock) -> None:
-    """Refuse to go on with a run that has spent all it may spend."""
-    budget = Budget(job.run.train, clock)
-    if not job.is_trained and budget.seconds_left() <= 0:
-        raise UserError(f"{job.run.train_path}: {budget.nearest_limit()}; raise it to go on")
+def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:
+    """Refuse to continue a run that has spent its budget."""
+    budget = Budget(prepared.run.train, clock)
+    if not prepared.is_trained and budget.seconds_left() <= 0:
+        raise UserError(f"{prepared.run.train_path}: {budget.nearest_limit()}; raise it to go on")

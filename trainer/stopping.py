@@ -1,119 +1,122 @@
-"""Where a start of a run ends: its last step, --max-steps, a budget, a signal, bad numbers."""
+"""When a launch ends: its last step, --max-steps, a signal or a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from basics.errors import NUMBERS, STOP_SIGNALS
-from processes.startup_agreement import AgreedError
+from basics.errors import STOP_SIGNALS
+from gpt import num_parameters
 from processes.watchdog import Watchdog
-from reporting.clock import REPORT_INTERVAL, Budget, Pace, PhaseClock
-from reporting.console import Console
-from tokens.batch_plan import BatchPlan
-from trainer.startup import Job
+from reporting.clock import PhaseClock
+from reporting.loss_window import REPORT_INTERVAL
+from trainer.background_saver import BackgroundSaver
+from trainer.budget import Budget, Pace
+from trainer.startup import PreparedRun
 
 
-class Ending:
-    """What all processes agree on about the end. Its methods are collectives: every rank.
+class Stop:
+    """Decides after which global step a launch ends. Its methods are collectives: every rank.
 
     Args:
-        group: of gloo, for numbers of the processes, not of their devices.
-        pace: measures what the parts of the run take, after so many steps. Rank 0.
+        group: a gloo group, for numbers in host memory.
 
     Attributes:
-        plan: the run's, with the steps that its schedule is laid out over.
-        last_step: of this start.
-        reason: why that is not the run's last one.
+        num_steps: the length of the schedule, which `fit_budget` may change.
+        reason: why the launch ends before that, if it does.
     """
 
-    def __init__(self, job: Job, *, clock: PhaseClock, watchdog: Watchdog,
-                 group: dist.ProcessGroup, pace: Callable[[int], Pace]) -> None:
-        self._job, self._config, self.plan = job, job.run.train, job.plan
-        self._watchdog, self._group, self._pace = watchdog, group, pace
+    def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
+                 group: dist.ProcessGroup, saver: BackgroundSaver) -> None:
+        self._prepared, self._config = prepared, prepared.run.train
+        self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
         self._budget = Budget(self._config, clock)
-        self.lays_out_next = self._config.fit_budget
-        self.last_step = self._last_step()
-        self.reason = "--max-steps" if job.options.max_steps else None
+        self._num_parameters = num_parameters(prepared.run.model)
+        self._fits_next = self._config.fit_budget  # fit the schedule at the next report
+        self.num_steps = prepared.num_steps
+        self.reason = "--max-steps" if prepared.options.max_steps else None
 
-    def _last_step(self) -> int:
-        max_steps = self._job.options.max_steps or self.plan.num_steps
-        return min(self.plan.num_steps, self._job.first_step + max_steps) - 1
+    def after(self, global_step: int) -> bool:
+        """Return whether the launch ends with this step."""
+        if self.is_asked():
+            return True
+        if self._checks_budget_after(global_step):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the clock must include steps that are still queued
+            pace = self.pace(global_step - self._prepared.first_step)
+            if self._config.fit_budget:
+                self.num_steps = self._from_rank_0(self._fitting_steps(global_step, pace))
+            if self._from_rank_0(int(self._is_spent_after(global_step, pace))):
+                self.reason = self._budget.nearest_limit()
+                return True
+        if self.saves_after(global_step):
+            self._fits_next = self._config.fit_budget  # the cost of a save is known by then
+        return global_step >= self._last_step()
 
-    def heed_signals(self, global_step: int) -> None:
-        """End after this step if any process has been asked to stop."""
+    def is_asked(self) -> bool:
+        """Return whether any process has received a signal to stop."""
         asked = torch.tensor(self._watchdog.stop_signal)
         with self._watchdog.suspended():
             dist.all_reduce(asked, dist.ReduceOp.MAX, self._group)
         if asked:
-            self.last_step, self.reason = global_step, STOP_SIGNALS[int(asked)]
+            self.reason = STOP_SIGNALS[int(asked)]
+        return bool(asked)
 
-    def check_numbers(self, global_step: int, num_skipped: int) -> None:
-        """Stop a run that has gone astray, while its last checkpoint is good.
+    def validates_after(self, global_step: int) -> bool:
+        """Return whether a validation is due after this step. Not a collective."""
+        return self._config.validates and self._is_due(global_step,
+                                                       self._config.validation_interval)
 
-        Raises:
-            AgreedError: too many steps in a row were skipped.
-        """
-        if num_skipped and num_skipped >= self._config.max_skipped_steps:
-            reason = (f"{self._job.run.run_dir}: the gradient of {num_skipped} steps in a row, by"
-                      f" step {global_step + 1:,}, was not finite; go on from an earlier checkpoint"
-                      " with a lower learning_rate, or with precision bf16 or fp32")
-            self._watchdog.before_exit("failed", reason)
-            raise AgreedError(reason, status=NUMBERS)
+    def saves_after(self, global_step: int) -> bool:
+        """Return whether the run's intervals ask for a checkpoint here. Not a collective."""
+        return (self.validates_after(global_step)
+                or self._is_due(global_step, self._config.checkpoint_interval))
 
-    def keep_to_budget(self, global_step: int, log: Console) -> None:
-        """Let rank 0's clock say where the run has to end."""
-        if not self._budget.is_limited or global_step >= self.last_step:
-            return
-        pace = self._pace(global_step - self._job.first_step)
-        if self._config.fit_budget:
-            self._lay_out(self._from_main(self._fitting_steps(global_step, pace)), log)
-        if self._from_main(int(self._is_spent_after(global_step, pace))):
-            self.last_step, self.reason = global_step, self._budget.nearest_limit()
+    def counts_train_loss(self, global_step: int) -> bool:
+        """Return whether `best` goes by this step's training loss. Not a collective."""
+        return not self._config.validates and self.saves_after(global_step)
 
-    def _from_main(self, number: int) -> int:
+    def _is_due(self, global_step: int, interval: int | None) -> bool:
+        is_end = global_step == self.num_steps - 1
+        return is_end or (interval is not None and (global_step + 1) % interval == 0)
+
+    def _last_step(self) -> int:
+        max_steps = self._prepared.options.max_steps or self.num_steps
+        return min(self.num_steps, self._prepared.first_step + max_steps) - 1
+
+    def _checks_budget_after(self, global_step: int) -> bool:
+        is_report_due = (global_step + 1) % REPORT_INTERVAL == 0 or self.saves_after(global_step)
+        return self._budget.is_limited and is_report_due and global_step < self._last_step()
+
+    def _from_rank_0(self, number: int) -> int:
         decided = torch.tensor(number)
         dist.broadcast(decided, src=0, group=self._group)
         return int(decided)
 
-    def _fitting_steps(self, global_step: int, pace: Pace) -> int:
-        """Count the steps that the budget has room for, once they can be judged. Rank 0."""
-        is_judged = global_step - self._job.first_step + 1 >= 2 * REPORT_INTERVAL
-        if not (self.lays_out_next and is_judged):
-            return self.plan.num_steps
-        self.lays_out_next = False
-        affordable = self._budget.affordable_steps(pace)
-        return min(self._job.data.plan.num_steps, global_step + 1 + affordable)
+    def pace(self, num_steps: int) -> Pace:
+        """Return the measured pace of this launch's last `num_steps`."""
+        pace = Pace.measured(self._clock, self._config, num_steps=num_steps,
+                             plan=self._prepared.plan, num_parameters=self._num_parameters)
+        # The last write may have to wait for the one before.
+        return replace(pace, last_write=2 * self._saver.longest_write_seconds)
 
-    def _lay_out(self, num_steps: int, log: Console) -> None:
-        """Let the schedule end after another number of steps."""
-        if num_steps != self.plan.num_steps:
-            self.plan: BatchPlan = replace(self.plan, num_steps=num_steps)
-            self.last_step = self._last_step()
-            log.lay_out(self.plan)
+    def _fitting_steps(self, global_step: int, pace: Pace) -> int:
+        """Return the number of steps that the budget has room for, when it can be judged."""
+        is_judged = global_step - self._prepared.first_step + 1 >= 2 * REPORT_INTERVAL
+        if not (self._fits_next and is_judged):
+            return self.num_steps
+        self._fits_next = False
+        affordable = self._budget.affordable_steps(pace)
+        return min(self._prepared.plan.num_steps, global_step + 1 + affordable)
 
     def _is_spent_after(self, global_step: int, pace: Pace) -> bool:
-        ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
-        due = [global_step, *ahead]  # what this step brings comes after its report
-        saves_later = self.last_step not in ahead
+        """Return whether the steps up to the next report would exceed the budget."""
+        last_step = self._last_step()
+        ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, last_step) + 1)
+        due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
+        num_saves = sum(self.saves_after(step) for step in due if step != last_step)
         return not self._budget.affords(pace.seconds(
             len(ahead), num_validations=sum(map(self.validates_after, due)),
-            num_savings=sum(map(self.saves_after, due)) + saves_later,
-        ) + pace.last_write)
-
-    def validates_after(self, global_step: int) -> bool:
-        return self._config.validates and self.is_due(global_step, self._config.validation_interval)
-
-    def saves_after(self, global_step: int) -> bool:
-        return (
-            self.validates_after(global_step)
-            or self.is_due(global_step, self._config.checkpoint_interval)
-            or global_step == self.last_step
-        )
-
-    def is_due(self, global_step: int, interval: int | None) -> bool:
-        is_last = global_step == self.plan.num_steps - 1
-        return is_last or (interval is not None and (global_step + 1) % interval == 0)
+            num_saves=num_saves + 1) + pace.last_write)  # a launch ends with a save

@@ -1,4 +1,4 @@
-"""The mean loss of a model over a stretch of tokens."""
+"""The mean validation loss of a model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from trainer.step import TrainingStep
 def mean_loss(
     step: TrainingStep, data: Microbatches, *, shares: bool,
     watched: Callable[[Iterable[Microbatch], int], Iterable[Microbatch]],
-    is_cut_short: Callable[[], bool],
+    is_interrupted: Callable[[], bool],
 ) -> float | None:
-    """Give the mean loss over all of `data`, in nats a token; None where it was cut short.
+    """Return the mean loss over all of `data`, in nats a token; None if it was interrupted.
 
-    Summed in float64, so that neither the microbatch nor the number of processes shows.
+    The sum is in float64, so that neither the microbatch size nor the number of processes changes
+    the result beyond rounding.
 
     Args:
-        shares: whether the processes share the microbatches. Then a collective: every rank.
-        watched: passes on microbatches, told how many there will be.
-        is_cut_short: asked after each microbatch.
+        shares: whether the processes share the microbatches. If so a collective: every rank.
+        watched: passes microbatches on; its second argument is their number.
+        is_interrupted: called after each microbatch.
     """
     process = step.process
     start, stride = (process.rank, process.world_size) if shares else (0, 1)
@@ -38,7 +39,7 @@ def mean_loss(
         failpoint("validate")
         total[0] += step.validation_loss(token_ids, targets) * len(token_ids)
         num_sequences += len(token_ids)
-        if is_cut_short():
+        if is_interrupted():
             break
     step.state.model.train()
     total[1] = num_sequences

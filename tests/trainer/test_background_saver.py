@@ -4,21 +4,30 @@ import threading
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
-from checkpointing import Checkpoint, CheckpointMeta, find_checkpoint, list_checkpoints
+from checkpointing import (
+    Checkpoint,
+    CheckpointMeta,
+    TrainingState,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+)
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer import background_saver
 from trainer.background_saver import BackgroundSaver
-from trainer.checkpoint_loading import load_checkpoint
-from trainer.step import TrainingState, build_training_state
+from trainer.precision import resolve_for_device
+from trainer.step import build_training_state
 
 CPU = torch.device("cpu")
 
 
 def state() -> TrainingState:
-    built = build_training_state(ModelConfig(**TINY_MODEL), TrainConfig(**TINY_TRAIN), CPU)
+    built = build_training_state(
+        ModelConfig(**TINY_MODEL), resolve_for_device(TrainConfig(**TINY_TRAIN), CPU), CPU)
     take_step(built)
     return built
 
@@ -98,7 +107,7 @@ def test_an_error_of_a_write_is_not_lost_and_what_was_whole_stays(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
     writer.save(trained, meta(1))
     writer.wait()
     assert writer.is_behind
@@ -113,3 +122,58 @@ def test_an_error_of_a_write_is_not_lost_and_what_was_whole_stays(
     writer.retry()
     assert not writer.is_behind and not writer.take_failure()
     assert find_checkpoint(tmp_path, "latest").meta.global_step == 1 == writer.num_checkpoints - 1
+
+
+def test_a_validation_is_added_once_its_checkpoint_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, saver = Gate(monkeypatch), BackgroundSaver(tmp_path, keep=1)
+    saver.save(state(), meta(0))
+    assert gate.entered.wait(timeout=30)
+    assert not saver.is_validated
+    saver.add_validation(0.5)  # the validation is quicker than the write
+    assert saver.is_validated and not list_checkpoints(tmp_path)
+    gate.opened.set()
+    saver.wait()
+    assert find_checkpoint(tmp_path, "best").loss == 0.5
+    saver.save(state(), meta(1))
+    assert not saver.is_validated
+    saver.add_validation(0.25)
+    saver.wait()
+    assert not saver.is_behind and not saver.take_failure()
+    (kept,) = list_checkpoints(tmp_path)  # the earlier one is neither the newest nor the best
+    assert (kept.meta.global_step, kept.loss) == (1, 0.25)
+
+
+def test_a_validation_that_cannot_be_written_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = BackgroundSaver(tmp_path)
+    saver.save(state(), meta(0))
+    saver.wait()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(background_saver, "add_validation", fail)
+    saver.add_validation(float("inf"))
+    saver.wait()
+    assert saver.is_behind and saver.take_failure() == (
+        "the validation loss of step 1 could not be written (No space left on device)")
+    monkeypatch.undo()
+    saver.save(state(), meta(1))
+    saver.wait()
+    first, second = list_checkpoints(tmp_path)
+    assert first.validation is not None and first.loss is None and second.validation is None
+
+
+def test_an_earlier_launchs_checkpoint_is_validated(tmp_path: Path) -> None:
+    before = BackgroundSaver(tmp_path)
+    before.save(state(), meta(4))
+    before.wait()
+    (newest,) = list_checkpoints(tmp_path)
+    saver = BackgroundSaver(tmp_path, newest=newest)
+    assert not saver.is_validated
+    saver.add_validation(0.75)
+    saver.wait()
+    assert list_checkpoints(tmp_path)[0].loss == 0.75 and saver.num_checkpoints == 0

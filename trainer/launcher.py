@@ -1,0 +1,37 @@
+"""The launch of a run without torchrun: check it, then start torchrun."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from basics.errors import print_line
+from processes.command_line import Options
+from processes.launch import Process, default_num_processes, start_torchrun
+from processes.run_lock import release_run
+from processes.startup_agreement import Agreement
+from reporting.clock import PhaseClock
+from reporting.summary import final_status
+from trainer.startup import prepare_run
+
+
+def launch(script: str, options: Options, clock: PhaseClock) -> int:
+    """Check a run in this process, then train it under torchrun; return its exit status.
+
+    Raises:
+        UserError: the run cannot be trained; nothing was written.
+    """
+    num_processes = options.nproc_per_node or default_num_processes()
+    if options.find_max_microbatch:  # trains nothing, so it may run beside a training
+        return start_torchrun(script, sys.argv[1:], num_processes=num_processes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
+    prepared = prepare_run(options, process, clock, Agreement.in_one_process())
+    if prepared.is_finished:
+        print_line(prepared.finished_line())
+        return 0
+    release_run()  # for rank 0, which takes the lock
+    clock.hand_over()
+    status = start_torchrun(script, sys.argv[1:], num_processes=num_processes)
+    return final_status(prepared.run, status)

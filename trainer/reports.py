@@ -1,0 +1,206 @@
+"""Everything that a training run prints and records: its start, losses, speed, warnings, end."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from basics.errors import DISK, NUMBERS, UserError
+from checkpointing import best_of, list_checkpoints, remove_partial_checkpoints, renew_links
+from checkpointing import set_aside as set_checkpoints_aside
+from processes.launch import machine_facts, throttling
+from processes.startup_agreement import AgreedError
+from processes.watchdog import Watchdog
+from reporting.charts import try_to_draw_charts
+from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
+from reporting.console import Console, batch_arithmetic
+from reporting.loss_window import LossWindow
+from reporting.sampling import sample_text, try_to_write_samples
+from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
+from reporting.summary import RunEnd
+from trainer.background_saver import BackgroundSaver
+from trainer.precision import autocast
+from trainer.startup import PreparedRun
+from trainer.step import TrainingStep
+
+if TYPE_CHECKING:
+    from trainer.stopping import Stop
+
+LAST_WRITE_SECONDS = 5  # time a checkpoint in flight gets when another rank fails
+
+
+class Reports:
+    """Prints and records a run as it trains. Only rank 0 prints; `write` is a collective."""
+
+    step: TrainingStep  # set by `compiled`
+
+    def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
+                 saver: BackgroundSaver) -> None:
+        self.prepared, self.run, self.plan = prepared, prepared.run, prepared.plan
+        self.clock, self.watchdog, self.saver = clock, watchdog, saver
+        self.process = watchdog.process
+        self.console = Console(self.run, self.plan, clock=clock, is_active=self.process.is_main)
+        self.window = LossWindow(self.process.device)
+        self._reports_speed = True
+
+    def begin(self, num_parameters: int) -> None:
+        """Set aside the checkpoints that the run does not continue from; print its settings."""
+        self.watchdog.before_exit = self._before_exit
+        first_step, resume_from = self.prepared.first_step, self.prepared.resume_from
+        num_steps, warnings = self.prepared.num_steps, [*self.run.warnings, *self.prepared.warnings]
+        if self.process.is_main:
+            remove_partial_checkpoints(self.run.checkpoints_dir)
+            renew_links(self.run.checkpoints_dir)
+            if aside_dir := set_checkpoints_aside(self.run.run_dir, from_step=first_step):
+                self.console.say(f"earlier checkpoints from step {first_step} on are now in"
+                                 f" {aside_dir}")
+            if resume_from is not None:
+                self.console.say(f"resuming from {resume_from.path}")
+        for line in (*(f"warning: {warning}" for warning in warnings),
+                     *batch_arithmetic(self.plan, num_steps)):
+            self.console.say(line)
+        ratio = num_steps * self.plan.tokens_per_step / num_parameters
+        self.console.say(f"{num_parameters:,} parameters, {ratio:.1f} tokens for each;"
+                         f" {self.run.train.precision} on {self.process.device.type}")
+        self.console.start(first_step, num_steps=num_steps,
+                           lacks_validation=self.prepared.lacks_validation)
+        self.clock.enter(COMPILE)  # until the end of the first step
+
+    def compiled(self, step: TrainingStep) -> None:
+        """Warn if the step could not be compiled."""
+        self.step = step
+        if step.why_eager:
+            slower = "validation" if step.is_compiled else "training"
+            self.console.say(f"warning: compiling failed, so {slower} is slower: {step.why_eager}")
+
+    def after_first_step(self, loss: Tensor) -> None:
+        """Start to measure speed and to detect hangs: all is compiled and allocated. Every rank."""
+        loss.item()  # waits for the device
+        gc.collect()
+        gc.freeze()  # exempt start-up objects from garbage collection; scanning them stalls steps
+        self.clock.enter(TRAINING)
+        self.console.measure_from(self.prepared.first_step)
+        self.watchdog.start_hang_detection(self.run.train.hang_timeout_seconds)
+
+    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Keep one step's loss and gradient norm, both () on the device, for the next report."""
+        self.window.add(loss, grad_norm)
+        self.console.step()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether as many steps as a report covers have been added."""
+        return self.window.is_full
+
+    def write(self, global_step: int, learning_rate: float, *, num_steps: int) -> None:
+        """Report the steps since the last report. A collective: every rank.
+
+        Raises:
+            AgreedError: on every rank, if too many steps in a row were skipped.
+        """
+        self.console.change_num_steps(num_steps)
+        self.console.report_steps(global_step, learning_rate, self.window.summarise())
+        self.warn_of_failed_write()
+        self._check_skipped_steps(global_step)
+        num_measured = global_step - self.prepared.first_step  # all but the first one
+        if self.process.is_main and self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS:
+            self._reports_speed = False
+            self.console.say(self.speed(num_measured).line())
+
+    def warn_of_failed_write(self) -> None:
+        """Warn if the last checkpoint could not be written."""
+        if failure := self.saver.take_failure():
+            self.console.say(f"warning: {failure}; free disk space in {self.run.checkpoints_dir}:"
+                             " each later checkpoint tries again")
+
+    def _check_skipped_steps(self, global_step: int) -> None:
+        num_skipped = self.window.longest_skipped
+        if num_skipped and num_skipped >= self.run.train.max_skipped_steps:
+            reason = (f"{self.run.run_dir}: the gradients of {num_skipped} steps in a row, up to"
+                      f" step {global_step + 1:,}, were not finite; resume from an earlier"
+                      " checkpoint with a lower learning_rate, or with precision bf16 or fp32")
+            self.watchdog.before_exit("failed", reason)
+            raise AgreedError(reason, status=NUMBERS)
+
+    def speed(self, num_steps: int) -> Speed:
+        """Return the speed of this launch's last `num_steps`."""
+        spent = self.clock.read_this_launch()
+        seconds = spent[TRAINING] + spent[WAITING]
+        return Speed(
+            tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
+            num_processes=self.process.world_size,
+            flops_per_token=flops_per_token(self.run.model),
+            device_name=machine_facts(self.process, self.step.precision)["device"],
+            precision=self.step.precision,
+            attention_kernel=self.step.attention_kernel(),
+            is_compiled=self.step.is_compiled,
+            waiting_share=spent[WAITING] / seconds,
+            microbatch_tokens=self.plan.tokens_per_microbatch,
+            throttling=throttling(self.process.device),
+        )
+
+    def validation(self, global_step: int, loss: float, seconds: float) -> None:
+        """Report a validation, and continue the run's `sample_prompts` with the model. Rank 0."""
+        self.console.report_validation(global_step, loss, seconds)
+        if prompts := self.run.train.sample_prompts:
+            with self.clock.phase(VALIDATION), autocast(self.step.precision, self.process.device):
+                failure = try_to_write_samples(
+                    self.run.samples_path, self.step.state.model, prompts,
+                    self.prepared.data.tokenizer_name, global_step)
+            self.console.warn("no samples", failure)
+
+    def charts(self) -> None:
+        """Draw the run's charts; a failure is only a warning. Rank 0."""
+        with self.clock.phase(CHART):
+            self.console.warn("no charts", try_to_draw_charts(self.run))
+        gc.collect()  # the automatic collection is off, and charts leave reference cycles
+
+    def end(self, global_step: int, stop: Stop) -> None:
+        """Wait for the last checkpoint; write and print the summary. Rank 0.
+
+        Raises:
+            UserError: the last checkpoint or the records could not be written.
+        """
+        if self.prepared.is_trained:  # an earlier launch was killed before it came to this
+            self.saver.prune()
+            self.charts()
+        with self.clock.phase(CHECKPOINT):
+            self.saver.retry()
+        best = best_of(list_checkpoints(self.run.checkpoints_dir))
+        unwritten = self.console.finish(RunEnd(
+            global_step=global_step,
+            num_steps=stop.num_steps,
+            stop_reason=stop.reason,
+            lacks_validation=stop.validates_after(global_step) and not self.saver.is_validated,
+            num_parameters=self.step.state.model.num_parameters(),
+            best=best and best.facts(),
+            checkpoints=self.saver.facts(),
+            machine=machine_facts(self.process, self.step.precision)
+            | {"compiled": self.step.is_compiled},
+        ))
+        if self.saver.is_behind:
+            unwritten = self.saver.take_failure()
+        if unwritten:
+            raise UserError(f"{unwritten}; free disk space in {self.run.run_dir} and run the same"
+                            " command again: it resumes from the last whole one", DISK)
+        self.warn_of_failed_write()
+        self._print_sample()
+
+    def _before_exit(self, status: str, reason: str) -> None:
+        """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
+        if self.process.is_main:
+            self.saver.wait(timeout=LAST_WRITE_SECONDS)
+            self.console.write_status(status, reason)
+
+    def _print_sample(self) -> None:
+        """Print a sample of the model's text; a failure is only a warning."""
+        tokenizer_name = self.prepared.data.tokenizer_name
+        if tokenizer_name is None:
+            return
+        try:
+            with autocast(self.step.precision, self.process.device):
+                self.console.say(f"sample:\n{sample_text(self.step.state.model, tokenizer_name)}")
+        except Exception as error:
+            self.console.say(f"warning: no sample: {type(error).__name__}: {error}")
