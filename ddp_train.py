@@ -4,51 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
-from typing import NoReturn
 
 STARTED = time.perf_counter()
-LAST_WRITE_SECONDS = 5  # that a checkpoint under way has where another process has failed
+
+from processes.before_torch import check_before_torch, exit_with
+
 if __name__ == "__main__":
-    gc.disable()  # looking through what is imported takes a tenth of a start
-
-from basics.errors import UserError, drop_unwritable_output, print_error, print_line
-from processes.command_line import Options, read_command_line
-from processes.run_lock import LockedError, end_with_parent, lock_run
-from run_config import load_run
-
-
-def stop_with(error: UserError) -> NoReturn:
-    print_error(error.line())
-    sys.exit(error.status)
-
-
-# Before torch is imported: --help, a typing error and a run that is being trained already are
-# answered at once. What else is wrong, processes of torchrun find later, together, so that one of
-# them speaks for all.
-if __name__ == "__main__":
-    rank = os.environ.get("RANK")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
-    if rank is not None:
-        end_with_parent()
-    try:
-        if rank in (None, "0"):
-            options = read_command_line()
-            run_dir = load_run(options.runs_dir, options.run).run_dir
-            if not options.find_max_microbatch:
-                lock = lock_run(run_dir)  # until this process ends, or starts torchrun
-    except UserError as error:
-        if rank is None or isinstance(error, LockedError):
-            stop_with(error)
+    check_before_torch()
 
 import torch
 import torch.distributed as dist
 
-from basics.errors import DISK
+from basics.errors import DISK, UserError, drop_unwritable_output, print_line
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
@@ -61,6 +32,7 @@ from checkpointing import (
     set_aside,
 )
 from microbatch_search.search import search
+from processes.command_line import Options, read_command_line
 from processes.launch import (
     Process,
     autocast,
@@ -73,6 +45,7 @@ from processes.launch import (
     this_process,
     throttling,
 )
+from processes.run_lock import release_run
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting.charts import try_to_draw_charts
@@ -91,12 +64,13 @@ from reporting.loss_window import LossWindow
 from reporting.sampling import sample_text, try_to_write_samples
 from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
 from reporting.summary import RunEnd, settle
+from run_config import load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_loading import load_checkpoint
 from trainer.optimization import learning_rate_at
-from trainer.startup import Alone, Job, prepare
+from trainer.startup import Job, prepare
 from trainer.step import TrainingState, TrainingStep, build_training_state
 from trainer.stopping import Ending
 from trainer.validation import mean_loss
@@ -110,29 +84,30 @@ def main() -> None:
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             work(agreement, clock)
         else:
-            sys.exit(launch(read_command_line(), clock))
+            agreement = Agreement.in_one_process()
+            sys.exit(launch(read_command_line(), agreement, clock))
     except AgreedError as error:
         agreement.report_once(error.line())
         drop_unwritable_output()
         os._exit(error.status)  # at once: taking a process group down may wait for the others
     except UserError as error:
-        stop_with(error)
+        exit_with(error)
     finally:
         drop_unwritable_output()
 
 
-def launch(options: Options, clock: PhaseClock) -> int:
+def launch(options: Options, agreement: Agreement, clock: PhaseClock) -> int:
     """Check the run in this one process, then train it under torchrun; give its exit status."""
     num_processes = options.nproc_per_node or default_num_processes()
     if options.find_max_microbatch:  # which may go on beside a start that trains the run
         return start_torchrun(__file__, sys.argv[1:], num_processes=num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     alone = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
-    job = prepare(options, alone, clock, Alone())
+    job = prepare(options, alone, clock, agreement)
     if job.is_finished:
         print_line(job.finished_line())
         return 0
-    os.close(lock)  # from here on rank 0 has it
+    release_run()  # from here on rank 0 has it
     clock.hand_over()
     return settle(job.run, start_torchrun(__file__, sys.argv[1:], num_processes=num_processes))
 
@@ -157,15 +132,15 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
             print_line(job.finished_line())
         return
     state = agreement.run("state", lambda: build_state(job, process))
-    watchdog = Watchdog(process, agreement.connect("supervision"), clock,
-                            job.run.heartbeat_path)
+    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
+                        heartbeat_path=job.run.heartbeat_path)
     watchdog.start()
     try:
         with process_group(process, agreement.connect("group"), job.run.train) as control:
-            train(Trainer(job, state, watchdog, control), agreement)
-        watchdog.leave()
+            train(Trainer(job, state, watchdog, control, clock), agreement)
+        watchdog.stop()
     except AgreedError:  # all ranks have come to it together
-        watchdog.leave()
+        watchdog.stop()
         raise
     except BaseException as error:
         watchdog.fail(error)
@@ -207,9 +182,9 @@ class Trainer:
     step: TrainingStep
 
     def __init__(self, job: Job, state: TrainingState, watchdog: Watchdog,
-                 group: dist.ProcessGroup) -> None:
+                 group: dist.ProcessGroup, clock: PhaseClock) -> None:
         self.job, self.run, self.config, self.data = job, job.run, job.run.train, job.data
-        self.process, self.clock = watchdog.process, watchdog.clock
+        self.process, self.clock = watchdog.process, clock
         self.state, self.model, self.watchdog, self.group = state, state.model, watchdog, group
         self.writer = BackgroundSaver(
             self.run.checkpoints_dir, keep=self.config.keep_checkpoints,
@@ -258,7 +233,7 @@ class Trainer:
     def break_off(self, status: str, reason: str) -> None:
         """Leave in a hurry, but not before a checkpoint that is being written is whole."""
         if self.process.is_main:
-            self.writer.wait(timeout=LAST_WRITE_SECONDS)
+            self.writer.wait(timeout=self.watchdog.deadlines.last_write)
             self.log.mark(status, reason)
 
     def steps(self) -> Iterator[int]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from basics.errors import UserError
 from basics.failpoints import failpoint
@@ -32,8 +30,6 @@ from run_config import Run, check_inside, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, check_token_range, open_run_data
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,18 +80,8 @@ class Job:
                 f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
 
 
-class Alone:
-    """Stands for `Agreement` where there is one process."""
-
-    def run(self, step: str, work: Callable[[], T]) -> T:
-        return work()
-
-    def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
-        return work()
-
-
 def prepare(options: Options, process: Process, clock: PhaseClock,
-            agreement: Agreement | Alone) -> Job:
+            agreement: Agreement) -> Job:
     """Check everything that can be checked before the first collective. Every rank.
 
     Raises:
