@@ -1,19 +1,17 @@
 """Checkpoints: the training state of a run in memory, on disk, and back.
 
-A checkpoint is a directory of safetensors and JSON files. It is written under a temporary name, gets
-its own name when it is whole, and is validated afterwards: the validation's loss is added to it as
-one more small file. No file is a pickle, so reading an untrusted checkpoint runs no code.
+A checkpoint is a directory of safetensors and JSON files: reading an untrusted one runs no code. It
+is written under a temporary name, renamed when it is whole, and validated afterwards.
 """
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import re
 import shutil
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,9 +24,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from basics.errors import UserError, first_line
+from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
-from basics.files import check_tensor_header, fsync, write_aside
+from basics.files import check_tensor_header, fsync, read_plain, write_aside
 from basics.manifest import add_to_manifest, find_damage, read_manifest, write_manifest
 from gpt import GPTModel
 from run_config import ModelConfig
@@ -37,7 +35,6 @@ CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 WEIGHTS, OPTIMIZER, META, VALIDATION = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json")
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
-MAX_META_BYTES = 2**20
 PARTIAL_PREFIX = ".partial-"
 LATEST, BEST = "latest", "best"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
@@ -84,10 +81,9 @@ class Validation(_Record):
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state that a checkpoint holds: the unwrapped model, the optimizer, the gradient scaler.
+    """The unwrapped model, the optimizer and the gradient scaler.
 
-    The schedule and the random streams are functions of the position in the run, so they have no
-    state to save.
+    The schedule and the random streams are functions of the position: they have no state to save.
     """
 
     model: GPTModel
@@ -128,7 +124,6 @@ class SnapshotBuffers:
         return Snapshot(weights, moments)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy one tensor; from a GPU into pinned memory, which is faster."""
         if name not in self._buffers:
             self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         return self._buffers[name].copy_(tensor.detach(), non_blocking=True)
@@ -222,14 +217,6 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     fsync(directory)
 
 
-def as_os_error(error: Exception) -> OSError:
-    """Map a writer's error to OSError, with ENOSPC if the disk is full."""
-    if isinstance(error, OSError):
-        return error
-    code = errno.ENOSPC if "No space left" in str(error) else errno.EIO
-    return OSError(code, os.strerror(code) if code == errno.ENOSPC else str(error)[:120])
-
-
 def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> None:
     """Remove all but the newest checkpoints, the best one and the protected ones. Rank 0.
 
@@ -252,10 +239,8 @@ def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
     """Return the checkpoints whose sizes are right, ordered by global step, not by their times."""
     found = []
     for path in _named_as_checkpoints(checkpoints_dir):
-        try:
+        with suppress(UserError):
             found.append(open_checkpoint(path))
-        except UserError:
-            continue
     return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
 
 
@@ -269,10 +254,10 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
     if not damage:
         try:
             manifest = read_manifest(path)
-            meta = _read_record(path / META, CheckpointMeta)
+            meta = CheckpointMeta.model_validate_json(read_plain(path / META))
             validation = None
             if VALIDATION in manifest.files:
-                validation = _read_record(path / VALIDATION, Validation)
+                validation = Validation.model_validate_json(read_plain(path / VALIDATION))
             if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
                 return Checkpoint(path, meta, validation)
             damage = f"{META} does not agree with the manifest"
@@ -281,14 +266,8 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
     raise UserError(f"{path}: damaged: {damage}")
 
 
-def _read_record(path: Path, record_type: type[_Record]) -> Any:
-    if path.stat().st_size > MAX_META_BYTES:
-        raise ValueError(f"{path.name} is too large")
-    return record_type.model_validate_json(path.read_text())
-
-
 def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint whose every byte is right, and what is wrong with later ones.
+    """Return the newest checkpoint whose every byte is right, and warnings about later ones.
 
     Raises:
         UserError: there are checkpoints, but none is whole: starting over would lose the run.
@@ -328,11 +307,8 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """Return the one with the lowest loss, the later of equals; the latest if none has a loss."""
-    return min(
-        reversed(checkpoints),
-        key=lambda checkpoint: math.inf if checkpoint.loss is None else checkpoint.loss,
-        default=None,
-    )
+    return min(reversed(checkpoints), default=None,
+               key=lambda found: math.inf if found.loss is None else found.loss)
 
 
 def renew_links(checkpoints_dir: Path) -> None:
@@ -382,9 +358,8 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
         UserError: a file is damaged, or was written by an earlier version.
     """
     if (checkpoint.path / PICKLED_OPTIMIZER).exists():
-        raise UserError(f"{checkpoint.path}: was written by an earlier version, with the optimizer"
-                        " as a pickle; resume it with that version, or start over with --fresh (the"
-                        " lab commands can still read its weights)")
+        raise UserError(f"{checkpoint.path}: was written by an earlier version, whose optimizer is"
+                        " a pickle; resume with that version, or use --fresh (lab reads weights)")
     try:
         weights = _read_weights(checkpoint)
         moments = _read_moments(checkpoint, state.model)
@@ -418,18 +393,16 @@ def _read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def _read_moments(checkpoint: Checkpoint, model: GPTModel) -> dict[str, Tensor]:
     """Read the optimizer's moments after comparing their names, dtypes and shapes."""
     path = checkpoint.path / OPTIMIZER
-    wanted = {f"{moment}/{name}": [] if moment == "step" else list(parameter.shape)
+    wanted = {f"{moment}/{name}": ("F32", [] if moment == "step" else list(parameter.shape))
               for name, parameter in model.named_parameters() for moment in MOMENTS}
     check_tensor_header(path)
     with safe_open(path, framework="pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}
-        found = {key: part.get_shape() for key, part in slices.items()
-                 if part.get_dtype() == "F32"}
-        if found != wanted or len(slices) != len(wanted):
-            key = min(key for key in slices.keys() | wanted.keys()
-                      if found.get(key) != wanted.get(key))
-            raise ValueError(f"{OPTIMIZER}: {key[:60]} is {found.get(key, 'not a float32 tensor')},"
-                             f" wanted {wanted.get(key, 'no such tensor')}")
+        found = {key: (part.get_dtype(), part.get_shape()) for key, part in slices.items()}
+        for key in sorted(found.keys() | wanted.keys()):
+            if found.get(key) != wanted.get(key):
+                raise ValueError(f"{OPTIMIZER}: {key[:60]} is {found.get(key, 'absent')}, wanted"
+                                 f" {wanted.get(key, 'absent')}")
         moments = {key: file.get_tensor(key) for key in wanted}
     for key, value in moments.items():
         _check_finite(f"{OPTIMIZER}: {key}", value,

@@ -16,7 +16,6 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 import torch.distributed as dist
-from processes.before_torch import exit_with
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +25,7 @@ from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
 from checkpointing import CheckpointMeta, TrainingState
 from microbatch_search.search import search
+from processes.before_torch import exit_with
 from processes.command_line import read_command_line
 from processes.launch import Process, process_group, started_by_torchrun, this_process
 from processes.startup_agreement import AgreedError, Agreement
@@ -46,13 +46,14 @@ from trainer.validation import mean_loss
 
 def main() -> None:
     clock = PhaseClock.since_process_start()
+    agreement = Agreement.in_one_process()
     try:
         if started_by_torchrun():
             clock.take_over()
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             work(agreement, clock)
         else:
-            sys.exit(launch(__file__, read_command_line(), clock))
+            sys.exit(launch(__file__, read_command_line(), clock, agreement))
     except AgreedError as error:
         agreement.report_once(error.line())
         drop_unwritable_output()

@@ -42,6 +42,14 @@ def cannot_be_written(place: Path, error: OSError) -> UserError:
     return UserError(line)
 
 
+def as_os_error(error: Exception) -> OSError:
+    """Map a file writer's error to OSError, with ENOSPC if the disk is full."""
+    if isinstance(error, OSError):
+        return error
+    code = errno.ENOSPC if "No space left" in str(error) else errno.EIO
+    return OSError(code, os.strerror(code) if code == errno.ENOSPC else str(error)[:120])
+
+
 def print_error(line: str) -> None:
     """Write a line to stderr. A log on a full disk, or that nobody reads, is no failure."""
     with suppress(OSError):

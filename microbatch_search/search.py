@@ -13,11 +13,13 @@ from basics.curve_fits import Line, fit_line
 from basics.errors import UserError
 from basics.files import write_aside
 from microbatch_search.trial import Trial, Trials
+from processes.command_line import Options
 from processes.launch import Process
 from processes.startup_agreement import Agreement
 from reporting.speed import CARDS_GIB, usable_gib
 from run_config import RENAMED_KEYS, Run
 from tokens.batch_plan import nearest_divisors
+from trainer.step import Wrap
 
 MAX_TRIES = 8
 GROWTH = 4  # from one try to the next, as long as there is no line to go by
@@ -166,18 +168,19 @@ def table_row(trial: Trial) -> str:
             f" {trial.reserved_gib:>13.2f} {trial.tokens_per_second:>12,.0f}")
 
 
-def search(run: Run, process: Process, agreement: Agreement, *, memory_limit_gib: float | None,
-           save: bool) -> None:
+def search(run: Run, process: Process, agreement: Agreement, *, options: Options,
+           wrap: Wrap) -> None:
     """Find the largest microbatch of a run, and print it on rank 0. Every rank.
 
     Raises:
         AgreedError: on every rank, if not even a microbatch of 1 fits, or a try failed otherwise.
     """
-    agreement.run("memory limit", lambda: _check_limit(process, memory_limit_gib))
-    if save:
+    agreement.run("memory limit", lambda: _check_limit(process, options.memory_limit_gib))
+    if options.save:
         agreement.run("batch", lambda: _check_batch(run, process.world_size))
     say = print if process.is_main else (lambda *_, **__: None)
-    trials = Trials(run, process, agreement, memory_limit_gib=memory_limit_gib)
+    trials = Trials(run, process, agreement,
+                    memory_limit_gib=options.memory_limit_gib, wrap=wrap)
 
     def train(microbatch_size: int) -> Trial:
         trial = trials.train(microbatch_size)
@@ -190,7 +193,7 @@ def search(run: Run, process: Process, agreement: Agreement, *, memory_limit_gib
     found = Found(tried)
     for line in found.lines():
         say(line)
-    if save:
+    if options.save:
         agreement.run("save", lambda: process.is_main and say(
             save_microbatch(run, found.largest.microbatch_size, world_size=process.world_size)))
 

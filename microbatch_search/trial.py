@@ -32,7 +32,8 @@ from processes.launch import Process, join_process_group, share_cpu_cores
 from processes.startup_agreement import AgreedError, Agreement, open_store
 from run_config import Run
 from tokens.batches import Microbatch
-from trainer.step import TrainingStep, build_training_state
+from trainer.precision import resolve_for_device
+from trainer.step import TrainingStep, Wrap, build_training_state
 
 STEPS_A_TRY = 3  # the second has the optimizer's state from its start, and DDP's final buckets
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: one rank may compile longer than another
@@ -69,6 +70,7 @@ class Order:
     num_microbatches: int  # in each step of this process
     name: str
     memory_limit_gib: float | None
+    wrap: Wrap  # as in training
 
 
 class Trials:
@@ -80,9 +82,9 @@ class Trials:
     """
 
     def __init__(self, run: Run, process: Process, agreement: Agreement, *,
-                 memory_limit_gib: float | None) -> None:
+                 memory_limit_gib: float | None, wrap: Wrap) -> None:
         self._run, self._process, self._agreement = run, process, agreement
-        self._memory_limit_gib = memory_limit_gib
+        self._memory_limit_gib, self._wrap = memory_limit_gib, wrap
         self._count = 0
         # Without a GPU a server that has the modules loaded forks each child. CUDA does not
         # survive a fork once anything has touched it: there each child starts from nothing.
@@ -104,6 +106,7 @@ class Trials:
             num_microbatches=_microbatches_in_a_step(self._run, self._process.world_size),
             name=f"{self._agreement.name}/trial-{self._count}",
             memory_limit_gib=self._memory_limit_gib,
+            wrap=self._wrap,
         )
         outcomes = self._run_children(order)
         found = [json.loads(outcome) for outcome in outcomes]
@@ -222,7 +225,8 @@ def _end_with_parent(connection: Connection) -> NoReturn:
 
 def _train_some_steps(order: Order) -> Trial:
     process, run = order.process, order.run
-    train = run.train.model_copy(update={"microbatch_size": order.microbatch_size})
+    train = resolve_for_device(run.train, process.device).model_copy(
+        update={"microbatch_size": order.microbatch_size})
     on_gpu = process.device.type == "cuda"
     if not on_gpu:
         share_cpu_cores(process)  # and so starts its threads before there is a limit
@@ -233,7 +237,7 @@ def _train_some_steps(order: Order) -> Trial:
     state = build_training_state(run.model, train, process.device)
     # A scale at which no step overflows and is skipped: else the optimizer would have no state yet.
     scaler = GradScaler(process.device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
-    step = TrainingStep(replace(state, scaler=scaler), train, process)
+    step = TrainingStep(replace(state, scaler=scaler), train, process, wrap=order.wrap)
     microbatches = _random_microbatches(order)
     for _ in range(STEPS_A_TRY):
         began = time.perf_counter()

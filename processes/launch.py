@@ -1,9 +1,8 @@
-"""From a command line to a process group: checks before the start, torchrun, device, seeds."""
+"""The processes of a run: torchrun, ranks and devices, the process group, facts of the machine."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import os
 import platform
@@ -18,17 +17,18 @@ import torch
 import torch.distributed as dist
 
 from basics.errors import UserError, print_error
+from basics.machine import num_cpu_cores
 from basics.memory_meters import peak_gib
 from run_config import Precision, TrainConfig
 
-# Rank 0 may validate and save for as long as it takes while the others wait.
+# The others wait for rank 0 while it validates and saves, however long that takes.
 CONTROL_TIMEOUT = timedelta(days=2)
 THROTTLE_REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process's place among those that train together."""
+    """The rank and the device of this process."""
 
     rank: int
     local_rank: int
@@ -49,41 +49,41 @@ def started_by_torchrun() -> bool:
 
 
 def default_num_processes() -> int:
-    """One process for each GPU, or one on a machine without."""
+    """Return the number of GPUs, or 1 on a machine without."""
     return max(1, num_gpus())
 
 
 def num_gpus() -> int:
-    """Count this machine's GPUs.
+    """Return the number of GPUs of this machine.
 
     Raises:
-        UserError: there are some, but PyTorch cannot use them.
+        UserError: it has GPUs, but PyTorch cannot use them.
     """
-    counted = torch.cuda.device_count()
-    if counted and not torch.cuda.is_available():
-        raise UserError(f"this machine has {counted} GPUs, but PyTorch {torch.__version__} cannot"
+    count = torch.cuda.device_count()
+    if count and not torch.cuda.is_available():
+        raise UserError(f"this machine has {count} GPUs, but PyTorch {torch.__version__} cannot"
                         " use them; install a driver for its CUDA version")
-    return counted
+    return count
 
 
 def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> int:
-    """Run a script under torchrun on this machine; give the exit status of what failed first.
+    """Run a script under torchrun on this machine; return the status of the first that failed.
 
-    That is 128 and the signal's number where this process was asked to stop.
+    That is 128 + n if signal n stopped this process.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would, which warns about it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # one line says all
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
     command = ["--standalone", f"--nproc-per-node={num_processes}", script, *arguments]
     try:
         run(parse_args(command))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0 and num_processes == 1:  # nobody else has told of it
+        if failure.exitcode < 0 and num_processes == 1:  # no other rank reports it
             print_error(f"Error: rank {rank} was killed, or crashed: {failure.signal_name()}")
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
@@ -92,16 +92,16 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> 
 
 
 def this_process() -> Process:
-    """Read this process's place from the environment that torchrun makes.
+    """Return this process, from the environment variables that torchrun sets.
 
     Raises:
-        UserError: there are more processes than GPUs on a machine that has any.
+        UserError: the machine has GPUs, but fewer than processes.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     found = num_gpus()
     if found and local_rank >= found:
         raise UserError(f"--nproc_per_node: local rank {local_rank} has no GPU of its own;"
-                        f" this machine has {found}, start as many processes")
+                        f" this machine has {found}: set --nproc_per_node to that")
     return Process(
         rank=int(os.environ["RANK"]),
         local_rank=local_rank,
@@ -113,14 +113,14 @@ def this_process() -> Process:
 @contextmanager
 def process_group(process: Process, store: dist.Store,
                   train: TrainConfig) -> Iterator[dist.ProcessGroup]:
-    """Join the process group and leave it in the end. Every rank.
+    """Join the process group, and destroy it at the end. Every rank.
 
-    Gives a second group, of gloo, for what waits longer than a collective may.
+    Yields a second group, of gloo, for waits that are longer than the collective timeout.
     """
     join_process_group(process, store,
                        timeout=timedelta(seconds=train.collective_timeout_seconds))
     yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-    # Not after an error: taking the group down waits for the others, who wait for this process.
+    # Not after an error: destroying the group waits for the others, which wait for this process.
     gc.unfreeze()
     gc.collect()  # DDP's threads must be gone before the group they use
     dist.destroy_process_group()
@@ -130,7 +130,7 @@ def join_process_group(process: Process, store: dist.Store, *, timeout: timedelt
     """Join a process group: nccl with GPUs, else gloo. Every rank.
 
     Args:
-        store: where the processes meet; with keys of its own, nobody else's.
+        store: for the rendezvous; with keys that nothing else uses.
     """
     on_gpu = process.device.type == "cuda"
     if on_gpu:
@@ -142,50 +142,17 @@ def join_process_group(process: Process, store: dist.Store, *, timeout: timedelt
 
 
 def share_cpu_cores(process: Process) -> None:
-    """Give each process of a CPU run its share of the cores.
+    """Set the number of threads to this process's share of the cores, in a run on CPU.
 
-    torchrun sets one thread a process where nobody asked for another number.
+    torchrun sets OMP_NUM_THREADS to 1 unless the environment has another number.
     """
     if process.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        num_neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, num_cpu_cores() // num_neighbours))
-
-
-def choose_precision(train: TrainConfig, device: torch.device) -> Precision:
-    """Settle the precision: what the run asks for, else the fastest that is safe on the device."""
-    if train.precision is not None:
-        return train.precision
-    if not train.use_amp:
-        return "fp32"
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return "bf16" if _cpu_has_bf16() else "fp32"
-
-
-def set_matmul_precision(precision: Precision) -> None:
-    """Allow TF32 in float32 matrix products, unless float32 itself was asked for."""
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-
-
-def autocast(precision: Precision, device: torch.device) -> torch.autocast:
-    """Give the autocast context of a precision; for fp32 and tf32 one that does nothing."""
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype=dtype, enabled=precision in ("bf16", "fp16"))
-
-
-def seed_for(random_seed: int, microbatch_index: int) -> int:
-    """Mix a seed for one microbatch's dropout.
-
-    The random stream is, like the data, a function of the position in the run: each process has
-    its own, a resumed run needs no saved state, and another split of the global batch into
-    processes and accumulation steps draws the same masks.
-    """
-    digest = hashlib.blake2b(f"{random_seed}/{microbatch_index}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest)
+        num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, num_cpu_cores() // num_local_processes))
 
 
 def machine_facts(process: Process, precision: Precision) -> dict[str, Any]:
-    """Name the hardware and the versions that a run used, and the memory of this process."""
+    """Return the hardware and versions that a run uses, and the peak memory of this process."""
     on_gpu = process.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(process.device) if on_gpu else _cpu_name(),
@@ -201,32 +168,20 @@ def machine_facts(process: Process, precision: Precision) -> dict[str, Any]:
 
 
 def throttling(device: torch.device) -> str | None:
-    """Say why a GPU runs below its clock, as nvidia-smi tells it; None where it does not."""
+    """Return why a GPU runs below its clock, from nvidia-smi; None if it does not or on CPU."""
     if device.type != "cuda":
         return None
     uuid = torch.cuda.get_device_properties(device).uuid
     query = ",".join(f"clocks_throttle_reasons.{reason}" for reason in THROTTLE_REASONS)
     command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None  # nothing is known
-    active = [field.strip() == "Active" for field in said.stdout.split(",")]
+        return None  # unknown
+    active = [field.strip() == "Active" for field in output.stdout.split(",")]
     return next((reason.replace("_", " ") for reason, is_active
                  in zip(THROTTLE_REASONS, active, strict=False) if is_active), None)
 
 
-def num_cpu_cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _cpu_name() -> str:
     return torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
-
-
-def _cpu_has_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

@@ -4,149 +4,167 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 
+import psutil
+import torch
 import torch.distributed as dist
 
-PATIENCE = 20.0  # seconds for an answer: the store's machine may be out of reach for good
+from basics.machine import process_namespace
 
 
 class PeerStore:
-    """A store that never keeps its reader waiting for long. Any rank, any thread.
+    """torchrun's store with a timeout; after that it counts as down. Any rank, any thread.
 
     Attributes:
-        is_there: whether it has always answered; once it has not, it is asked no more, knows
-            nothing and forgets what it is told.
+        is_up: whether every request was answered so far. Once one was not, no more are sent:
+            keys read as missing, and what is set is dropped.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        self.is_there = True
-        self._store = store
-        self._questions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._answer, name="notice board", daemon=True)
+    def __init__(self, store: dist.Store, *, timeout_seconds: float) -> None:
+        self.is_up = True
+        self._store, self._timeout_seconds = store, timeout_seconds
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="peer store", daemon=True)
         self._thread.start()
 
-    def tell(self, key: str, text: str = "") -> None:
-        self._ask(lambda: self._store.set(key, text))
+    def set(self, key: str, text: str = "") -> None:
+        self._request(lambda: self._store.set(key, text))
 
-    def knows(self, key: str) -> bool:
-        return bool(self._ask(lambda: self._store.check([key])))
+    def has(self, key: str) -> bool:
+        return bool(self._request(lambda: self._store.check([key])))
 
-    def read(self, key: str) -> str:
-        """Give what a key that is known holds; empty if nothing can be read any more."""
-        return (self._ask(lambda: self._store.get(key)) or b"").decode()
+    def get(self, key: str) -> str:
+        """Return the value of a key that has been set; empty if the store is down."""
+        return (self._request(lambda: self._store.get(key)) or b"").decode()
 
-    def claim(self, key: str, text: str) -> str:
-        """Be the first to write there, or give what somebody else has."""
-        held = self._ask(lambda: self._store.compare_set(key, "", text))
-        return held.decode() if held else text
+    def set_if_missing(self, key: str, text: str) -> str:
+        """Set a key unless another process has set it; return the value that it has now."""
+        value = self._request(lambda: self._store.compare_set(key, "", text))
+        return value.decode() if value else text
 
-    def count(self, key: str, *, up_by: int = 0) -> int:
-        """Give a counter's value, after this."""
-        return int(self._ask(lambda: self._store.add(key, up_by)) or 0)
+    def add(self, key: str, amount: int) -> int:
+        """Increase a counter; return its new value."""
+        return int(self._request(lambda: self._store.add(key, amount)) or 0)
 
     def close(self) -> None:
-        """End its thread: one that is in C++ when Python ends would take the process with it."""
-        self._questions.put(None)
-        if self.is_there:
+        """End the thread: one that is still in C++ code when Python exits crashes the process."""
+        self._requests.put(None)
+        if self.is_up:
             self._thread.join()
 
-    def _ask(self, question: Callable[[], object]) -> object:
-        if not self.is_there:
+    def _request(self, call: Callable[[], object]) -> object:
+        if not self.is_up:
             return None
         answers: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-        def ask() -> None:
+        def answer() -> None:
             try:
-                answers.put(question())
-            except RuntimeError:  # torchrun, and the store with it, is gone
-                self.is_there = False
+                answers.put(call())
+            except RuntimeError:  # torchrun has exited, and the store with it
+                self.is_up = False
                 answers.put(None)
 
-        self._questions.put(ask)
+        self._requests.put(answer)
         try:
-            return answers.get(timeout=PATIENCE)
+            return answers.get(timeout=self._timeout_seconds)
         except queue.Empty:
-            self.is_there = False
+            self.is_up = False
             return None
 
-    def _answer(self) -> None:
-        while (question := self._questions.get()) is not None:
-            question()
+    def _serve(self) -> None:
+        while (answer := self._requests.get()) is not None:
+            answer()
 
 
 class Peers:
-    """Looks for processes that have ended without taking their leave. Each is found once."""
+    """Finds the processes of the run that died or cannot be reached. Reports each of them once."""
 
-    def __init__(self, rank: int, world_size: int, board: PeerStore) -> None:
-        self._rank, self._world_size, self._store = rank, world_size, board
-        self._siblings: dict[int, int] = {}  # rank: process id, of this machine
-        self._looked_for, self._is_silent = {rank}, False
-        self._seen: dict[int, tuple[int, float]] = {}  # rank: its count of beats, and since when
+    def __init__(self, rank: int, world_size: int, store: PeerStore) -> None:
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._local_pids: dict[int, int] = {}  # rank: process id, on this machine
+        self._located, self._is_silent = {rank}, False
+        self._seen: dict[int, tuple[int, float]] = {}  # rank: its heartbeats, and since when
 
-    def arrive(self) -> None:
-        """Let the others know where this process is to be found."""
-        self._store.tell(f"process/{self._rank}", f"{this_machine()} {os.getpid()}")
+    def announce(self) -> None:
+        """Publish where this process runs."""
+        self._store.set(f"process/{self._rank}", f"{process_namespace()} {os.getpid()}")
 
-    def take_leave(self) -> None:
-        """Let the others know that this process ends because it is done."""
-        self._store.tell(f"left/{self._rank}")
+    def announce_exit(self) -> None:
+        """Publish that this process exits because it is done."""
+        self._store.set(f"done/{self._rank}")
 
-    def beat(self) -> None:
-        """Let other machines know that this one can be reached."""
-        self._store.count(f"beats/{self._rank}", up_by=1)
+    def heartbeat(self) -> None:
+        """Show the other machines that this one can be reached."""
+        self._store.add(f"heartbeats/{self._rank}", 1)
 
-    def gone(self) -> list[int]:
-        """Give the ranks of this machine that have ended since the last call."""
-        self._find_siblings()
-        lost = [rank for rank, pid in self._siblings.items()
-                if not Path(f"/proc/{pid}").exists() and not self._store.knows(f"left/{rank}")]
-        if not self._store.is_there:
-            return []  # nobody can tell any more who has left and who was lost
-        self._siblings = {r: pid for r, pid in self._siblings.items() if r not in lost}
-        return lost
+    def find_dead(self) -> list[int]:
+        """Return the ranks on this machine that have died since the last call."""
+        self._locate()
+        dead = [rank for rank, pid in self._local_pids.items()
+                if not psutil.pid_exists(pid) and not self._store.has(f"done/{rank}")]
+        if not self._store.is_up:
+            return []  # which of them were done, and which have died, is not known
+        self._local_pids = {r: pid for r, pid in self._local_pids.items() if r not in dead}
+        return dead
 
-    def silent(self, now: float, patience: float) -> list[int]:
-        """Give the ranks that count their beats no more: a lost machine is never heard of again."""
+    def find_lost(self, now: float, timeout_seconds: float) -> list[int]:
+        """Return the ranks whose heartbeat counter stopped: nothing else tells of a lost machine.
+
+        Args:
+            now: as `time.monotonic()` counts.
+        """
         lost = []
         for rank in range(self._world_size):
-            beats = self._store.count(f"beats/{rank}")
-            if self._seen.get(rank, (None, 0.0))[0] != beats:
-                self._seen[rank] = beats, now
-            elif now - self._seen[rank][1] > patience and not self._store.knows(f"left/{rank}"):
-                self._seen[rank] = beats, float("inf")
+            heartbeats = self._store.add(f"heartbeats/{rank}", 0)
+            if self._seen.get(rank, (None, 0.0))[0] != heartbeats:
+                self._seen[rank] = heartbeats, now
+            elif (now - self._seen[rank][1] > timeout_seconds
+                  and not self._store.has(f"done/{rank}")):
+                self._seen[rank] = heartbeats, float("inf")
                 lost.append(rank)
         return lost
 
-    def all_wait(self, is_silent: bool) -> bool:
-        """Tell if all wait for each other, silent for too long: then nobody is at work.
+    def all_silent(self, is_silent: bool) -> bool:
+        """Return whether no rank makes progress: each waits for the others.
 
-        Called at every look, so that what is said of this process is true.
+        Args:
+            is_silent: whether this process has been silent for too long. Call it at every check,
+                so that what the others read of this process is up to date.
         """
         if is_silent != self._is_silent:
             self._is_silent = is_silent
-            self._store.tell(f"silent/{self._rank}", str(is_silent))
+            self._store.set(f"silent/{self._rank}", str(is_silent))
         keys = [f"silent/{rank}" for rank in range(self._world_size)]
         return is_silent and all(
-            self._store.knows(key) and self._store.read(key) == "True" for key in keys)
+            self._store.has(key) and self._store.get(key) == "True" for key in keys)
 
-    def _find_siblings(self) -> None:
+    def publish_progress(self, progress: tuple[int, int] | None) -> None:
+        """Publish the step and the heartbeats in it; None if this process waits for others."""
+        self._store.set(f"progress/{self._rank}", " ".join(map(str, progress or ())))
+
+    def find_hung(self) -> list[int]:
+        """Return the ranks with the least progress; all if every rank waits for others."""
+        ranks, progress = range(self._world_size), {}
+        for rank in ranks:
+            key = f"progress/{rank}"
+            if self._store.has(key) and (text := self._store.get(key)):
+                progress[rank] = tuple(map(int, text.split()))
+        return [r for r, place in progress.items() if place == min(progress.values())] or [*ranks]
+
+    def _locate(self) -> None:
         for rank in range(self._world_size):
-            if rank not in self._looked_for and self._store.knows(f"process/{rank}"):
-                self._looked_for.add(rank)
-                machine, _, pid = self._store.read(f"process/{rank}").rpartition(" ")
-                if machine == this_machine() and Path("/proc/self").exists():
-                    self._siblings[rank] = int(pid)
+            if rank not in self._located and self._store.has(f"process/{rank}"):
+                self._located.add(rank)
+                namespace, _, pid = self._store.get(f"process/{rank}").rpartition(" ")
+                if namespace == process_namespace():
+                    self._local_pids[rank] = int(pid)
 
 
-def this_machine() -> str:
-    """Name what process ids are counted in; machines and containers may share a host name."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # not on macOS
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(parts)
+def is_caused_by_peers(error: BaseException) -> bool:
+    """Return whether a collective raised this because another process has died or hangs."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, dist.DistError) or any(
+        part in str(error) for part in ("onnection", "imed out", "imeout", "gloo", "NCCL"))

@@ -1,10 +1,9 @@
-"""What is settled before torch is imported: one start at a time, and none without its torchrun."""
+"""The lock on a run directory: one process at a time trains a run. Needs no torch."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import signal
@@ -13,83 +12,74 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+from basics.directory_lock import LOCK_NAME, lock_directory
 from basics.errors import UserError
 from basics.files import read_plain
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
-LOCK_NAME = ".lock"  # where directories cannot be locked, as on NFS
+_descriptors: list[int] = []  # of the run directory that this process has locked, if any
 
 
 class LockedError(UserError):
-    """A run directory that this start cannot have."""
+    """The run directory is locked by another process, or cannot be written to."""
 
 
 def end_with_parent() -> None:
-    """Have this process asked to stop when torchrun dies, which could not do it any more."""
+    """Have the system send SIGTERM to this process when its parent dies, torchrun. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
-def lock_run(run_dir: Path) -> int:
-    """Take a run directory for this process. Rank 0, before anything is written there.
+def lock_run(run_dir: Path) -> None:
+    """Lock a run directory until `release_run` or the end of this process, however it ends.
 
-    The lock is the operating system's: it ends with the process, however that ends, and with the
-    file descriptor that is given back here. Reading commands take none.
+    Rank 0 calls it before anything is written there. Commands that only read need no lock.
 
     Raises:
-        LockedError: another start has it, or nothing can be written to the directory.
+        LockedError: another process holds the lock, or the directory cannot be written to.
     """
     try:
-        for place in (run_dir, run_dir / "checkpoints"):
-            if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
-        descriptor = os.open(run_dir, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:
-            os.close(descriptor)
-            descriptor = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
+        for path in (run_dir, run_dir / "checkpoints"):
+            if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        _descriptors.append(lock_directory(run_dir))
     except BlockingIOError:
-        raise LockedError(f"{run_dir}: another start is training this run{_holder(run_dir)};"
-                          " stop that one first, or wait for its end") from None
+        raise LockedError(f"{run_dir}: another launch is training this run{_holder(run_dir)};"
+                          " stop it, or wait for its end") from None
     except OSError as error:
-        raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror}); a"
-                          " run writes its checkpoints and charts there") from None
+        raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror});"
+                          " a run writes its checkpoints and charts there") from None
+
+
+def release_run() -> None:
+    """Release the lock of this process, if it holds one."""
+    while _descriptors:
+        os.close(_descriptors.pop())
 
 
 def _holder(run_dir: Path) -> str:
-    """Say who has the lock, as far as can be seen. The heartbeat may be that of a dead process."""
+    """Describe the process that holds the lock. The heartbeat may be that of a dead process."""
     pid, host = _locking_pid(run_dir), socket.gethostname()
     with suppress(OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         beat = json.loads(read_plain(run_dir / "heartbeat.json"))
-        is_here = beat["host"] == host
-        if is_here and beat["pid"] == (pid or _living(beat["pid"])) or not (is_here or pid):
-            return f": process {beat['pid']} on {beat['host']}, seen at {beat['time']}"
-    return f": process {pid} on {host}, which has only begun" if pid else ", and has only begun"
+        if beat["host"] == host:
+            is_its_own = beat["pid"] == pid if pid else psutil.pid_exists(beat["pid"])
+        else:
+            is_its_own = pid is None
+        if is_its_own:
+            return f": process {beat['pid']} on {beat['host']}, last heartbeat {beat['time']}"
+    return f": process {pid} on {host}, which has just begun" if pid else ", which has just begun"
 
 
 def _locking_pid(run_dir: Path) -> int | None:
-    """Find the process of this machine that has the lock, in what the kernel lists of them."""
+    """Return the process on this machine that holds the lock, from the kernel's list of locks."""
     with suppress(OSError, ValueError, IndexError):
         inodes = {str(path.stat().st_ino) for path in (run_dir, run_dir / LOCK_NAME)
                   if path.exists()}
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, pid, place, *_ = line.split()
             if kind == "FLOCK" and place.split(":")[-1] in inodes:
-                return _living(int(pid))
+                return int(pid) if psutil.pid_exists(int(pid)) else None
     return None
-
-
-def _living(pid: int) -> int | None:
-    """Give a process id back if there is such a process."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:  # somebody else's
-        pass
-    return pid if pid > 0 else None

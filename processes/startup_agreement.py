@@ -1,4 +1,4 @@
-"""All processes go through the preparation together, or all stop with the same error."""
+"""All processes go through the start-up together, or all stop with the same error."""
 
 from __future__ import annotations
 
@@ -11,100 +11,122 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from basics.errors import UserError, print_error
+from basics.errors import BAD_INPUT, FAILED, UserError, print_error
+from processes.deadlines import Deadlines
 
-CONNECT_TIMEOUT = timedelta(seconds=20)  # torchrun's store is there, or torchrun is gone
-# A dataset of 20 GiB may come in over a slow line before the first collective.
-START_TIMEOUT = timedelta(days=2)
+# Downloading a dataset of 20 GiB over a slow line may take long, before the first collective.
+STARTUP_TIMEOUT = timedelta(days=2)
+TRAINING_BEGAN = "ddp_train/training-began"
 
 T = TypeVar("T")
 
-BEGUN = "ddp_train/begun"
-
 
 class AgreedError(UserError):
-    """A mistake that every rank has heard of, so that one can speak for all."""
+    """An error that every rank knows of, so that one rank can report it for all."""
 
 
 class Agreement:
-    """What processes settle through torchrun's key-value store, without a process group.
+    """Decisions that all processes share, made through torchrun's store without a process group.
 
-    However long one of them takes, no collective times out, and none is left waiting.
+    However long one process takes, no collective times out, and no process waits forever.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-        self.name = _meet(_connect(), rank, world_size)
+        self._join(rank, world_size, _open_torchrun_store)
+
+    @classmethod
+    def in_one_process(cls) -> Agreement:
+        """Return an agreement of this process with itself, outside of torchrun."""
+        agreement, store = cls.__new__(cls), dist.HashStore()
+        agreement._join(0, 1, lambda: store)
+        return agreement
+
+    def _join(self, rank: int, world_size: int, open_root: Callable[[], dist.Store]) -> None:
+        self._rank, self._world_size, self._open_root = rank, world_size, open_root
+        self.name = _agree_on_name(open_root(), rank, world_size)
         self._store = self.connect()
 
     def connect(self, part: str = "") -> dist.Store:
-        """Give a store with keys of this start, and this part of it, alone.
+        """Return a store with keys for this part of this launch alone.
 
-        Each has a connection of its own: one that waits for a key blocks no other.
+        Each has a connection of its own: one that waits for a key does not block the others.
         """
-        return open_store(f"{self.name}/{part}")
+        return dist.PrefixStore(f"{self.name}/{part}", self._open_root())
 
     def run(self, step: str, work: Callable[[], T]) -> T:
         """Do this process's part of a step. Every rank.
 
         Raises:
-            AgreedError: on every rank, the mistake of the lowest rank that has one.
+            AgreedError: on every rank, the error of the lowest rank that has one.
         """
         result, failure = None, ""
         try:
             result = work()
         except UserError as error:
             failure = f"{error.status} {error}"
-        except BaseException as error:  # told to the others on its way out, whatever it is
-            self._publish(step, f"1 rank {self._rank} failed: {type(error).__name__}: {error}")
+        except BaseException as error:  # whatever it is, the others must not wait for this process
+            self._publish(
+                step, f"{FAILED} rank {self._rank} failed: {type(error).__name__}: {error}")
             raise
         self._raise_if_any(step, failure)
         return result
 
     def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
-        """Let rank 0 decide something, and every process know it. Every rank."""
-        text = self.run(step, work if self._rank == 0 else str)
+        """Return on every rank what rank 0 computes. Every rank."""
+        text, key = self.run(step, work if self._rank == 0 else str), f"{step}/decision"
         if self._rank == 0:
-            self._store.set(f"{step}/decided", text)
-        self._store.wait([f"{step}/decided"], START_TIMEOUT)
-        return self._store.get(f"{step}/decided").decode()
+            self._store.set(key, text)
+        self._store.wait([key], STARTUP_TIMEOUT)
+        return self._store.get(key).decode()
 
-    def require_same(self, step: str, found: object) -> None:
-        """Make sure that all processes have found the same. Every rank.
+    def require_same(self, step: str, value: object) -> None:
+        """Check that all processes have the same value. Every rank.
 
         Raises:
             AgreedError: one differs from rank 0, so that they would not train the same run.
         """
-        expected = self.from_rank_0(step, lambda: repr(found))
-        self._raise_if_any(f"{step}/same", "" if expected == repr(found) else (
-            f"2 rank {self._rank} reads another run than rank 0; make its configs, dataset and"
-            " checkpoints the same"))
+        expected = self.from_rank_0(step, lambda: repr(value))
+        self._raise_if_any(f"{step}/same", "" if expected == repr(value) else (
+            f"{BAD_INPUT} rank {self._rank} reads another run than rank 0; make its configs,"
+            " dataset and checkpoints the same"))
 
     def gather(self, step: str, text: str) -> list[str]:
-        """Give every process's text, by rank, once all have come to this step. Every rank."""
+        """Return every process's text, in the order of the ranks. Waits for all. Every rank."""
         self._publish(step, text)
         keys = [f"{step}/{rank}" for rank in range(self._world_size)]
-        self._store.wait(keys, START_TIMEOUT)
+        self._store.wait(keys, STARTUP_TIMEOUT)
         return [self._store.get(key).decode() for key in keys]
 
     def record_training_began(self) -> None:
-        """Let those that torchrun starts after these know that the run has begun. Rank 0."""
-        _lasting_store().set(BEGUN, "")
+        """Record for the processes that torchrun may start after these. Rank 0."""
+        self._root_of_all_launches().set(TRAINING_BEGAN, "")
 
     def is_torchrun_restart(self) -> bool:
-        """Tell if torchrun has started these processes after others that had begun. Every rank."""
-        return self.from_rank_0("again", lambda: str(_lasting_store().check([BEGUN]))) == "True"
+        """Return whether torchrun started these processes after others that trained. Every rank."""
+        return self.from_rank_0("is torchrun restart", lambda: str(
+            self._root_of_all_launches().check([TRAINING_BEGAN]))) == "True"
 
     def raise_flag(self, name: str) -> None:
-        """Let the other processes know of something, whenever they look. Any rank."""
+        """Set a flag that the other processes can check at any time. Any rank."""
         self._store.set(f"{name}/flag", "")
 
     def is_flagged(self, name: str) -> bool:
-        """Tell if any process has raised a flag; never waits for one. Any rank."""
+        """Return at once whether any process has raised a flag. Any rank."""
         return self._store.check([f"{name}/flag"])
 
+    def report_once(self, message: str) -> None:
+        """Print an error on rank 0; the others wait for that. Every rank.
+
+        torchrun ends all processes when the first one exits.
+        """
+        if self._rank == 0:
+            print_error(message)
+            self._store.set("reported", "")
+        self._store.wait(["reported"], timedelta(seconds=Deadlines.read().store))
+
     def _publish(self, step: str, text: str) -> None:
-        self._store.set(f"{step}/{self._rank}", text)
+        # A path on the command line may hold bytes that are no UTF-8.
+        self._store.set(f"{step}/{self._rank}", text.encode("utf-8", "backslashreplace"))
 
     def _raise_if_any(self, step: str, failure: str) -> None:
         """Raise the lowest rank's failure, a status and a reason, if there is one. Every rank."""
@@ -112,64 +134,53 @@ class Agreement:
         if reason:
             raise AgreedError(reason, int(status))
 
-    def report_once(self, message: str) -> None:
-        """Let rank 0 speak for all. Nobody leaves before: torchrun ends the others with the first.
-
-        Every rank.
-        """
-        if self._rank == 0:
-            print_error(message)
-            self._store.set("told", "")
-        self._store.wait(["told"], timedelta(seconds=20))
+    def _root_of_all_launches(self) -> dist.Store:
+        """Return the store without the prefix that torchrun uses for one attempt."""
+        store = self._open_root()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return store
 
 
 def open_store(name: str) -> dist.Store:
-    """Give torchrun's store, as far as its keys begin with a name."""
-    return dist.PrefixStore(name, _connect())
+    """Return torchrun's store for the keys that begin with a name."""
+    return dist.PrefixStore(name, _open_torchrun_store())
 
 
-def _connect() -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://", timeout=CONNECT_TIMEOUT))
-    store.set_timeout(START_TIMEOUT)
+def _open_torchrun_store() -> dist.Store:
+    timeout = timedelta(seconds=Deadlines.read().store)  # either it answers, or torchrun is gone
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(STARTUP_TIMEOUT)
     return store
 
 
-def _lasting_store() -> dist.Store:
-    """Give the store that stays as long as torchrun, whatever prefix it gives to one attempt."""
-    store = _connect()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
+def _agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
+    """Return a name for this launch that all its processes know, and no earlier launch has used.
 
-
-def _meet(store: dist.Store, rank: int, world_size: int) -> str:
-    """Find a name for this start that all its processes know, and no earlier one has used.
-
-    Where torchrun starts processes again, they find the keys of those before in the same store.
-    So each says hello with a word of its own, and rank 0 repeats what it has heard until everybody
-    has found their own word in it.
+    When torchrun restarts processes, they find the keys of the earlier ones in the same store. So
+    each rank publishes a nonce, and rank 0 echoes all of them until every rank has found its own.
     """
-    word = uuid.uuid4().hex
+    nonce = uuid.uuid4().hex
     if rank != 0:
-        store.set(f"hello/{rank}", word)
-        return _wait_for_own_word(store, rank, word)
+        store.set(f"nonce/{rank}", nonce)
+        return _wait_for_echo(store, rank, nonce)
     ranks = range(1, world_size)
     while True:
-        words = [store.get(f"hello/{other}").decode() for other in ranks]
-        name = hashlib.blake2b(" ".join([word, *words]).encode(), digest_size=12).hexdigest()
-        store.set("start", " ".join([name, *words]))
+        nonces = [store.get(f"nonce/{other}").decode() for other in ranks]
+        name = hashlib.blake2b(" ".join([nonce, *nonces]).encode(), digest_size=12).hexdigest()
+        store.set("echo", " ".join([name, *nonces]))
         for _ in range(20):
             if all(store.check([f"{name}/{other}"]) for other in ranks):
-                store.set(f"{name}/go", "")
+                store.set(f"{name}/agreed", "")
                 return name
             time.sleep(0.01)
 
 
-def _wait_for_own_word(store: dist.Store, rank: int, word: str) -> str:
+def _wait_for_echo(store: dist.Store, rank: int, nonce: str) -> str:
     while True:
-        name, *words = store.get("start").decode().split()  # waits until there is one
-        if words[rank - 1 : rank] == [word]:
+        name, *nonces = store.get("echo").decode().split()  # waits until rank 0 has set it
+        if nonces[rank - 1 : rank] == [nonce]:
             store.set(f"{name}/{rank}", "")
-            if store.check([f"{name}/go"]):
+            if store.check([f"{name}/agreed"]):
                 return name
         time.sleep(0.01)

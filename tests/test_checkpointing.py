@@ -255,10 +255,10 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_and_its_weights_are_read(
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda moments: moments.pop(f"step/{NORM}"), f"step/{NORM} is not"),
+    (lambda moments: moments.pop(f"step/{NORM}"), f"step/{NORM} is absent"),
     (lambda moments: moments.update(more=torch.zeros(1)), "more is"),
-    (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(3)}), r"is \[3\], wanted"),
-    (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(16).half()}), "not a float32"),
+    (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(3)}), r"\[3\]\), wanted"),
+    (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(16).half()}), "F16"),
     (lambda moments: moments[f"exp_avg_sq/{NORM}"].fill_(-1), "holds numbers from -1"),
     (lambda moments: moments[f"exp_avg/{NORM}"].fill_(torch.nan), "holds numbers from nan"),
 ])

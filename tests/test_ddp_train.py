@@ -295,7 +295,7 @@ BAD_INPUTS = {
     "outside the vocabulary": (lambda w: bad_token(w), "token 99 has id 300, outside"),
     "no such checkpoint": (lambda w: ["tiny", "nix"], "no checkpoint 'nix'"),
     "no checkpoint yet": (lambda w: ["tiny", "best"], "no checkpoint yet"),
-    "both fresh and a checkpoint": (lambda w: ["tiny", "best", "--fresh"], "name one of the two"),
+    "both fresh and a checkpoint": (lambda w: ["tiny", "best", "--fresh"], "use one of the two"),
     "usage": (lambda w: ["tiny", "--max-steps", "0"], "--max-steps"),
 }
 

@@ -16,7 +16,7 @@ from reporting.summary import final_status
 from trainer.startup import prepare_run
 
 
-def launch(script: str, options: Options, clock: PhaseClock) -> int:
+def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     """Check a run in this process, then train it under torchrun; return its exit status.
 
     Raises:
@@ -27,7 +27,7 @@ def launch(script: str, options: Options, clock: PhaseClock) -> int:
         return start_torchrun(script, sys.argv[1:], num_processes=num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
-    prepared = prepare_run(options, process, clock, Agreement.in_one_process())
+    prepared = prepare_run(options, process, clock, agreement)
     if prepared.is_finished:
         print_line(prepared.finished_line())
         return 0

@@ -9,9 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.files import read_plain
-from checkpointing import as_os_error
 from lab.publish.model_card import CHARTS, MARK
 from lab.publish.tokenizer_files import write_tokenizer_files
 from lab.targets import Target

@@ -118,7 +118,7 @@ def assert_goes_on_as_if_nothing_was(workplace: Workplace, run_dir: Path, undist
 
 
 CAUSES = {"raise": "RuntimeError: failpoint", "oom": "OutOfMemoryError: failpoint",
-          "kill": "killed, or crashed", "exit": "killed, or crashed", "hang": "no sign of life"}
+          "kill": "killed, or crashed", "exit": "killed, or crashed", "hang": "no heartbeat"}
 
 
 # Step 7, on either rank; the second batch of the validation after step 10, which is rank 0's.
@@ -313,7 +313,7 @@ def test_a_second_start_is_refused_and_names_the_first(
         pid = json.loads((run_dir / "heartbeat.json").read_text())["pid"]
         second = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert second.returncode == 2 and second.stderr.count("\n") == 1
-        assert f"another start is training this run: process {pid} on " in second.stderr
+        assert f"another launch is training this run: process {pid} on " in second.stderr
         listing = subprocess.run([sys.executable, "-m", "lab", "plan", "tiny", "--runs-dir",
                                   str(workplace.runs_dir)], capture_output=True, text=True,
                                  cwd=PROJECT_DIR, timeout=60)

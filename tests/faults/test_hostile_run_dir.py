@@ -130,7 +130,7 @@ def test_a_dead_holder_is_not_named(tmp_path: Path) -> None:
     (tmp_path / "heartbeat.json").write_text(json.dumps(
         {"pid": 2**22 + 1, "host": os.uname().nodename, "time": "2020-01-01T00:00:00Z"}))
     lock = lock_run(tmp_path)
-    with pytest.raises(LockedError, match="only begun") as caught:
+    with pytest.raises(LockedError, match="just begun") as caught:
         lock_run(tmp_path)
     assert str(2**22 + 1) not in str(caught.value) and "2020" not in str(caught.value)
     os.close(lock)

@@ -249,11 +249,11 @@ def test_the_microbatch_found_is_saved(workplace: Workplace) -> None:
     (["--find-max-microbatch"], "without a GPU: give --memory-limit-gib"),
     (["--find-max-microbatch", "--memory-limit-gib", "0.001"], "not even a microbatch of 1 fits"),
     (["--find-max-microbatch", "--memory-limit-gib", "0"], "--memory-limit-gib"),
-    (["--find-max-microbatch", "--fresh"], "--fresh does not go with --find-max-microbatch"),
-    (["best", "--find-max-microbatch"], "CHECKPOINT does not go with --find-max-microbatch"),
-    (["--usd-per-hour", "nan"], "--usd-per-hour is nan; wanted a number"),
-    (["--save"], "--save goes only with --find-max-microbatch"),
-    (["--memory-limit-gib", "3"], "--memory-limit-gib goes only with --find-max-microbatch"),
+    (["--find-max-microbatch", "--fresh"], "--fresh cannot be used with --find-max-microbatch"),
+    (["best", "--find-max-microbatch"], "CHECKPOINT cannot be used with --find-max-microbatch"),
+    (["--usd-per-hour", "nan"], "--usd-per-hour is nan; expected a finite number"),
+    (["--save"], "--save needs --find-max-microbatch"),
+    (["--memory-limit-gib", "3"], "--memory-limit-gib needs --find-max-microbatch"),
 ])
 def test_a_search_that_cannot_be_made_is_one_line(
     workplace: Workplace, arguments: list[str], message: str

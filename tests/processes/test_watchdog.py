@@ -97,7 +97,7 @@ def test_an_error_of_the_watch_itself_ends_the_run(
     faults = f"watch:raise:rank={rank}:hit=12;train:slow:seconds=60:hit=7"
     result = with_fault(workplace, faults)
     assert result.returncode > 0
-    assert last_line_of_ours(result).startswith(f"Error: rank {rank} failed in its watch ")
+    assert last_line_of_ours(result).startswith(f"Error: rank {rank} failed in its watchdog ")
     assert summary_of(run_dir)["status"] == "failed"
 
 

@@ -31,7 +31,7 @@ from reporting.loss_window import LossWindow
 from run_config import TrainConfig, load_run
 from tests.support.workplace import TINY_TRAIN
 from trainer import background_saver, compilation
-from trainer.startup import Alone, prepare
+from trainer.startup import prepare
 
 
 def main() -> None:
@@ -78,9 +78,10 @@ def count_all_reduces(root: Path, process, group) -> list[int]:
     """All-reduces of gradients after each microbatch of one global step."""
     options = Options("tiny", datasets_dir=root / "datasets", runs_dir=root / "runs")
     clock = PhaseClock()
-    job = prepare(options, process, clock, Alone())
-    watchdog = Watchdog(process, open_store("watch"), clock, root / "heartbeat.json")
-    trainer = Trainer(job, build_state(job, process), watchdog, group)
+    job = prepare(options, process, clock, Agreement.in_one_process())
+    watchdog = Watchdog(process, open_store("watch"), phase=lambda: clock.current,
+                        heartbeat_path=root / "heartbeat.json")
+    trainer = Trainer(job, build_state(job, process), watchdog, group, clock)
     trainer.compile()
     counted, after_each = [0], []
 

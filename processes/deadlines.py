@@ -1,0 +1,30 @@
+"""How long the processes of a run wait for each other."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+VARIABLE = "DDP_TRAIN_TEST_DEADLINES"
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds. Tests shorten some of them: DDP_TRAIN_TEST_DEADLINES='{"stop": 2}'."""
+
+    tick: float = 0.25  # between two checks of the watchdog
+    heartbeat: float = 5.0  # between two heartbeats
+    repeated_signal: float = 1.0  # torchrun forwards signals: ignore repeats within this time
+    # From a stop signal to the exit at the latest. Rank 0 may have a checkpoint to finish. The
+    # others stay until it has exited: torchrun ends all processes when the first one exits.
+    stop: float = 13.0
+    others_stop: float = 19.0
+    failure_grace: float = 7.0  # for the others to save, after a rank has failed
+    last_write: float = 5.0  # for a checkpoint in flight, when a rank fails or has to exit
+    store: float = 20.0  # for an answer of torchrun's store; after that it counts as down
+
+    @classmethod
+    def read(cls) -> Deadlines:
+        """Return the deadlines, with the changes that the environment variable asks for."""
+        return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
