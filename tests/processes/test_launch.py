@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from basics.errors import UserError
-from processes.launch import autocast, choose_precision, seed_for, this_process, throttling
-from run_config import TrainConfig
-from tests.support.workplace import TINY_TRAIN, Workplace, forked, succeeded
+from processes.launch import this_process, throttling
+from tests.support.workplace import Workplace, forked, succeeded
 
 CPU = torch.device("cpu")
 
@@ -18,43 +17,6 @@ CPU = torch.device("cpu")
 def run_worker(name: str, root: Path, num_processes: int = 2):
     return forked("tests/support/torchrun_workers.py", [name, str(root)],
                   num_processes=num_processes)
-
-
-def test_every_microbatch_has_a_seed_of_its_own() -> None:
-    seeds = {seed_for(seed, index) for seed in range(50) for index in range(200)}
-    assert len(seeds) == 50 * 200
-    assert len({seed % 2**32 for seed in seeds}) == 50 * 200  # all that a CPU generator reads
-    assert seed_for(42, 7) == seed_for(42, 7)
-
-
-@pytest.mark.parametrize(("changes", "has_bf16", "expected"), [
-    ({}, True, "bf16"),
-    ({}, False, "fp32"),
-    ({"use_amp": False}, True, "fp32"),
-    ({"precision": "tf32"}, True, "tf32"),
-    ({"precision": "fp16"}, True, "fp16"),
-])
-def test_precision_on_cpu(changes: dict, has_bf16: bool, expected: str,
-                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("processes.launch._cpu_has_bf16", lambda: has_bf16)
-    train = TrainConfig(**{k: v for k, v in TINY_TRAIN.items() if k != "precision"} | changes)
-    assert choose_precision(train, CPU) == expected
-
-
-@pytest.mark.parametrize(("has_bf16", "expected"), [(True, "bf16"), (False, "fp16")])
-def test_precision_on_a_gpu(has_bf16: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    train = TrainConfig(**{k: v for k, v in TINY_TRAIN.items() if k != "precision"})
-    assert choose_precision(train, torch.device("cuda")) == expected
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [
-    ("fp32", torch.float32), ("tf32", torch.float32),
-    ("bf16", torch.bfloat16), ("fp16", torch.float16),
-])
-def test_autocast_computes_in_the_precision(precision: str, dtype: torch.dtype) -> None:
-    with autocast(precision, CPU):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

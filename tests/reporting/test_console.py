@@ -10,9 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
+import torch
 
-import ddp_train
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from processes.command_line import Options
@@ -20,6 +19,8 @@ from processes.startup_agreement import AgreedError, Agreement
 from reporting.clock import PhaseClock
 from tests.faults.test_faults import SETTINGS, last_line_of_ours, summary_of, weights_of, with_fault
 from tests.support.workplace import Workplace, start_forked, succeeded
+from trainer import launcher, reports
+from trainer.reports import Reports
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_records_and_summaries_that_stay_unwritten_are_status_4_and_come_to_thei
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "summary:full"})
     assert result.returncode == 4
     line = last_line_of_ours(result)
-    assert "summary.json could not be written (No space left on device); make room in " in line
+    assert "summary.json could not be written (No space left on device); free disk" in line
     assert summary_of(run_dir)["status"] == "failed"
     weights = weights_of(run_dir)
     result = with_fault(workplace, "record:full")
@@ -85,15 +86,17 @@ def test_records_and_summaries_that_stay_unwritten_are_status_4_and_come_to_thei
 
 def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    trainer = SimpleNamespace(
-        step=SimpleNamespace(precision="fp32"), log=SimpleNamespace(say=said.append),
-        process=SimpleNamespace(device=ddp_train.torch.device("cpu")), model=None)
+    trained = SimpleNamespace(
+        step=SimpleNamespace(precision="fp32", state=SimpleNamespace(model=None)),
+        console=SimpleNamespace(say=said.append),
+        prepared=SimpleNamespace(data=SimpleNamespace(tokenizer_name="gpt2")),
+        process=SimpleNamespace(device=torch.device("cpu")))
 
     def draw(*_: object) -> str:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
-    monkeypatch.setattr(ddp_train, "sample_text", draw)
-    ddp_train.Trainer.sample(trainer, "gpt2")
+    monkeypatch.setattr(reports, "sample_text", draw)
+    Reports._print_sample(trained)
     assert len(said) == 1 and said[0].startswith("warning: no sample: RuntimeError: probability")
 
 
@@ -108,8 +111,9 @@ def test_a_search_beside_a_run_leaves_its_summary_and_has_a_status_of_its_own(
     options = Options("tiny", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir,
                       find_max_microbatch=True)
     for status in (0, 1):
-        monkeypatch.setattr(ddp_train, "start_torchrun", lambda *_, status=status, **__: status)
-        assert ddp_train.launch(options, PhaseClock()) == status
+        monkeypatch.setattr(launcher, "start_torchrun", lambda *_, status=status, **__: status)
+        assert launcher.launch("ddp_train.py", options, PhaseClock(),
+                               Agreement.in_one_process()) == status
         assert summary_of(run_dir) == summary
 
 
@@ -121,16 +125,15 @@ def test_a_config_that_is_changed_while_a_run_trains_does_not_matter_at_its_end(
         (run_dir / "summary.json").write_text('{"status": "running", "reason": null}')
         return 7
 
-    monkeypatch.setattr(ddp_train, "start_torchrun", start_torchrun)
-    monkeypatch.setattr(ddp_train, "lock", os.open(os.devnull, os.O_RDONLY), raising=False)
+    monkeypatch.setattr(launcher, "start_torchrun", start_torchrun)
     options = Options("tiny", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir)
-    assert ddp_train.launch(replace(options, nproc_per_node=2), PhaseClock()) == 7
+    assert launcher.launch("ddp_train.py", replace(options, nproc_per_node=2), PhaseClock(),
+                           Agreement.in_one_process()) == 7
     assert summary_of(run_dir)["status"] == "failed"
 
 
 def test_a_mistake_of_all_keeps_its_exit_status() -> None:
-    agreement = object.__new__(Agreement)
-    agreement._rank, agreement._world_size, agreement._store = 0, 1, dist.HashStore()
+    agreement = Agreement.in_one_process()
 
     def fail() -> None:
         raise UserError("the disk is full", 4)

@@ -1,4 +1,4 @@
-"""Started by tests under torchrun: what has to be looked at inside several processes."""
+"""Workers that tests start under torchrun to look inside several processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import ddp_train
 from basics.errors import UserError
 from benchmarks.memory_model import peak_of_training
-from ddp_train import Trainer, build_state
+from ddp_train import Trainer, average_gradients
 from microbatch_search.search import find_max_microbatch
 from microbatch_search.trial import Trials
 from processes.command_line import Options
@@ -31,7 +31,9 @@ from reporting.loss_window import LossWindow
 from run_config import TrainConfig, load_run
 from tests.support.workplace import TINY_TRAIN
 from trainer import background_saver, compilation
-from trainer.startup import prepare
+from trainer.reports import Reports
+from trainer.startup import build_state, prepare_run
+from trainer.step import TrainingStep
 
 
 def main() -> None:
@@ -51,7 +53,8 @@ def main() -> None:
         limits = [float(limit) for limit in sys.argv[3].split(",")]
         trials = Trials(load_run(root / "runs", "tiny"), process,
                         Agreement(process.rank, process.world_size),
-                        memory_limit_gib=limits[process.rank % len(limits)])
+                        memory_limit_gib=limits[process.rank % len(limits)],
+                        wrap=average_gradients)
         trials._context = multiprocessing.get_context("fork")  # spares the loading of torch
         random_state = torch.get_rng_state()
         tried = {trial.microbatch_size: trial.fits for trial in find_max_microbatch(trials.train)}
@@ -78,11 +81,12 @@ def count_all_reduces(root: Path, process, group) -> list[int]:
     """All-reduces of gradients after each microbatch of one global step."""
     options = Options("tiny", datasets_dir=root / "datasets", runs_dir=root / "runs")
     clock = PhaseClock()
-    job = prepare(options, process, clock, Agreement.in_one_process())
+    prepared = prepare_run(options, process, clock, Agreement.in_one_process())
     watchdog = Watchdog(process, open_store("watch"), phase=lambda: clock.current,
                         heartbeat_path=root / "heartbeat.json")
-    trainer = Trainer(job, build_state(job, process), watchdog, group, clock)
-    trainer.compile()
+    trainer = Trainer(prepared, build_state(prepared, process.device), watchdog,
+                      clock=clock, group=group)
+    trainer.step = TrainingStep(trainer.state, trainer.config, process, wrap=average_gradients)
     counted, after_each = [0], []
 
     def hook(group, bucket):
@@ -97,7 +101,8 @@ def count_all_reduces(root: Path, process, group) -> list[int]:
         return scale(loss)
 
     trainer.step.state.scaler.scale = watched_scale
-    trainer.train_step(0, trainer.batches())
+    trainer.step.take(trainer.batches(), learning_rate=0.01,
+                      num_microbatches=trainer.plan.gradient_accumulation_steps)
     return [*after_each[1:], counted[0]]
 
 
@@ -110,35 +115,32 @@ def average_losses(process) -> dict[str, float]:
 
 
 def train_in_fake_time() -> None:
-    """Be ddp_train.py where a look at the clock takes a millisecond, and nothing else any."""
+    """Be ddp_train.py with a clock that moves by a millisecond each time it is read."""
     ticks = itertools.count()
     clock.time = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
     background_saver.time = SimpleNamespace(perf_counter=lambda: 0.0)
-    ddp_train.STARTED = 0.0
+    PhaseClock.since_process_start = lambda: PhaseClock(since=0.0)
     del sys.argv[1:3]
     ddp_train.main()
 
 
 def count_compilations() -> None:
-    """Be ddp_train.py, quick at compiling; after each validation rank 0 says what was compiled."""
+    """Be ddp_train.py with a fast backend; after each save rank 0 prints what was compiled."""
     compile_with = compilation.torch.compile
     compilation.torch.compile = lambda function, **options: compile_with(
         function, backend="aot_eager", **options)
-    save_and_chart = Trainer.save_and_chart
+    charts, end = Reports.charts, Reports.end
 
-    def say(trainer: Trainer, *arguments: object) -> None:
-        save_and_chart(trainer, *arguments)
+    def charts_and_counts(reports: Reports) -> None:
+        charts(reports)
         counts = {kind: dict(counters[kind]) for kind in ("frames", "stats", "graph_break")}
-        trainer.log.say(f"compiled: {json.dumps(counts)}")
+        reports.console.say(f"compiled: {json.dumps(counts)}")
 
-    Trainer.save_and_chart = say
-    finish = Trainer.finish
+    def end_and_counts(reports: Reports, *arguments: object) -> None:
+        end(reports, *arguments)
+        reports.console.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
 
-    def finish_and_say(trainer: Trainer) -> None:
-        finish(trainer)
-        trainer.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
-
-    Trainer.finish = finish_and_say
+    Reports.charts, Reports.end = charts_and_counts, end_and_counts
     del sys.argv[1:3]
     ddp_train.main()
 

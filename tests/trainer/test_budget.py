@@ -1,273 +1,157 @@
-"""Dollars, budgets and global batches, end to end."""
+"""Budgets: their limits, the measured pace, and launches that end inside them."""
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
+import itertools
+import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reporting.clock import Pace, PhaseClock
-from run_config import TrainConfig
-from tests.support.workplace import TINY_TRAIN, Workplace, forked, read_lines, succeeded
+from reporting.clock import PhaseClock
+from run_config import ModelConfig, TrainConfig
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batch_plan import BatchPlan
-from trainer.stopping import Ending
+from trainer.budget import Budget, Pace
+from trainer.stopping import Stop
 
-PRICE = 36_000  # dollars an hour: ten a second
-LONG = {"min_train_tokens": 2000 * 128, "validation_interval": 50, "learning_rate": 1e-3}
-
-
-def summary_of(run_dir: Path) -> dict:
-    return json.loads((run_dir / "summary.json").read_text())
+PLAN = BatchPlan(microbatch_size=4, gradient_accumulation_steps=2, world_size=2,
+                 context_length=16, num_steps=1000)
 
 
-def change(run_dir: Path, **values: object) -> None:
-    path = run_dir / "train.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+class FakeTime:
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
-def in_fake_time(workplace: Workplace, *arguments: str):
-    """Train where a look at the clock takes a millisecond, and nothing else any time."""
-    return forked("tests/support/torchrun_workers.py",
-                  ["train-in-fake-time", str(workplace.root), *workplace.arguments(*arguments)],
-                  num_processes=2)
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    time = FakeTime()
+    monkeypatch.setattr("reporting.clock.time.perf_counter", time)
+    return time
 
 
-def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    output = succeeded(workplace.torchrun(2, "tiny", "--usd-per-hour", str(PRICE))).stdout
-    records = read_lines(run_dir / "metrics.jsonl")
-    for record in records:
-        assert record["usd"] == pytest.approx(record["seconds"] * 10, rel=0.02)
-    summary = summary_of(run_dir)
-    phases = {k: v for k, v in summary["usd"].items() if k != "total"}
-    assert set(phases) == set(summary["seconds"]) == {
-        "training", "validation", "checkpoint", "chart", "compile", "download", "waiting",
-        "startup", "lost"}
-    assert sum(phases.values()) == pytest.approx(summary["usd"]["total"])
-    for phase, usd in phases.items():
-        assert usd == pytest.approx(summary["seconds"][phase] * 10, abs=0.1)
-    assert all(summary["usd"][phase] > 0 for phase in ("training", "validation", "checkpoint",
-                                                       "compile", "waiting", "startup"))
-    total = f"{summary['usd']['total']:,.2f}"
-    assert re.search(rf"^cost: \${total} = \$[\d.,]+ training, ", output, re.MULTILINE)
-    assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
+def train_config(**changes: object) -> TrainConfig:
+    return TrainConfig(**TINY_TRAIN | changes)
 
 
-def test_without_a_price_nothing_speaks_of_dollars(workplace: Workplace) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    assert "$" not in succeeded(workplace.torchrun(1, "tiny")).stdout.split("sample:")[0]
-    assert summary_of(run_dir)["usd"] is None
-    assert not any("usd" in record for record in read_lines(run_dir / "metrics.jsonl"))
+def clock_with(now: FakeTime, **seconds: float) -> PhaseClock:
+    clock = PhaseClock()
+    for phase, spent in seconds.items():
+        with clock.phase(phase):
+            now.seconds += spent
+    return clock
 
 
-def test_a_resumed_run_adds_what_each_start_cost(workplace: Workplace) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5", "--usd-per-hour", str(PRICE)))
-    meta = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())
-    assert sum(meta["usd"].values()) == pytest.approx(10 * sum(meta["seconds"].values()), rel=1e-2)
-    first = summary_of(run_dir)
-    succeeded(workplace.torchrun(1, "tiny", "--usd-per-hour", str(PRICE / 10)))
-    both = summary_of(run_dir)
-    later = sum(both["seconds"].values()) - sum(first["seconds"].values())
-    assert both["usd"]["total"] == pytest.approx(first["usd"]["total"] + later, rel=1e-3)
+def pace_of(clock: PhaseClock, num_steps: int = 20) -> Pace:
+    return Pace.measured(clock, train_config(microbatch_size=4), num_steps=num_steps, plan=PLAN,
+                         num_parameters=10**9)
 
 
-def test_what_a_kill_undid_was_paid_for_all_the_same(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train={"usd_per_hour": float(PRICE)})
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "10"))
-    before = summary_of(run_dir)
-    earlier = next(p.name for p in run_dir.glob("checkpoints/*-iteration-4"))
-    succeeded(workplace.torchrun(1, "tiny", earlier))
-    after = summary_of(run_dir)
-    assert after["usd"]["lost"] > 0 and after["seconds"]["lost"] > 0
-    kept = json.loads((next(run_dir.glob("checkpoints/*-iteration-4")) / "meta.json").read_text())
-    lost = sum(before["seconds"].values()) - sum(kept["seconds"].values())
-    assert after["seconds"]["lost"] == pytest.approx(lost, rel=0.01)
-    assert after["usd"]["total"] > before["usd"]["total"]
+def test_the_pace_is_measured(now: FakeTime) -> None:
+    clock = clock_with(now, compile=30, training=36, waiting=4, validation=5, checkpoint=2, chart=1)
+    assert pace_of(clock) == Pace(step=2.0, validation=5, save=3)
 
 
-def test_starting_over_starts_the_bill_over(workplace: Workplace) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5"))
-    succeeded(workplace.torchrun(1, "tiny", "--fresh", "--max-steps", "5"))
-    assert summary_of(run_dir)["seconds"]["lost"] == 0
+def test_what_has_not_happened_yet_is_guessed(now: FakeTime) -> None:
+    pace = pace_of(clock_with(now, compile=30, training=60))
+    # three validation microbatches, each a third of one of a step's two; 12 GB at 100 MB/s
+    assert pace == Pace(step=3.0, validation=pytest.approx(3 * 3 / 2 / 3), save=120)
+    assert pace_of(clock_with(now, compile=30), num_steps=0).step == 30
 
 
-@pytest.mark.parametrize("limit", [  # two seconds
-    {"max_cost_usd": 20.0, "usd_per_hour": PRICE}, {"max_hours": 2 / 3600},
-])
-def test_a_limit_stops_inside_it_with_a_checkpoint(workplace: Workplace, limit: dict) -> None:
-    run_dir = workplace.add_run(train=LONG | limit)
-    workplace.add_dataset(num_tokens=300_000)
-    output = succeeded(in_fake_time(workplace, "tiny")).stdout
-    summary = summary_of(run_dir)
-    key = next(iter(limit))
-    assert summary["status"] == "stopped" and summary["reason"].startswith(f"{key} is ")
-    assert f"({summary['reason']})" in output
-    spent = sum(summary["seconds"].values())
-    assert 1.8 < spent <= 2
-    meta = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())
-    assert 20 < meta["global_step"] == summary["global_step"] < 1999
-    steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
-    assert steps[-1] == meta["global_step"]
-    # With less than it has spent, it does not go on; with more, it does.
-    change(run_dir, **{key: limit[key] / 2})
-    before = workplace.files()
-    refused = workplace.torchrun(2, "tiny")
-    assert re.search(rf"train.json: {key} is [\d.e-]+, and the run has .*; raise it to go on",
-                     refused.stderr)
-    assert workplace.files() == before
-    change(run_dir, **{key: limit[key] * 1000})
-    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "3"))
-    assert summary_of(run_dir)["global_step"] == meta["global_step"] + 3
+def test_a_step_carries_its_share_of_validations_and_checkpoints() -> None:
+    pace = Pace(step=1.0, validation=8, save=2)
+    train = train_config(validation_interval=10, checkpoint_interval=4)
+    assert pace.with_its_share(train) == 1 + 10 / 10 + 2 / 4
 
 
-FITTED = LONG | {"max_hours": 4 / 3600, "fit_budget": True, "schedule_learning_rate": True,
-                 "warmup_period_percent": 10}
+def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
+    clock = clock_with(now, training=1800)
+    clock.usd_per_hour = 10.0
+    unlimited = Budget(train_config(), clock)
+    assert not unlimited.is_limited and unlimited.seconds_left() == math.inf
+    by_hours = Budget(train_config(max_hours=1.0, max_cost_usd=20.0), clock)
+    assert by_hours.is_limited and by_hours.seconds_left() == 1800
+    assert by_hours.nearest_limit() == "max_hours is 1, and the run has taken 0.5"
+    by_cost = Budget(train_config(max_hours=1.0, max_cost_usd=6.0), clock)
+    assert by_cost.seconds_left() == pytest.approx(360)
+    assert by_cost.nearest_limit() == "max_cost_usd is 6, and the run has spent 5"
 
 
-def test_a_schedule_is_laid_out_to_end_inside_the_budget(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train=FITTED)
-    workplace.add_dataset(num_tokens=300_000)
-    output = succeeded(in_fake_time(workplace, "tiny")).stdout
-    summary = summary_of(run_dir)
-    assert summary["status"] == "finished" and summary["reason"] is None
-    assert summary["global_step"] == summary["num_steps"] - 1 < 1500
-    assert 3.7 < sum(summary["seconds"].values()) <= 4
-    records = read_lines(run_dir / "metrics.jsonl")
-    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
-    assert rates[-1] == pytest.approx(1e-4)  # a tenth of the peak: the cosine's very end
-    assert max(rates) > 0.97e-3
-    assert records[-1]["global_step"] == summary["global_step"]
-    assert "validation_loss" in records[-1]
-    assert "laid out to end inside the budget: " in output
-    assert f"tiny is complete: {summary['num_steps']:,} steps" in succeeded(
-        workplace.torchrun(2, "tiny")).stdout
+def test_steps_are_afforded_with_what_falls_due_and_a_surprise(now: FakeTime) -> None:
+    clock = clock_with(now, training=3500)  # leaves 100 seconds
+    budget = Budget(train_config(max_hours=1.0), clock)
+    pace = Pace(step=5.0, validation=7, save=10)
+    assert budget.affords(pace.seconds(12, num_saves=2))  # 80, and a quarter more
+    assert not budget.affords(pace.seconds(12, num_saves=2, num_validations=1))
+    assert not budget.affords(pace.seconds(17))
 
 
-def test_a_laid_out_schedule_is_kept_by_the_checkpoint(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train=FITTED)
-    workplace.add_dataset(num_tokens=300_000)
-    succeeded(in_fake_time(workplace, "tiny", "--max-steps", "60"))
-    laid_out = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["num_steps"]
-    assert 60 < laid_out < 1500
-    output = succeeded(in_fake_time(workplace, "tiny", "--max-steps", "2")).stdout
-    assert f"{laid_out:,} steps = " in output
-    assert f"at step 62 of {laid_out:,} (--max-steps)" in output
+def test_affordable_steps_end_inside_the_budget_and_use_it(now: FakeTime) -> None:
+    clock = clock_with(now, training=1600)
+    train = train_config(max_hours=1.0, validation_interval=100)
+    pace = Pace(step=1.0, validation=20, save=30)
+    steps = Budget(train, clock).affordable_steps(pace)
+    used = steps * 1.0 + (steps // 100 + 1) * 50
+    assert 0.9 * 2000 < used <= 2000
+    now.seconds += 2000
+    assert Budget(train, clock).affordable_steps(pace) == 0
 
 
-def test_a_budget_with_room_leaves_the_schedule_as_it_is(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train=FITTED | {"max_hours": 10.0,
-                                                "min_train_tokens": 60 * 128})
-    workplace.add_dataset(num_tokens=300_000)
-    output = succeeded(in_fake_time(workplace, "tiny")).stdout
-    assert summary_of(run_dir)["num_steps"] == 60
-    assert "laid out" not in output
-
-
-def test_speed_is_judged_once_after_fifty_steps(workplace: Workplace) -> None:
-    workplace.add_run(train=LONG)
-    workplace.add_dataset(num_tokens=300_000)
-    assert "speed: " not in succeeded(workplace.torchrun(2, "tiny", "--max-steps", "40")).stdout
-    output = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "110")).stdout
-    lines = re.findall(r"^speed: ([\d,]+) tokens/s, .* \(no peak known for ", output, re.MULTILINE)
-    assert len(lines) == 1 and int(lines[0].replace(",", "")) > 0
-
-
-def test_the_same_global_batch_gives_the_same_curve_whatever_the_microbatch(
-    workplace: Workplace
-) -> None:
-    workplace.add_dataset()
-    curves = []
-    for processes, microbatch_size in ((1, 8), (1, 2), (2, 4), (2, 1)):
-        name = f"{processes}x{microbatch_size}"
-        run_dir = workplace.add_run(name, model={"drop_rate": 0.0}, train={
-            "microbatch_size": microbatch_size, "global_batch_size": 8,
-            "gradient_accumulation_steps": None, "min_train_tokens": 10 * 128,
-            "validation_batches": None, "validation_sequences": 5, "learning_rate": 1e-3,
-        })
-        output = succeeded(workplace.torchrun(processes, name)).stdout
-        assert "= global batch 8 sequences" in output
-        records = read_lines(run_dir / "metrics.jsonl")
-        curves.append([record[key] for record in records
-                       for key in ("train_loss", "train_loss_min", "validation_loss")
-                       if key in record])
-    assert len(curves[0]) == 2 * 3
-    for curve in curves[1:]:
-        np.testing.assert_allclose(curve, curves[0], rtol=0, atol=1e-5)
-
-
-def test_a_global_batch_that_does_not_divide_is_one_line(workplace: Workplace) -> None:
-    workplace.add_run(train={"microbatch_size": 3, "global_batch_size": 8,
-                             "gradient_accumulation_steps": None})
-    workplace.add_dataset()
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "2")
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "the nearest microbatch_size that divides is 2 or 4" in result.stderr
-
-
-class Simulated(Ending):
+class Simulated(Stop):
     """A run whose steps, validations and checkpoints, and their writing, only pass time."""
 
     def __init__(self, seconds: dict[str, float], *, limit: float, fit_budget: bool) -> None:
-        self.seconds, self.now, self.written_at, self.longest_write = seconds, 30.0, 0.0, 0.0
-        config = TrainConfig(**TINY_TRAIN | {
+        self.seconds, self.now, self.written_at = seconds, 30.0, 0.0
+        train = TrainConfig(**TINY_TRAIN | {
             "validation_interval": 50, "max_hours": limit / 3600, "fit_budget": fit_budget})
-        self.clock = PhaseClock(since=0.0)
+        self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
         self.clock._now = lambda: self.now
         plan = BatchPlan(2, 1, 1, 16, num_steps=3000)
-        job = SimpleNamespace(first_step=0, options=SimpleNamespace(max_steps=None), plan=plan,
-                              data=SimpleNamespace(plan=plan), run=SimpleNamespace(train=config))
-        super().__init__(job, clock=self.clock, watchdog=None, group=None, pace=self.pace)
+        prepared = SimpleNamespace(
+            first_step=0, num_steps=3000, plan=plan, options=SimpleNamespace(max_steps=None),
+            run=SimpleNamespace(train=train, model=ModelConfig(**TINY_MODEL)))
+        super().__init__(prepared, clock=self.clock, watchdog=None, group=None, saver=self.saver)
+        self._num_parameters = 10**8
 
-    def pace(self, num_steps: int) -> Pace:
-        self.clock.longest_write = self.longest_write
-        return Pace.measured(self.clock, num_steps=num_steps, plan=self.plan, train=self._config,
-                             num_parameters=10**8)
+    def is_asked(self) -> bool:
+        return False
 
-    def _from_main(self, number: int) -> int:
+    def _from_rank_0(self, number: int) -> int:
         return number
 
-    def look_at_writer(self) -> None:
+    def look_at_saver(self) -> None:
         if 0 < self.written_at <= self.now:
-            self.longest_write = self.seconds["write"]
+            self.saver.longest_write_seconds = self.seconds["write"]
 
     def run(self) -> float:
-        """Train; give the seconds it took."""
-        since_report, step = 0, -1
+        """Train; return the seconds it took."""
         self.clock.enter("compile")
-        while step < self.last_step:
-            step += 1
+        for step in itertools.count():
             self.now += self.seconds["step"] if step else 30
-            since_report += 1
             if step == 0:
                 self.clock.enter("training")
-            if since_report == 10 or self.saves_after(step):
-                since_report = 0
-                self.look_at_writer()
-                self.keep_to_budget(step, SimpleNamespace(lay_out=lambda plan: None))
-            if self.saves_after(step):
-                for phase, is_due in (("validation", self.validates_after(step)),
-                                      ("checkpoint", True)):
-                    with self.clock.phase(phase):
-                        if phase == "checkpoint":
-                            self.now = max(self.now, self.written_at)
-                            self.look_at_writer()
-                        self.now += self.seconds[phase] if is_due else 0
-                self.written_at = self.now + self.seconds["write"]
-                self.lays_out_next = self._config.fit_budget
-        return max(self.now, self.written_at)
+            self.look_at_saver()
+            ends = self.after(step)
+            if ends or self.saves_after(step):
+                self.save_and_validate(step)
+            if ends:
+                return max(self.now, self.written_at)
+
+    def save_and_validate(self, step: int) -> None:
+        with self.clock.phase("checkpoint"):
+            self.now = max(self.now, self.written_at)  # it waits for the last write
+            self.look_at_saver()
+            self.now += self.seconds["checkpoint"]
+        self.written_at = self.now + self.seconds["write"]
+        with self.clock.phase("validation"):
+            self.now += self.seconds["validation"] if self.validates_after(step) else 0
 
 
 @pytest.mark.parametrize("fit_budget", [False, True])

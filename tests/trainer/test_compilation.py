@@ -8,53 +8,43 @@ from pathlib import Path
 import pytest
 import torch
 
-from basics.errors import UserError
 from gpt import ForwardOptions, GPTModel
-from processes.launch import Process, autocast
+from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer import compilation
-from trainer.compilation import choose_forward_options, chooses_compile, compile_error
+from trainer.compilation import choose_forward_options, compile_error
+from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
-GPT2_WORDS = {"vocab_size": 50257, "context_length": 64}
+GPT2_SIZE = {"vocab_size": 50257, "context_length": 64}
 
 
-def options_for(device: torch.device, precision: str, monkeypatch: pytest.MonkeyPatch,
-                **keys: object) -> ForwardOptions:
-    monkeypatch.setattr(compilation, "choose_precision", lambda train, device: precision)
-    model = ModelConfig(**TINY_MODEL | GPT2_WORDS)
-    return choose_forward_options(model, TrainConfig(**TINY_TRAIN | keys), device)
+def options_for(device: torch.device, precision: str, **keys: object) -> ForwardOptions:
+    train = TrainConfig(**TINY_TRAIN | {"precision": precision} | keys)
+    model = ModelConfig(**TINY_MODEL | GPT2_SIZE)
+    return choose_forward_options(model, resolve_for_device(train, device), device)
 
 
-def test_the_defaults_are_the_devices_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu = options_for(GPU, "bf16", monkeypatch)
+def test_the_defaults_are_the_fastest_of_the_device() -> None:
+    on_gpu = options_for(GPU, "bf16")
     assert on_gpu == ForwardOptions(residual_dtype=torch.bfloat16, head_multiple=128)
-    assert options_for(GPU, "fp16", monkeypatch) == ForwardOptions(head_multiple=128)
-    assert options_for(GPU, "fp32", monkeypatch) == ForwardOptions()
-    assert options_for(CPU, "bf16", monkeypatch) == ForwardOptions(
+    assert options_for(GPU, "fp16") == ForwardOptions(head_multiple=128)
+    assert options_for(GPU, "fp32") == ForwardOptions()
+    assert options_for(CPU, "bf16") == ForwardOptions(
         head_chunk_tokens=2**23 // 50257, attention_in_blocks=True)
-    assert options_for(CPU, "fp32", monkeypatch) == ForwardOptions(
+    assert options_for(CPU, "fp32") == ForwardOptions(
         head_chunk_tokens=2**23 // 50257)
-    assert options_for(CPU, "bf16", monkeypatch, compile=True) == ForwardOptions()
-    train = TrainConfig(**TINY_TRAIN)
-    assert chooses_compile(train, GPU) and not chooses_compile(train, CPU)
+    assert options_for(CPU, "bf16", compile=True) == ForwardOptions()
 
 
-def test_what_the_run_asks_for_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_the_run_override_the_defaults() -> None:
     asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True}
-    assert options_for(GPU, "bf16", monkeypatch, **asked) == ForwardOptions(
+    assert options_for(GPU, "bf16", **asked) == ForwardOptions(
         head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128)  # of 128 tokens
-    train = TrainConfig(**TINY_TRAIN | {"compile": False})
-    assert not chooses_compile(train, GPU)
-
-
-def test_a_bfloat16_stream_needs_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match='residual_dtype is "bf16", but the precision here is fp32'):
-        options_for(CPU, "fp32", monkeypatch, residual_dtype="bf16")
 
 
 def model_with(options: ForwardOptions, **changes: object) -> GPTModel:
@@ -117,7 +107,7 @@ def test_recomputing_keeps_less() -> None:
 
 def step_of(**changes: object) -> TrainingStep:
     drop_rate = changes.pop("drop_rate", 0.0)
-    train = TrainConfig(**TINY_TRAIN | {"compile": True} | changes)
+    train = resolve_for_device(TrainConfig(**TINY_TRAIN | {"compile": True} | changes), CPU)
     process = Process(rank=0, local_rank=0, world_size=1, device=CPU)
     model = ModelConfig(**TINY_MODEL | {"drop_rate": drop_rate})
     return TrainingStep(build_training_state(model, train, CPU), train, process)

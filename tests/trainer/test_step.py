@@ -6,17 +6,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from checkpointing import SnapshotBuffers
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
-from trainer.step import SnapshotBuffers, TrainingStep, build_training_state
+from trainer.precision import resolve_for_device
+from trainer.step import TrainingStep, build_training_state, dropout_seed
 
 
 def step_of(**changes: object) -> TrainingStep:
     model = ModelConfig(**TINY_MODEL | {k: v for k, v in changes.items() if k in TINY_MODEL})
     train = TrainConfig(**TINY_TRAIN | {k: v for k, v in changes.items() if k in TINY_TRAIN})
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    train = resolve_for_device(train, process.device)
     return TrainingStep(build_training_state(model, train, process.device), train, process)
 
 
@@ -95,4 +98,11 @@ def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
     name = "final_norm.weight"
     assert again.weights[name].data_ptr() == snapshot.weights[name].data_ptr()
     assert torch.equal(again.weights[name], step.state.model.final_norm.weight)
-    assert again.trainer["optimizer"]["state"][0]["step"] == 2
+    assert again.moments[f"step/{name}"] == 2
+
+
+def test_dropout_seeds_differ_by_seed_and_position() -> None:
+    seeds = {dropout_seed(seed, index) for seed in range(50) for index in range(200)}
+    assert len(seeds) == 50 * 200
+    assert len({seed % 2**32 for seed in seeds}) == 50 * 200  # a CPU generator reads 32 bits
+    assert dropout_seed(42, 7) == dropout_seed(42, 7)

@@ -1,0 +1,210 @@
+"""Dollars, budgets and global batches, end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.workplace import Workplace, forked, read_lines, succeeded
+
+PRICE = 36_000  # dollars an hour: ten a second
+LONG = {"min_train_tokens": 2000 * 128, "validation_interval": 50, "learning_rate": 1e-3}
+
+
+def summary_of(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def change(run_dir: Path, **values: object) -> None:
+    path = run_dir / "train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def in_fake_time(workplace: Workplace, *arguments: str):
+    """Train with a clock that moves by a millisecond each time it is read."""
+    return forked("tests/support/torchrun_workers.py",
+                  ["train-in-fake-time", str(workplace.root), *workplace.arguments(*arguments)],
+                  num_processes=2)
+
+
+def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    output = succeeded(workplace.torchrun(2, "tiny", "--usd-per-hour", str(PRICE))).stdout
+    records = read_lines(run_dir / "metrics.jsonl")
+    for record in records:
+        assert record["usd"] == pytest.approx(record["seconds"] * 10, rel=0.02)
+    summary = summary_of(run_dir)
+    phases = {k: v for k, v in summary["usd"].items() if k != "total"}
+    assert set(phases) == set(summary["seconds"]) == {
+        "training", "validation", "checkpoint", "chart", "compile", "download", "waiting",
+        "startup", "lost"}
+    assert sum(phases.values()) == pytest.approx(summary["usd"]["total"])
+    for phase, usd in phases.items():
+        assert usd == pytest.approx(summary["seconds"][phase] * 10, abs=0.1)
+    assert all(summary["usd"][phase] > 0 for phase in ("training", "validation", "checkpoint",
+                                                       "compile", "waiting", "startup"))
+    total = f"{summary['usd']['total']:,.2f}"
+    assert re.search(rf"^cost: \${total} = \$[\d.,]+ training, ", output, re.MULTILINE)
+    assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
+
+
+def test_without_a_price_nothing_speaks_of_dollars(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    assert "$" not in succeeded(workplace.torchrun(1, "tiny")).stdout.split("sample:")[0]
+    assert summary_of(run_dir)["usd"] is None
+    assert not any("usd" in record for record in read_lines(run_dir / "metrics.jsonl"))
+
+
+def test_a_resumed_run_adds_what_each_start_cost(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5", "--usd-per-hour", str(PRICE)))
+    meta = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())
+    assert sum(meta["usd"].values()) == pytest.approx(10 * sum(meta["seconds"].values()), rel=1e-2)
+    first = summary_of(run_dir)
+    succeeded(workplace.torchrun(1, "tiny", "--usd-per-hour", str(PRICE / 10)))
+    both = summary_of(run_dir)
+    later = sum(both["seconds"].values()) - sum(first["seconds"].values())
+    assert both["usd"]["total"] == pytest.approx(first["usd"]["total"] + later, rel=1e-3)
+
+
+def test_what_a_kill_undid_was_paid_for_all_the_same(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train={"usd_per_hour": float(PRICE)})
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "10"))
+    before = summary_of(run_dir)
+    earlier = next(p.name for p in run_dir.glob("checkpoints/*-iteration-4"))
+    succeeded(workplace.torchrun(1, "tiny", earlier))
+    after = summary_of(run_dir)
+    assert after["usd"]["lost"] > 0 and after["seconds"]["lost"] > 0
+    kept = json.loads((next(run_dir.glob("checkpoints/*-iteration-4")) / "meta.json").read_text())
+    lost = sum(before["seconds"].values()) - sum(kept["seconds"].values())
+    assert after["seconds"]["lost"] == pytest.approx(lost, rel=0.01)
+    assert after["usd"]["total"] > before["usd"]["total"]
+
+
+def test_starting_over_starts_the_bill_over(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5"))
+    succeeded(workplace.torchrun(1, "tiny", "--fresh", "--max-steps", "5"))
+    assert summary_of(run_dir)["seconds"]["lost"] == 0
+
+
+@pytest.mark.parametrize("limit", [  # two seconds
+    {"max_cost_usd": 20.0, "usd_per_hour": PRICE}, {"max_hours": 2 / 3600},
+])
+def test_a_limit_stops_inside_it_with_a_checkpoint(workplace: Workplace, limit: dict) -> None:
+    run_dir = workplace.add_run(train=LONG | limit)
+    workplace.add_dataset(num_tokens=300_000)
+    output = succeeded(in_fake_time(workplace, "tiny")).stdout
+    summary = summary_of(run_dir)
+    key = next(iter(limit))
+    assert summary["status"] == "stopped" and summary["reason"].startswith(f"{key} is ")
+    assert f"({summary['reason']})" in output
+    spent = sum(summary["seconds"].values())
+    assert 1.8 < spent <= 2
+    meta = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())
+    assert 20 < meta["global_step"] == summary["global_step"] < 1999
+    steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
+    assert steps[-1] == meta["global_step"]
+    # With less than it has spent, it does not go on; with more, it does.
+    change(run_dir, **{key: limit[key] / 2})
+    before = workplace.files()
+    refused = workplace.torchrun(2, "tiny")
+    assert re.search(rf"train.json: {key} is [\d.e-]+, and the run has .*; raise it to go on",
+                     refused.stderr)
+    assert workplace.files() == before
+    change(run_dir, **{key: limit[key] * 1000})
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "3"))
+    assert summary_of(run_dir)["global_step"] == meta["global_step"] + 3
+
+
+FITTED = LONG | {"max_hours": 4 / 3600, "fit_budget": True, "schedule_learning_rate": True,
+                 "warmup_period_percent": 10}
+
+
+def test_a_schedule_is_laid_out_to_end_inside_the_budget(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train=FITTED)
+    workplace.add_dataset(num_tokens=300_000)
+    output = succeeded(in_fake_time(workplace, "tiny")).stdout
+    summary = summary_of(run_dir)
+    assert summary["status"] == "finished" and summary["reason"] is None
+    assert summary["global_step"] == summary["num_steps"] - 1 < 1500
+    assert 3.7 < sum(summary["seconds"].values()) <= 4
+    records = read_lines(run_dir / "metrics.jsonl")
+    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
+    assert rates[-1] == pytest.approx(1e-4)  # a tenth of the peak: the cosine's very end
+    assert max(rates) > 0.97e-3
+    assert records[-1]["global_step"] == summary["global_step"]
+    assert "validation_loss" in records[-1]
+    assert "schedule fitted to the budget: " in output
+    assert f"tiny is complete: {summary['num_steps']:,} steps" in succeeded(
+        workplace.torchrun(2, "tiny")).stdout
+
+
+def test_a_laid_out_schedule_is_kept_by_the_checkpoint(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train=FITTED)
+    workplace.add_dataset(num_tokens=300_000)
+    succeeded(in_fake_time(workplace, "tiny", "--max-steps", "60"))
+    laid_out = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["num_steps"]
+    assert 60 < laid_out < 1500
+    output = succeeded(in_fake_time(workplace, "tiny", "--max-steps", "2")).stdout
+    assert f"{laid_out:,} steps = " in output
+    assert f"at step 62 of {laid_out:,} (--max-steps)" in output
+
+
+def test_a_budget_with_room_leaves_the_schedule_as_it_is(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train=FITTED | {"max_hours": 10.0,
+                                                "min_train_tokens": 60 * 128})
+    workplace.add_dataset(num_tokens=300_000)
+    output = succeeded(in_fake_time(workplace, "tiny")).stdout
+    assert summary_of(run_dir)["num_steps"] == 60
+    assert "schedule fitted" not in output
+
+
+def test_speed_is_judged_once_after_fifty_steps(workplace: Workplace) -> None:
+    workplace.add_run(train=LONG)
+    workplace.add_dataset(num_tokens=300_000)
+    assert "speed: " not in succeeded(workplace.torchrun(2, "tiny", "--max-steps", "40")).stdout
+    output = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "110")).stdout
+    lines = re.findall(r"^speed: ([\d,]+) tokens/s, .* \(no peak known for ", output, re.MULTILINE)
+    assert len(lines) == 1 and int(lines[0].replace(",", "")) > 0
+
+
+def test_the_same_global_batch_gives_the_same_curve_whatever_the_microbatch(
+    workplace: Workplace
+) -> None:
+    workplace.add_dataset()
+    curves = []
+    for processes, microbatch_size in ((1, 8), (1, 2), (2, 4), (2, 1)):
+        name = f"{processes}x{microbatch_size}"
+        run_dir = workplace.add_run(name, model={"drop_rate": 0.0}, train={
+            "microbatch_size": microbatch_size, "global_batch_size": 8,
+            "gradient_accumulation_steps": None, "min_train_tokens": 10 * 128,
+            "validation_batches": None, "validation_sequences": 5, "learning_rate": 1e-3,
+        })
+        output = succeeded(workplace.torchrun(processes, name)).stdout
+        assert "= global batch 8 sequences" in output
+        records = read_lines(run_dir / "metrics.jsonl")
+        curves.append([record[key] for record in records
+                       for key in ("train_loss", "train_loss_min", "validation_loss")
+                       if key in record])
+    assert len(curves[0]) == 2 * 3
+    for curve in curves[1:]:
+        np.testing.assert_allclose(curve, curves[0], rtol=0, atol=1e-5)
+
+
+def test_a_global_batch_that_does_not_divide_is_one_line(workplace: Workplace) -> None:
+    workplace.add_run(train={"microbatch_size": 3, "global_batch_size": 8,
+                             "gradient_accumulation_steps": None})
+    workplace.add_dataset()
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "the nearest microbatch_size that divides is 2 or 4" in result.stderr
