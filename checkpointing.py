@@ -35,13 +35,11 @@ CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 WEIGHTS, OPTIMIZER, META, VALIDATION = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json")
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
-PARTIAL_PREFIX = ".partial-"
-LATEST, BEST = "latest", "best"
+PARTIAL_PREFIX, LATEST, BEST = ".partial-", "latest", "best"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
-Spent = Annotated[float, Field(ge=0, le=1e12)]
-ByPhase = Annotated[dict[str, Spent], Field(max_length=64)]
+ByPhase = Annotated[dict[str, Annotated[float, Field(ge=0, le=1e12)]], Field(max_length=64)]
 
 
 class _Record(BaseModel):
@@ -178,10 +176,8 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
 def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint:
     """Add a validation to a saved checkpoint, and renew the links. Rank 0.
 
-    A kill in between leaves the checkpoint whole, and not validated.
-
     Raises:
-        OSError: it could not be written.
+        OSError: it could not be written; the checkpoint is whole, and not validated.
     """
     write_aside(checkpoint.path / VALIDATION, validation.model_dump_json() + "\n", durable=True)
     failpoint("save.validation")

@@ -3,88 +3,123 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.workplace import PROJECT_DIR
 
-# Each room imports only from rows below its own; the lab from all of the trainer, never back.
-ROWS = [
-    {"ddp_train", "prepare_dataset"},
-    {"ending"},
-    {"job", "microbatch_search", "checkpoint_writer"},
-    {"resuming", "checkpoint_loading"},
-    {"checkpointing", "microbatch_trial", "evaluation"},
-    {"training_step", "charting", "run_log", "sampling", "preparation"},
-    {"acceleration", "run_summary"},
-    {"supervision"},
-    {"gpt", "token_dataset", "optimization", "tokenizer", "launching", "run_metrics", "step_window",
-     "agreement"},
-    {"run_clock", "command_line", "expected_speed", "head_loss", "block_attention", "neighbours"},
-    {"batch_plan", "curve_fits", "memory_meters", "run_lock", "notice_board"},
-    {"run_config", "manifest", "failpoints"},
-    {"json_files"},
-    {"user_error"},
-]
-# The same within preparation/, which is one room to the others.
-PREPARATION_ROWS = [
-    {"foreign_tokens", "providing"},
-    {"pipeline"},
-    {"planning", "dataset_card", "hub"},
-    {"gpt2_workers"},
-    {"documents", "encoding", "progress_display"},
-    {"readers"},
-    {"parquet"},
-    {"cutting", "journal"},
-    {"token_file_writer"},
-]
-ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
-PREPARATION_ROW_OF = {room: number for number, row in enumerate(PREPARATION_ROWS) for room in row}
-TRAINER_FILES = sorted(PROJECT_DIR.glob("*.py"))
-PREPARATION_FILES = sorted((PROJECT_DIR / "preparation").glob("[!_]*.py"))
-FILES = [*TRAINER_FILES, *PREPARATION_FILES, *sorted((PROJECT_DIR / "lab").glob("*.py"))]
+# Imports go only from left to right.
+ORDER = ("benchmarks > ddp_train prepare_dataset lab > microbatch_search > trainer > checkpointing >"
+         " reporting > processes > gpt > ops > preparation > tokens > run_config > basics")
+RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in names.split()}
+ROOT_FILES = {"ddp_train", "gpt", "run_config", "checkpointing", "prepare_dataset"}
+WITHOUT_TORCH = ["preparation", "lab.plan", "tokens.batch_plan", "tokens.token_file",
+                 "tokens.tokenizer", "run_config", "processes.before_torch", "prepare_dataset"]
+LINES = {"ddp_train.py": 250, "checkpointing.py": 450}
 
 
-def imported_by(tree: ast.AST) -> set[str]:
-    modules = set()
-    for node in ast.walk(tree):
+def tracked(*patterns: str) -> list[Path]:
+    found = [path for pattern in patterns for path in PROJECT_DIR.glob(pattern)]
+    return sorted(path for path in found if ".venv" not in path.parts)
+
+
+FILES = tracked("*.py", *(f"{name}/**/*.py" for name in RANK if name not in ROOT_FILES))
+SOURCES = [path for path in FILES if path.name != "__init__.py"]
+PRODUCT = [path for path in SOURCES if path.parent.name != "benchmarks"]
+
+
+def name_of(path: Path) -> str:
+    """Return a path's name relative to the project, for the tests' output."""
+    return str(path.relative_to(PROJECT_DIR))
+
+
+def module_of(path: Path) -> str:
+    return name_of(path).removesuffix(".py").replace("/", ".")
+
+
+def imports_of(tree: ast.AST, *, at_import: bool = False) -> set[str]:
+    """Return the modules that code imports; with `at_import` without those inside functions."""
+    nodes, modules = [tree], set()
+    while nodes:
+        node = nodes.pop()
+        is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if at_import and (is_typing or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            continue
+        nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            modules |= {alias.name.split(".")[0] for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module.split(".")[0])
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return modules
 
 
-def test_every_room_has_its_row() -> None:
-    assert {path.stem for path in TRAINER_FILES} | {"preparation"} == set(ROW_OF)
-    assert {path.stem for path in PREPARATION_FILES} == set(PREPARATION_ROW_OF)
+def test_the_root_holds_five_files_and_every_folder_has_its_place() -> None:
+    assert {path.stem for path in tracked("*.py")} == ROOT_FILES
+    folders = {path.parent.name for path in tracked("*/__init__.py")} - {"tests"}
+    assert folders <= set(RANK) and set(RANK) <= folders | ROOT_FILES | {"benchmarks"}
 
 
-@pytest.mark.parametrize("path", PREPARATION_FILES, ids=lambda path: path.stem)
-def test_preparation_imports_only_from_rows_below(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    for module in imported_by(tree) - {"preparation"}:
-        assert ROW_OF.get(module, 99) > ROW_OF["preparation"] and module not in ("lab", "torch")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("preparation."):
-            part = node.module.removeprefix("preparation.")
-            assert PREPARATION_ROW_OF[part] > PREPARATION_ROW_OF[path.stem], node.module
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_only_from_left_to_right(path: Path) -> None:
+    own = path.relative_to(PROJECT_DIR).parts[0].removesuffix(".py")
+    for module in imports_of(ast.parse(path.read_text())):
+        other = module.split(".")[0]
+        assert other != "tests"
+        if other in RANK and other != own:
+            assert RANK[other] > RANK[own], f"{name_of(path)} imports {module}"
 
 
-@pytest.mark.parametrize("path", TRAINER_FILES, ids=lambda path: path.stem)
-def test_a_room_imports_only_from_rows_below(path: Path) -> None:
-    for module in imported_by(ast.parse(path.read_text())):
-        assert module != "lab"
-        if module in ROW_OF:
-            assert ROW_OF[module] > ROW_OF[path.stem], f"{path.stem} imports {module}"
+def test_no_file_imports_itself_through_others() -> None:
+    imported = {module_of(path): imports_of(ast.parse(path.read_text()), at_import=True)
+                for path in SOURCES}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module in imported and module not in done:
+            for other in imported[module]:
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in imported:
+        visit(module, ())
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("start", WITHOUT_TORCH)
+def test_commands_that_need_no_torch_do_not_import_it(start: str) -> None:
+    modules = {module_of(path): path for path in SOURCES}
+    waiting = [module for module in modules if module == start or module.startswith(f"{start}.")]
+    assert waiting
+    seen = set(waiting)
+    while waiting:
+        module = waiting.pop()
+        found = imports_of(ast.parse(modules[module].read_text()), at_import=True)
+        assert not {name for name in found if name.split(".")[0] in ("torch", "transformers")}, (
+            f"{module} imports torch")
+        waiting += (found & modules.keys()) - seen
+        seen |= found
+
+
+def test_no_name_is_that_of_a_package_that_a_dependency_may_import() -> None:
+    names = {path.relative_to(PROJECT_DIR).parts[0].removesuffix(".py") for path in FILES}
+    assert not names & packages_distributions().keys()
+    assert not names & sys.stdlib_module_names
+    # transformers looks for optional packages by name, whether they are installed or not.
+    source = Path(find_spec("transformers").origin).parent / "utils" / "import_utils.py"
+    looked_for = set(re.findall(r'_is_package_available\(\s*"(\w+)', source.read_text()))
+    assert "kernels" in looked_for
+    assert not names & looked_for
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
-    limit = 450 if path.name == "ddp_train.py" else 300
-    assert len(text.splitlines()) < limit
+    assert len(text.splitlines()) <= LINES.get(path.name, 300)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 50, node.name
@@ -94,11 +129,21 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             assert is_command or parameters <= 5, f"{node.name} has {parameters} parameters"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_room_and_public_function_of_more_than_a_line_says_what_it_does(path: Path) -> None:
+@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
+def test_every_file_and_every_public_function_of_some_length_has_a_docstring(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree)
     for node in tree.body:
         public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
         if public and len(node.body) > 3:
             assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
+
+
+def test_tests_mirror_the_folders_and_import_no_other_test() -> None:
+    tests = PROJECT_DIR / "tests"
+    allowed = {*RANK, "support", "faults"}
+    for path in sorted(tests.rglob("*.py")):
+        parts = path.relative_to(tests).parts
+        assert len(parts) == 1 or parts[0] in allowed, parts
+        for module in imports_of(ast.parse(path.read_text())):
+            assert not re.fullmatch(r"tests\.(.*\.)?test_\w+.*", module), f"{path}: {module}"
