@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from basics.files import fsync
 
-MANIFEST = "basics.manifest.json"
+MANIFEST = "manifest.json"
 MAX_BYTES = 2**20  # of a manifest: more is none of ours
 
 PlainName = Annotated[str, Field(pattern=r"^[a-z][a-z._-]{0,63}$")]
