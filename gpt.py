@@ -191,9 +191,9 @@ class GPTModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def _init_gpt2(self) -> None:
-        """Draw weights from N(0, 0.02), residual projections scaled by 1 / sqrt(2 * n_layers).
+        """Draw weights with standard deviation 0.02; set biases to zero.
 
-        Biases are zero.
+        Residual projections are scaled by 1 / sqrt(2 * n_layers).
 
         Source: Radford et al. 2019, section 2.3; 0.02 is from OpenAI's released code.
         """
