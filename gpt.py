@@ -1,7 +1,7 @@
-"""GPT-2's architecture: token ids to logits, or straight to the loss.
+"""GPT-2's architecture: token ids to logits, or directly to the loss.
 
 Shapes: B sequences in a microbatch, T tokens in a sequence, C `emb_dim`, H `n_heads`,
-D = C / H, V `vocab_size`.
+D = C / H per head, V `vocab_size`.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 """
@@ -26,15 +26,16 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How the forward pass is computed: of the result this changes only the rounding.
+    """How the forward pass is computed. The result differs by rounding only.
 
     Args:
-        residual_dtype: of the stream that the layers add to, if not the embeddings' own; bfloat16
-            needs autocast to it.
-        head_chunk_tokens: of a piece, where head and cross-entropy are computed in pieces.
-        activation_checkpointing: layers keep their inputs only, and run again in the backward pass.
-        head_multiple: rows of zeros fill the head up to a multiple of this in its matrix product.
-        attention_in_blocks: by `block_attention`, instead of a kernel of PyTorch's choice.
+        residual_dtype: dtype of the residual stream, if not that of the embeddings; bfloat16 needs
+            bfloat16 autocast.
+        head_chunk_tokens: tokens per chunk of head and loss; None computes all at once.
+        activation_checkpointing: store only the inputs of layers, and run each layer again in the
+            backward pass.
+        head_multiple: pad the head with zeros to a multiple of this in its matrix product.
+        attention_in_blocks: use `block_attention` instead of a kernel that PyTorch chooses.
     """
 
     residual_dtype: torch.dtype | None = None
@@ -45,7 +46,7 @@ class ForwardOptions:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a token sees itself and what came before it."""
+    """Multi-head attention of each token to itself and the tokens before it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -57,23 +58,23 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.project(x)
-        dropout = self.drop_rate if self.training else 0.0
+        q, k, v = self.project(x)  # (B, H, T, D) each
+        drop_rate = self.drop_rate if self.training else 0.0
         if self.in_blocks:
-            y = block_attention(q, k, v, drop_rate=dropout)
-        else:  # no mask tensor: with one, PyTorch could not choose its flash kernels
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            y = block_attention(q, k, v, drop_rate=drop_rate)  # (B, H, T, D)
+        else:  # is_causal and no mask tensor: a mask would rule out the flash kernels
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
         return self.output(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give queries, keys and values of (B, T, C): each (B, H, T, D)."""
+        """Compute queries, keys and values of x (B, T, C): (B, H, T, D) each."""
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_heads, C // self.n_heads)  # (B, T, 3, H, D)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 
 
 class MLP(nn.Module):
-    """Four times as wide in the middle, with GPT-2's tanh form of GELU."""
+    """Two linear layers, four times as wide in between, with GPT-2's tanh form of GELU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each normalised first and added to the residual stream."""
+    """One layer: attention, then MLP, each on a normalised input and added to the residual."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -103,12 +104,6 @@ class Block(nn.Module):
 def run_block(block: Block, x: Tensor) -> Tensor:
     """Run one layer, (B, T, C) to (B, T, C)."""
     return block(x)
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Count a model's parameters without making room for them."""
-    with torch.device("meta"):
-        return GPTModel(config).num_parameters()
 
 
 class GPTModel(nn.Module):
@@ -129,20 +124,20 @@ class GPTModel(nn.Module):
         self.use(options or ForwardOptions())
 
     def use(self, options: ForwardOptions) -> None:
-        """Compute the forward pass like this from now on."""
+        """Set how the forward pass is computed from now on."""
         self.options = options
         for block in self.blocks:
             block.attention.in_blocks = options.attention_in_blocks
 
     def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Give the logits, or with `targets` the mean cross-entropy in nats a token.
+        """Compute the logits, or with `targets` the mean cross-entropy in nats per token.
 
         Args:
             token_ids: (B, T) int64, T at most `context_length`.
             targets: (B, T) int64, the token that follows each of `token_ids`.
 
         Returns:
-            Logits (B, T, V), in the autocast dtype if there is one; or the loss, () float32.
+            Logits (B, T, V), in the autocast dtype under autocast; or the loss, () float32.
         """
         x = self.transform(self.embed(token_ids))
         if targets is None:
@@ -150,7 +145,7 @@ class GPTModel(nn.Module):
         return self.loss(x, targets)
 
     def embed(self, token_ids: Tensor, *, first_position: int = 0) -> Tensor:
-        """Begin the residual stream: (B, T) int64 to (B, T, C)."""
+        """Add token and position embeddings: (B, T) int64 to (B, T, C)."""
         stop = first_position + token_ids.shape[1]
         positions = torch.arange(first_position, stop, device=token_ids.device)  # (T,)
         x = self.token_embedding(token_ids) + self.position_embedding(positions)  # (B, T, C)
@@ -160,7 +155,7 @@ class GPTModel(nn.Module):
     def transform(
         self, x: Tensor, run: Callable[[Block, Tensor], Tensor] = run_block
     ) -> Tensor:
-        """Run all layers, (B, T, C) to (B, T, C), each through `run`."""
+        """Run all layers, (B, T, C) to (B, T, C), each one through `run`."""
         recomputes = self.options.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             if recomputes:
@@ -171,38 +166,47 @@ class GPTModel(nn.Module):
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """End the residual stream: (B, T, C) and targets (B, T) to the mean loss, () float32."""
+        """Compute the mean loss, () float32, of the layers' output (B, T, C); targets (B, T)."""
         x, targets = self.final_norm(x).flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
-        if self.options.head_chunk_tokens is not None:
-            return chunked_cross_entropy(x, self.head_weight, targets,
+        if self.options.head_chunk_tokens is None:
+            return F.cross_entropy(self._logits(x).float(), targets)
+        return chunked_cross_entropy(x, self.head_weight, targets,
                                      chunk_tokens=self.options.head_chunk_tokens,
                                      multiple=self.options.head_multiple)
-        return F.cross_entropy(self._logits(x).float(), targets)
 
     def _logits(self, x: Tensor) -> Tensor:
+        """Multiply x (..., C) by the head: (..., V)."""
         weight = pad_rows(self.head_weight, self.options.head_multiple)
         logits = F.linear(x, weight)
         if len(weight) == self.config.vocab_size:
             return logits
-        return logits[..., : self.config.vocab_size]  # a logit of zero has weight
+        return logits[..., : self.config.vocab_size]  # zero logits would enter the softmax
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, C): the output head's own matrix, or the token embedding's where they are tied."""
+        """The output head's matrix, (V, C); the token embedding's if they are tied."""
         return self.token_embedding.weight if self.config.tie_weights else self.head.weight
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
     def _init_gpt2(self) -> None:
-        """Normal weights, zero biases, residual projections smaller by 1 / sqrt(2 x layers).
+        """Draw weights with standard deviation 0.02; set biases to zero.
 
-        Source: Radford et al. 2019, section 2.3; the 0.02 is that of OpenAI's released code.
+        Residual projections are scaled by 1 / sqrt(2 * n_layers).
+
+        Source: Radford et al. 2019, section 2.3; 0.02 is from OpenAI's released code.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                residual = name.endswith("output.weight")
-                scale = 1 / math.sqrt(2 * self.config.n_layers) if residual else 1.0
+                is_residual = name.endswith("output.weight")
+                scale = 1 / math.sqrt(2 * self.config.n_layers) if is_residual else 1.0
                 nn.init.normal_(parameter, std=INIT_STD * scale)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Count a model's parameters without allocating them."""
+    with torch.device("meta"):
+        return GPTModel(config).num_parameters()

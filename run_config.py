@@ -1,4 +1,4 @@
-"""A run's two JSON files as typed, checked, immutable configs."""
+"""A run's two JSON files as validated, immutable configs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs br
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
-RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # the original's first name for it
+RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the original system
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
-# JSON has lists, a frozen config a tuple.
+# A JSON list becomes a tuple: the config is frozen.
 Prompts = Annotated[tuple[Annotated[str, Field(max_length=2**14)], ...],
                     Field(strict=False, min_length=1, max_length=64)]
 Config = TypeVar("Config", bound=BaseModel)
@@ -59,25 +59,25 @@ class TrainConfig(_FrozenConfig):
     """`train.json`: data, batch, optimizer and intervals of a run."""
 
     dataset: str = Field(pattern=DATASET_NAME)
-    microbatch_size: Count
+    microbatch_size: Count  # sequences in one forward pass of one process
     gradient_accumulation_steps: Count = 1
-    global_batch_size: int | None = Field(default=None, ge=1, le=2**31)
-    min_train_tokens: int = Field(default=-1, le=2**50)
+    global_batch_size: int | None = Field(default=None, ge=1, le=2**31)  # sequences
+    min_train_tokens: int = Field(default=-1, le=2**50)  # -1 for all
     start_train_token: int = Field(default=0, ge=0, le=2**50)
     start_val_token: int = Field(default=0, ge=0, le=2**50)
-    validation_interval: Count | None = None
-    validation_batches: Count | None = None
+    validation_interval: Count | None = None  # global steps
+    validation_batches: Count | None = None  # microbatches
     validation_sequences: Count | None = None
     validate_on: Literal["rank0", "all"] = "rank0"
-    checkpoint_interval: Count | None = None
-    keep_checkpoints: Count | None = None
+    checkpoint_interval: Count | None = None  # global steps
+    keep_checkpoints: Count | None = None  # None for all
     sample_prompts: Prompts | None = None
     learning_rate: float = Field(default=4e-4, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_norms_and_biases: bool = False
     clipping_max_norm: float | None = Field(default=None, gt=0)
     schedule_learning_rate: bool = False
-    warmup_period_percent: float = Field(default=0, ge=0, lt=100)
+    warmup_period_percent: float = Field(default=0, ge=0, lt=100)  # of the global steps
     use_amp: bool = True
     precision: Precision | None = None
     residual_dtype: ResidualDtype | None = None
@@ -86,32 +86,38 @@ class TrainConfig(_FrozenConfig):
     head_chunks: int | None = Field(default=None, ge=1, le=2**16)
     activation_checkpointing: bool = False
     random_seed: int = Field(default=42, ge=0, lt=2**63)
-    usd_per_hour: float | None = Field(default=None, gt=0)
+    usd_per_hour: float | None = Field(default=None, gt=0)  # of all machines
     max_cost_usd: float | None = Field(default=None, gt=0)
     max_hours: float | None = Field(default=None, gt=0)
     fit_budget: bool = False
-    max_skipped_steps: Count = 20
+    max_skipped_steps: Count = 20  # consecutive
     collective_timeout_seconds: float = Field(default=600, gt=0, le=10**6)
     hang_timeout_seconds: float = Field(default=600, gt=0, le=10**6)
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> TrainConfig:
+    def _check_batch(self) -> TrainConfig:
         if self.min_train_tokens != -1 and self.min_train_tokens < 1:
-            raise ValueError(
-                f"min_train_tokens is {self.min_train_tokens}; wanted a count of at least 1,"
-                " or -1 for all tokens there are"
-            )
+            raise ValueError(f"min_train_tokens is {self.min_train_tokens}; wanted a count of at"
+                             " least 1, or -1 for all tokens")
         if self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set:
             raise ValueError("gradient_accumulation_steps follows from global_batch_size: drop it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_validation(self) -> TrainConfig:
         if self.validation_batches and self.validation_sequences:
-            raise ValueError("validation_batches and validation_sequences are two ways to say how"
-                             " much: drop one")
+            raise ValueError("validation_batches and validation_sequences exclude each other: drop"
+                             " one")
         if self.validates != bool(self.validation_batches or self.validation_sequences):
             raise ValueError("validation_interval goes together with validation_batches or"
                              " validation_sequences: set both")
         if not self.validates and self.checkpoint_interval is None:
             raise ValueError("set validation_interval with validation_batches, "
                              "or checkpoint_interval, so that the run is saved")
+        return self
+
+    @model_validator(mode="after")
+    def _check_options_that_depend_on_others(self) -> TrainConfig:
         if self.fit_budget and not (self.max_cost_usd or self.max_hours):
             raise ValueError("fit_budget needs max_cost_usd or max_hours: set one")
         if not self.use_amp and self.precision in ("bf16", "fp16"):
@@ -128,12 +134,12 @@ class TrainConfig(_FrozenConfig):
 
     @property
     def validates(self) -> bool:
-        """True if the run has validation, and `best` means the lowest validation loss."""
+        """Whether the run validates, so that `best` means the lowest validation loss."""
         return self.validation_interval is not None
 
     @property
     def num_validation_sequences(self) -> int:
-        """Sequences in one validation, however they fall into microbatches; 0 without."""
+        """Sequences in one validation, of all microbatches; 0 without validation."""
         if self.validation_sequences:
             return self.validation_sequences
         return (self.validation_batches or 0) * self.microbatch_size
@@ -141,7 +147,7 @@ class TrainConfig(_FrozenConfig):
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory and the configs found in it."""
+    """A run directory and its configs."""
 
     name: str
     run_dir: Path
@@ -151,42 +157,52 @@ class Run:
 
     @property
     def checkpoints_dir(self) -> Path:
+        """Directory of the checkpoints and the links `latest` and `best`."""
         return self.run_dir / "checkpoints"
 
     @property
     def metrics_path(self) -> Path:
+        """One JSON line per report and per validation."""
         return self.run_dir / "metrics.jsonl"
 
     @property
     def evaluations_path(self) -> Path:
+        """One JSON line per `lab evaluate`."""
         return self.run_dir / "evaluations.jsonl"
 
     @property
     def samples_path(self) -> Path:
+        """One JSON line per sample prompt and validation."""
         return self.run_dir / "samples.jsonl"
 
     @property
     def summary_path(self) -> Path:
+        """Losses, times, cost and machine of the run."""
         return self.run_dir / "summary.json"
 
     @property
     def heartbeat_path(self) -> Path:
+        """Progress of the processes, for monitoring from outside."""
         return self.run_dir / "heartbeat.json"
 
     @property
     def train_path(self) -> Path:
+        """The config that `train` was read from."""
         return self.run_dir / "train.json"
 
     def priced(self, usd_per_hour: float | None) -> Run:
-        """Give this run with the machine's price, where one was given on the command line.
+        """Return this run with the price of the command line, if that has one.
+
+        Args:
+            usd_per_hour: of all machines together.
 
         Raises:
-            UserError: the run has a limit in dollars, but there is no price.
+            UserError: the run has a limit in dollars but no price.
         """
         price = usd_per_hour or self.train.usd_per_hour
         if self.train.max_cost_usd and not price:
             raise UserError(f"{self.train_path}: max_cost_usd needs the machine's price; set"
-                            " usd_per_hour, or give --usd-per-hour")
+                            " usd_per_hour, or pass --usd-per-hour")
         return replace(self, train=self.train.model_copy(update={"usd_per_hour": price}))
 
 
@@ -219,14 +235,14 @@ def load_run(runs_dir: Path, name: str) -> Run:
 
 
 def check_inside(path: Path, root: Path, option: str) -> None:
-    """Refuse a directory that a link leads out of its root. Raises: UserError."""
-    if not Path(realpath(path)).is_relative_to(realpath(root)):  # of loops resolve() makes errors
-        raise UserError(f"{path}: leads out of the directory it is in; name the place where it"
-                        f" really is with {option}")
+    """Refuse a path that a link leads out of `root`. Raises: UserError."""
+    if not Path(realpath(path)).is_relative_to(realpath(root)):  # resolve() raises on loops
+        raise UserError(f"{path}: leads out of {root}; name the directory that it leads to"
+                        f" with {option}")
 
 
 def load_config(path: Path, config_type: type[Config]) -> Config:
-    """Read one JSON file into its config. Raises: UserError naming file, key, found, wanted."""
+    """Read one JSON file into its config. Raises: UserError, naming file, key and value."""
     values = read_json_object(path)
     for old, new in RENAMED_KEYS.items():
         if old in values and new in config_type.model_fields and new not in values:
@@ -244,10 +260,10 @@ def load_config(path: Path, config_type: type[Config]) -> Config:
 
 
 def describe(error: ValidationError) -> str:
-    """Word the first thing that is wrong with a config, and what to do."""
+    """Describe the first error in a config, and what to do."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
-    if not key:  # a rule over several keys, worded above
+    if not key:  # a rule of several keys: its validator has the text
         return first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return f'"{key}" is missing; add it'

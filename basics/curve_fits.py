@@ -1,4 +1,4 @@
-"""Curves through measured points: memory over microbatch, loss over batch."""
+"""Least-squares fits: memory over microbatch size, loss over batch size."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Line:
         return self.intercept + self.slope * x
 
     def largest_x(self, y: float) -> float:
-        """Give the x at which y is reached; inf where the line never rises to it."""
+        """Return the x at which the line reaches y; inf if it does not rise."""
         return (y - self.intercept) / self.slope if self.slope > 0 else math.inf
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Fit a line by least squares, as for memory in GiB over the microbatch size.
+    """Fit a line by least squares.
 
     Raises:
-        ValueError: there are fewer than two different x.
+        ValueError: `x` has fewer than two different values.
     """
     if len(set(x)) < 2:
         raise ValueError(f"a line needs two different x, found {sorted(set(x))}")
@@ -48,7 +48,7 @@ class LogQuadratic:
         return self.constant + self.linear * math.log(x) + self.quadratic * math.log(x) ** 2
 
     def minimum(self) -> tuple[float, float] | None:
-        """Give the x with the smallest y, and that y; None where the curve opens downwards."""
+        """Return the x with the smallest y, and that y; None if the parabola opens downwards."""
         if self.quadratic <= 0:
             return None
         x = math.exp(-self.linear / (2 * self.quadratic))
@@ -56,10 +56,10 @@ class LogQuadratic:
 
 
 def fit_log_quadratic(x: Sequence[float], y: Sequence[float]) -> LogQuadratic:
-    """Fit a parabola in ln(x) by least squares, as for the loss over the global batch size.
+    """Fit a parabola in ln(x) by least squares.
 
     Raises:
-        ValueError: there are fewer than three different x, or one is not positive.
+        ValueError: `x` has fewer than three different values, or one that is not positive.
     """
     if len(set(x)) < 3 or min(x) <= 0:
         raise ValueError(f"wanted three different positive x, found {sorted(set(x))}")

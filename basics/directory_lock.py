@@ -1,4 +1,4 @@
-"""A lock on a directory that ends with the process that holds it, and leaves no file behind."""
+"""A lock on a directory that is released when its process ends, and that leaves no file behind."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import fcntl
 import os
 from pathlib import Path
 
-LOCK_NAME = ".lock"  # used where the file system cannot lock a directory, as NFS
+LOCK_NAME = ".lock"  # used where the file system cannot lock a directory, for example NFS
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock a directory for this process; the lock ends when the returned descriptor is closed.
+    """Lock a directory for this process; closing the returned descriptor releases the lock.
 
-    A library such as filelock would have to create a file: a launch that is refused writes nothing.
+    A library such as filelock would have to create a file, but a refused launch writes nothing.
 
     Raises:
         BlockingIOError: another process holds the lock.

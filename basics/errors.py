@@ -1,4 +1,4 @@
-"""A mistake that a person can put right, and how it is told."""
+"""Errors that a person can correct, exit statuses, and output that may not be writable."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# Exit statuses, beside 0 and 128 + n for a run stopped by signal n.
+# Exit statuses, beside 0 and 128 + n for a run that signal n stopped.
 FAILED, BAD_INPUT, NUMBERS, DISK, HANG = 1, 2, 3, 4, 5
 STOP_SIGNALS = {int(number): number.name
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-LONGEST_LINE = 190  # characters of a message
+MAX_LINE_LENGTH = 190  # characters of a printed message
 LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
 
 
 class UserError(Exception):
-    """A mistake that a person can put right: one line, no traceback.
+    """An error that a person can correct: printed as one line, without a traceback.
 
     Attributes:
-        status: the exit status, 2 for bad input.
+        status: the process's exit status, 2 for bad input.
     """
 
     def __init__(self, message: str, status: int = BAD_INPUT) -> None:
@@ -30,12 +30,12 @@ class UserError(Exception):
         self.status = status
 
     def line(self) -> str:
-        """What a person gets to see."""
+        """Return the line to print."""
         return f"Error: {one_line(str(self))}"
 
 
 def cannot_be_written(place: Path, error: OSError) -> UserError:
-    """Word what a disk has refused; where it is full, with the exit status of that."""
+    """Describe a failed write; a full disk has its own exit status."""
     line = f"{place}: cannot be written: {error.strerror or str(error)[:80]}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"{line}; make room, or name another place", DISK)
@@ -51,19 +51,19 @@ def as_os_error(error: Exception) -> OSError:
 
 
 def print_error(line: str) -> None:
-    """Write a line to stderr. A log on a full disk, or that nobody reads, is no failure."""
+    """Print a line to stderr; a full disk or a closed pipe there is no failure."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def print_line(line: str) -> None:
-    """Write a line to stdout, as far as that takes it."""
+    """Print a line to stdout; a full disk or a closed pipe there is no failure."""
     with suppress(OSError):
         print(line, flush=True)
 
 
 def drop_unwritable_output() -> None:
-    """Give up what stdout and stderr do not take: Python would end with status 120 for it."""
+    """Drop output that stdout or stderr cannot write, else Python exits with status 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -77,8 +77,10 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(message: str) -> str:
-    """Show a message in one line that fits a screen; of long paths the last part says most."""
+    """Escape control characters, and shorten long paths from the left, then the line itself."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
-    if len(line) > LONGEST_LINE:
+    if len(line) > MAX_LINE_LENGTH:
         line = LONG_PATH.sub(r"...\1", line)
-    return line if len(line) <= LONGEST_LINE else f"{line[:130]} ... {line[135 - LONGEST_LINE:]}"
+    if len(line) > MAX_LINE_LENGTH:
+        line = f"{line[:130]} ... {line[135 - MAX_LINE_LENGTH:]}"
+    return line

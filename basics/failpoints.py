@@ -1,9 +1,10 @@
-"""Faults on request, for tests: places in the code where a process can be made to fail.
+"""Fault injection for tests: named places in the code where a process can be made to fail.
 
-The environment variable DDP_TRAIN_FAILPOINT holds "place:fault", with ":rank=R", ":hit=N" and
-":attempt=A" where only one rank, the N-th time, or one of torchrun's restarts is meant:
-"save.rename:kill:rank=0:hit=2". Several are separated by semicolons. Each that strikes leaves a
-line in the file that DDP_TRAIN_FAILPOINT_MARKS names: place, fault, rank, process id, time.
+The environment variable DDP_TRAIN_FAILPOINT holds "place:fault". ":rank=R", ":hit=N" and
+":attempt=A" limit the fault to one rank, to the N-th time the place is reached, or to one of
+torchrun's restarts: "save.rename:kill:rank=0:hit=2". Separate several faults by semicolons. Each
+fault that is triggered appends a line to the file that DDP_TRAIN_FAILPOINT_MARKS names: place,
+fault, rank, process id, time.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _hits: Counter[str] = Counter()
 
 
 def failpoint(place: str) -> bool:
-    """Fail here if this is the place; tell if a fault that the caller makes is asked for here."""
-    wanted = os.environ.get(VARIABLE)
-    return wanted is not None and any([_fail(place, *one.split(":")) for one in wanted.split(";")])
+    """Fail if a fault is set for this place; return whether the caller is to make it ("nan")."""
+    faults = os.environ.get(VARIABLE)
+    return faults is not None and any([_fail(place, *one.split(":")) for one in faults.split(";")])
 
 
 def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
@@ -32,9 +33,9 @@ def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
              "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}
     if place != wanted_place or any(wanted.get(key, now) != now for key, now in found.items()):
         return False
-    counted = ":".join((place, fault, *conditions))
-    _hits[counted] += 1
-    if "hit" in wanted and _hits[counted] != int(wanted["hit"]):
+    key = ":".join((place, fault, *conditions))
+    _hits[key] += 1
+    if "hit" in wanted and _hits[key] != int(wanted["hit"]):
         return False
     if MARKS in os.environ:
         with open(os.environ[MARKS], "a") as marks:
@@ -61,5 +62,5 @@ def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
         case "nan":
             return True
         case _:
-            sys.exit(f"{VARIABLE}: no such fault: {fault}")
+            sys.exit(f"{VARIABLE}: unknown fault: {fault}")
     return False

@@ -1,23 +1,26 @@
-"""Files written so that a kill or a full disk leaves them whole, and read without trusting them."""
+"""Writes that survive a kill or a full disk, and reads of untrusted files."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-MAX_BYTES = 2**20  # of a file that `read_plain` reads, where its caller sets no other limit
-MAX_HEADER_BYTES = 2**22  # of a safetensors file: some 20,000 tensors
+MAX_BYTES = 2**20  # default limit of `read_plain`
+MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
 
 
 def read_plain(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Read what a program has written, where a stranger may have laid something else.
+    """Read an untrusted text file.
 
     Raises:
-        OSError: it is no file but a link, a pipe or a directory, or it is too large.
+        OSError: it is a link, a pipe or a directory, or larger than `max_bytes`.
     """
-    # A pipe that nobody writes to would have its reader wait.
+    # Without O_NONBLOCK, a pipe that nobody writes to would block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags)
     try:
@@ -41,7 +44,7 @@ def check_tensor_header(path: Path) -> None:
 
 
 def append_whole(path: Path, text: str) -> None:
-    """Append to a file, or leave it as it was. Raises: OSError if the disk is full."""
+    """Append all of a text to a file, or nothing. Raises: OSError if the disk is full."""
     with path.open("ab", buffering=0) as file:
         length = file.tell()
         try:
@@ -52,17 +55,24 @@ def append_whole(path: Path, text: str) -> None:
             raise
 
 
-def write_aside(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file in one step, so that a reader sees the old one or the new one.
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces `path` if the block succeeds, and is removed if not.
+
+    Readers see the old file or the new one, never a part.
 
     Args:
-        durable: call fsync, so that after a power loss too one of the two is there.
+        durable: call fsync, so that this holds after a power loss too.
     """
     partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)  # a link may lie there, to what is somebody else's
+    partial.unlink(missing_ok=True)  # a leftover, or a planted link to another file
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     if durable:
         fsync(partial)
     partial.replace(path)
@@ -70,8 +80,14 @@ def write_aside(path: Path, text: str, *, durable: bool = False) -> None:
         fsync(path.parent)
 
 
+def write_aside(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace a file's text in one step; see `replacing`."""
+    with replacing(path, durable=durable) as file:
+        file.write(text.encode())
+
+
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, have reached the disk."""
+    """Wait until a file's content, or a directory's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

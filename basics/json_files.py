@@ -1,4 +1,4 @@
-"""JSON that a person has written, or a stranger."""
+"""Strict reading of untrusted JSON files, and JSON output without NaN."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from basics.errors import UserError
 
-MAX_BYTES = 2**20  # more than any config has
+MAX_BYTES = 2**20  # far more than a config needs
 
 
 def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, Any]:
-    """Read a file that holds one JSON object, no key twice. Raises: UserError."""
+    """Read a file with one JSON object and no duplicate keys. Raises: UserError."""
     try:
         if not path.is_file() and path.exists():
             raise UserError(f"{path}: is not a file; {needed_by} needs it")
@@ -26,7 +26,7 @@ def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, A
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {str(error)[:120]}") from None
     try:
-        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {str(error)[:120]}; correct it") from None
     if not isinstance(values, dict):
@@ -35,11 +35,12 @@ def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, A
 
 
 def to_json(values: Any, **options: Any) -> str:
-    """Write JSON in which a number that is not finite stands as null: JSON has no NaN."""
+    """Return JSON with null for NaN and infinity, which JSON does not have."""
     return json.dumps(_finite(values), allow_nan=False, **options)
 
 
 def finite_or_none(number: float | None) -> float | None:
+    """Return the number, or None for NaN, infinity and None."""
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -56,9 +57,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f'key "{twice[:60]}" stands there twice')
+        raise ValueError(f'key "{twice[:60]}" is there twice')
     return values
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")

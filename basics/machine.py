@@ -1,4 +1,4 @@
-"""Facts of the machine that need no torch."""
+"""Facts about the machine that need no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def num_cpu_cores() -> int:
 
 
 def process_namespace() -> str:
-    """Identify the process table that process ids of this process refer to.
+    """Identify the process table in which the process ids that we see are valid.
 
-    Machines and containers may share a host name, so the boot id and the pid namespace are added.
+    Machines and containers may share a host name, so it has the boot id and pid namespace too.
     """
     parts = [socket.gethostname()]
     with suppress(OSError):  # not on macOS

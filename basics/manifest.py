@@ -1,4 +1,4 @@
-"""What proves that a directory of files is whole: their sizes and digests, written last."""
+"""`manifest.json`: sizes and SHA-256 digests of a directory's files, written after them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from basics.files import fsync, write_aside
 
 MANIFEST = "manifest.json"
-MAX_BYTES = 2**20  # of a manifest: more is none of ours
+MAX_BYTES = 2**20  # far more than a manifest needs
 
 PlainName = Annotated[str, Field(pattern=r"^[a-z][a-z._-]{0,63}$")]
 
 
 class FileFacts(BaseModel):
-    """What a file must be."""
+    """Expected size and digest of a file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,7 +27,7 @@ class FileFacts(BaseModel):
 
 
 class Manifest(BaseModel):
-    """`manifest.json`: the files beside it, as they were when all of them were written."""
+    """The files beside the manifest, as they were when it was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,11 +37,12 @@ class Manifest(BaseModel):
     files: dict[PlainName, FileFacts]
 
     def text(self) -> str:
+        """Return the file's exact content."""
         return self.model_dump_json(indent=2) + "\n"
 
 
 def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
-    """Describe the files of a directory. Call fsync on each before."""
+    """Write the manifest of a directory's files. Call fsync on each of them first."""
     files = {path.name: FileFacts(bytes=path.stat().st_size, sha256=_sha256(path))
              for path in sorted(directory.iterdir())}
     manifest = Manifest(global_step=global_step, tokens=tokens, files=files)
@@ -62,21 +63,21 @@ def add_to_manifest(directory: Path, name: str) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a directory's manifest. Raises: OSError or ValueError if there is no whole one."""
+    """Read a directory's manifest. Raises: OSError or ValueError if missing or damaged."""
     path = directory / MANIFEST
     if path.stat().st_size > MAX_BYTES:
-        raise ValueError("is too large to be one")
+        raise ValueError("too large for a manifest")
     manifest = Manifest.model_validate_json(path.read_bytes())
     if path.read_text() != manifest.text():
-        raise ValueError("is not as it was written")
+        raise ValueError("not the text that was written")
     return manifest
 
 
 def find_damage(directory: Path, *, thoroughly: bool = False) -> str:
-    """Say what speaks against a directory being whole; empty if nothing does.
+    """Compare a directory with its manifest; return the first difference, empty if none.
 
     Args:
-        thoroughly: read every byte, about a second a GB; else sizes alone are looked at.
+        thoroughly: compare digests too, about a second per GB; else only sizes.
     """
     try:
         manifest = read_manifest(directory)
@@ -102,7 +103,7 @@ def find_damage(directory: Path, *, thoroughly: bool = False) -> str:
 
 
 def digest_of(directory: Path) -> str:
-    """Give one digest for all that a directory holds, from its manifest."""
+    """Return one digest for the whole directory: that of its manifest."""
     return _sha256(directory / MANIFEST)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a process has taken at most, and a limit on it."""
+"""Peak memory of a process, limits on it, and glibc's malloc settings."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from pathlib import Path
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # of malloc.h
+# Parameters of mallopt, from malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a process has taken, in GiB."""
+    """Peak memory of a process, in GiB."""
 
-    allocated_gib: float  # by tensors; on a CPU, what was resident
+    allocated_gib: float  # by tensors; on a CPU, resident memory
     reserved_gib: float  # by the allocator; on a CPU, address space
     demand_gib: float  # the one of the two that must stay within `capacity_gib`
     capacity_gib: float
 
 
 class GpuMeter:
-    """The memory of one GPU."""
+    """Peak memory of this process on one GPU, with an optional limit."""
 
     def __init__(self, device: torch.device, limit_gib: float | None) -> None:
         self._device, self._limit_gib = device, limit_gib or math.inf
@@ -35,28 +36,28 @@ class GpuMeter:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
 
     def peak(self) -> Peak:
-        """Give the peak since the process began."""
+        """Return the peak since the process started."""
         torch.cuda.synchronize(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
-        could_take = (free + torch.cuda.memory_reserved(self._device)) / 2**30
+        available = (free + torch.cuda.memory_reserved(self._device)) / 2**30
         allocated = torch.cuda.max_memory_allocated(self._device) / 2**30
         reserved = torch.cuda.max_memory_reserved(self._device) / 2**30
-        # The allocator gives back what it only holds before it fails: what is allocated counts.
-        return Peak(allocated, reserved, allocated, min(self._limit_gib, could_take))
+        # Before it fails, the allocator frees what is only reserved: allocated memory decides.
+        return Peak(allocated, reserved, allocated, min(self._limit_gib, available))
 
 
 class CpuMeter:
-    """The memory of one process without a GPU, with a limit on its address space from here on."""
+    """Peak memory of this process without a GPU; limits its address space from now on."""
 
     def __init__(self, device: torch.device, limit_gib: float | None) -> None:
-        torch.ones(512, 512).mm(torch.ones(512, 512))  # starts the threads, which take some
+        torch.ones(512, 512).mm(torch.ones(512, 512))  # start the threads: their stacks take memory
         self._limit_gib = limit_gib
         self._before = _memory_gib()
         soft_limit = int((self._before["VmSize"] + limit_gib) * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (soft_limit, resource.RLIM_INFINITY))
 
     def peak(self) -> Peak:
-        """Give the peak since the limit was set."""
+        """Return the peak above what was in use when the limit was set."""
         now = _memory_gib()
         resident = now["VmHWM"] - self._before["VmRSS"]
         mapped = now["VmPeak"] - self._before["VmSize"]
@@ -64,35 +65,36 @@ class CpuMeter:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Give the most that this process's tensors have taken; on a CPU, what was resident of all."""
+    """Return the peak of this process's tensors in GiB; on a CPU, its peak resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 2**20 if sys.platform == "linux" else 2**30  # KiB there, bytes on a Mac
+    unit = 2**20 if sys.platform == "linux" else 2**30  # KiB on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors leave, for the next step's tensors.
+    """Stop glibc from returning freed memory to the system: the next step reuses it.
 
-    It would give back whatever is large, and the system clears it each time it is taken again: a
-    third of a step's time for a small model on a CPU.
+    Large blocks would be returned, and the system clears them again for each step, which takes a
+    third of the step time of a small model on a CPU.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        c_library = ctypes.CDLL(None)
-        c_library.mallopt(M_MMAP_MAX, 0)
-        c_library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    _set_malloc_options({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1})
 
 
 def map_every_tensor() -> None:
-    """Keep glibc from holding freed memory, and from giving threads heaps of their own.
+    """Make glibc return freed memory at once, and keep one heap for all threads.
 
-    How much of that there is, is a matter of chance: a microbatch would fit in one try and not in
-    another.
+    Otherwise chance decides how much memory it holds: a microbatch would fit in one trial and not
+    in another.
     """
+    _set_malloc_options({M_ARENA_MAX: 1, M_MMAP_THRESHOLD: 2**16})
+
+
+def _set_malloc_options(options: dict[int, int]) -> None:
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         c_library = ctypes.CDLL(None)
-        c_library.mallopt(M_ARENA_MAX, 1)
-        c_library.mallopt(M_MMAP_THRESHOLD, 2**16)
+        for parameter, value in options.items():
+            c_library.mallopt(parameter, value)
 
 
 def _memory_gib() -> dict[str, float]:

@@ -19,10 +19,11 @@ import torch
 
 from basics.memory_meters import keep_freed_memory
 from benchmarks.memory_model import GPT2_SMALL
-from checkpointing import CheckpointMeta
+from checkpointing import CheckpointMeta, TrainingState
 from run_config import ModelConfig, TrainConfig
 from trainer.background_saver import BackgroundSaver
-from trainer.step import TrainingState, build_training_state
+from trainer.precision import resolve_for_device
+from trainer.step import build_training_state
 
 MODEL = ModelConfig(**GPT2_SMALL, drop_rate=0.0, qkv_bias=False)
 
@@ -59,7 +60,8 @@ def main(folder: Path | None, rounds: int) -> None:
 
 def trained_state(device: torch.device) -> TrainingState:
     """Build a state that has taken a step: the optimizer has its moments."""
-    train = TrainConfig(dataset="none", microbatch_size=1, checkpoint_interval=1)
+    train = resolve_for_device(
+        TrainConfig(dataset="none", microbatch_size=1, checkpoint_interval=1), device)
     state = build_training_state(MODEL, train, device)
     for parameter in state.model.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ddp_train import average_gradients
 from lab.plan.memory import Setting, peak_memory
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
+from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
@@ -89,7 +91,9 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _build(model: ModelConfig, train: TrainConfig, process: Process) -> TrainingStep:
-    return TrainingStep(build_training_state(model, train, process.device), train, process)
+    train = resolve_for_device(train, process.device)
+    return TrainingStep(build_training_state(model, train, process.device), train, process,
+                        wrap=average_gradients)
 
 
 def _take_steps(step: TrainingStep, model: ModelConfig, num_steps: int) -> None:

@@ -18,6 +18,7 @@ from benchmarks.memory_model import GPT2_SMALL, MANY_TOKENS, peak_of_training
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
+from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
 LEVERS = {
@@ -57,6 +58,7 @@ def main() -> None:
 
 def stepping(model: ModelConfig, train: TrainConfig, process: Process) -> Callable[[], None]:
     """Give a function that takes one step and waits for its end."""
+    train = resolve_for_device(train, process.device)
     step = TrainingStep(build_training_state(model, train, process.device), train, process)
     shape = (train.microbatch_size, model.context_length)
     tokens = [torch.randint(model.vocab_size, shape, device=process.device) for _ in range(2)]

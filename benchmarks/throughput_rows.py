@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from basics.memory_meters import keep_freed_memory
+from ddp_train import average_gradients
 from gpt import ForwardOptions, GPTModel
-from processes.launch import Process, autocast
+from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
 from trainer.compilation import choose_forward_options
+from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
 LEARNING_RATE, WEIGHT_DECAY, SEED = 1e-3, 0.1, 42
@@ -85,6 +87,7 @@ def ours(order: Order, process: Process) -> System:
         "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "random_seed": SEED,
         "decay_norms_and_biases": True,
     } | order.row.changes)
+    train = resolve_for_device(train, process.device)
     if process.device.type == "cpu":
         keep_freed_memory()  # as ddp_train.py does
 
@@ -93,7 +96,7 @@ def ours(order: Order, process: Process) -> System:
 
     with patch("trainer.step.choose_forward_options", options):
         state = build_training_state(order.model, train, process.device)
-    step = TrainingStep(state, train, process)
+    step = TrainingStep(state, train, process, wrap=average_gradients)
 
     def take(batches: Iterator[Microbatch]) -> Tensor:
         return step.take(batches, num_microbatches=order.num_microbatches(process.world_size),

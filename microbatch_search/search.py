@@ -1,4 +1,4 @@
-"""The largest microbatch that fits in memory, the fastest, and what memory they take."""
+"""Search for the largest microbatch that fits in memory, the fastest one, and their memory."""
 
 from __future__ import annotations
 
@@ -21,147 +21,164 @@ from run_config import RENAMED_KEYS, Run
 from tokens.batch_plan import nearest_divisors
 from trainer.step import Wrap
 
-MAX_TRIES = 8
-GROWTH = 4  # from one try to the next, as long as there is no line to go by
-FAR = 4  # times the largest that fits: further, a line is not taken at its word
-FURTHEST = 64  # times the largest that fits, on the word of a line through smaller ones
-FIRST_STEP_BACK = 0.03  # from a microbatch that a line promised and that did not fit
-HARDLY = 0.01  # of the fixed part: a line with such a rise is noise
-CAUTION = 0.9  # of what a line through small microbatches promises for a large one
+MAX_TRIALS = 8
+GROWTH = 4  # factor from one trial to the next, while there is no memory line to extrapolate
+TRUSTED_GROWTH = 4  # times the largest that fits: beyond it, a prediction is reduced by SAFETY
+MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
+SAFETY = 0.9  # of what a line through small microbatches predicts for a large one
+FIRST_STEP_BACK = 0.03  # from a microbatch that was predicted to fit but did not
+MIN_RISE = 0.01  # of the fixed part: a memory line that rises less is noise
 
 
 def find_max_microbatch(train: Callable[[int], Trial]) -> list[Trial]:
-    """Try microbatches, each larger or between those tried, until the largest that fits is found.
+    """Try larger microbatches, then ones in between, until the largest that fits is known.
 
-    A line through the demands measured so far gives the next one to try.
+    A line through the memory measured so far predicts the next one to try.
 
     Args:
-        train: trains a microbatch and tells what came of it; the same answer on every rank.
+        train: trains a microbatch and returns its trial; the same on every rank.
 
     Returns:
-        The tries in their order, at most `MAX_TRIES`. The first is 1.
+        The trials in order, at most `MAX_TRIALS`. The first has a microbatch of 1.
     """
     trials: list[Trial] = []
     guess: int | None = 1
-    while guess is not None and len(trials) < MAX_TRIES:
+    while guess is not None and len(trials) < MAX_TRIALS:
         trials.append(train(guess))
         guess = next_guess(trials)
     return trials
 
 
 def next_guess(trials: list[Trial]) -> int | None:
-    """Give the microbatch to try next; None when the largest is known, or not even 1 fits."""
-    fitting = sorted(fits(trials), key=lambda trial: trial.microbatch_size)
+    """Return the microbatch to try next; None if the largest is known, or not even 1 fits."""
+    fitting = fits(trials)
     if not fitting:
         return None
     low, high = fitting[-1].microbatch_size, smallest_failure(trials)
     if high == low + 1:
         return None
-    promised = _largest_by_line(fitting)
+    predicted = _predict_largest(fitting)
     if high is None:
-        return _upwards(low, promised)
+        return _guess_upwards(low, predicted)
     failures = next(i for i, trial in enumerate(reversed(trials)) if trial.fits)
-    return min(max(_between(low, high, promised=promised, failures=failures), low + 1), high - 1)
+    guess = _guess_between(low, high, predicted=predicted, failures=failures)
+    return min(max(guess, low + 1), high - 1)
 
 
-def _upwards(low: int, promised: float) -> int:
-    if promised > low * FAR:  # a line through small ones may mislead: look at a larger one first
-        return int(min(promised * CAUTION, low * FURTHEST)) if promised < math.inf else low * GROWTH
-    return max(int(promised), low + 1 + low // 100)
+def _guess_upwards(low: int, predicted: float) -> int:
+    if predicted == math.inf:
+        return low * GROWTH
+    if predicted > low * TRUSTED_GROWTH:  # a line through small microbatches may mislead
+        return int(min(predicted * SAFETY, low * MAX_GROWTH))
+    return max(int(predicted), low + 1 + low // 100)
 
 
-def _between(low: int, high: int, *, promised: float, failures: int) -> int:
+def _guess_between(low: int, high: int, *, predicted: float, failures: int) -> int:
     """Choose a microbatch between one that fits and one that does not.
 
     Args:
-        promised: what the line says would just fit; it cannot know what the allocator wastes.
-        failures: tries since the last one that fitted.
+        predicted: the largest according to the line, which does not know the allocator's waste.
+        failures: trials since the last one that fitted.
     """
-    if promised < high:
-        return max(int(promised), low + 1)
-    if math.isclose(promised, high):  # just that one does not quite fit
+    if predicted < high:
+        return max(int(predicted), low + 1)
+    if math.isclose(predicted, high):  # `high` itself is just too large
         return high - 1
-    if promised > 2 * high or (failures > 1 and high > low * FAR):
+    if predicted > 2 * high or (failures > 1 and high > low * TRUSTED_GROWTH):
         return round(math.sqrt(low * high))
-    step_back = 1 - CAUTION if high > low * FAR else FIRST_STEP_BACK * 4 ** max(0, failures - 1)
-    cautious = int(high * (1 - step_back))
-    return cautious if low < cautious else (low + high) // 2
+    step_back = 1 - SAFETY
+    if high <= low * TRUSTED_GROWTH:
+        step_back = FIRST_STEP_BACK * 4 ** max(0, failures - 1)
+    guess = int(high * (1 - step_back))
+    return guess if low < guess else (low + high) // 2
 
 
-def _largest_by_line(fitting: list[Trial]) -> float:
-    """Read off a line through the two largest that fit where the memory is full; inf without."""
+def _predict_largest(fitting: list[Trial]) -> float:
+    """Extrapolate the two largest that fit to the capacity; inf with fewer than two.
+
+    In smaller ones the optimizer's step sets the peak, not the microbatch.
+    """
     if len(fitting) < 2:
         return math.inf
-    largest = fitting[-2:]  # in small ones the optimizer's step sets the peak, not the microbatch
-    line = fit_line([trial.microbatch_size for trial in largest],
-                    [trial.demand_gib for trial in largest])
-    return line.largest_x(fitting[-1].capacity_gib)
+    return _memory_line(fitting[-2:]).largest_x(fitting[-1].capacity_gib)
+
+
+def _memory_line(trials: list[Trial]) -> Line:
+    """Fit the demand in GiB over the microbatch size."""
+    return fit_line([trial.microbatch_size for trial in trials],
+                    [trial.demand_gib for trial in trials])
 
 
 def fits(trials: list[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.fits]
+    """Return the trials that fitted, the smallest microbatch first."""
+    return sorted((trial for trial in trials if trial.fits), key=lambda one: one.microbatch_size)
 
 
 def smallest_failure(trials: list[Trial]) -> int | None:
+    """Return the smallest microbatch that did not fit, None if all did."""
     return min((trial.microbatch_size for trial in trials if not trial.fits), default=None)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found."""
+    """The result of a search in which at least one microbatch fitted."""
 
     trials: list[Trial]
 
     @property
     def largest(self) -> Trial:
-        return max(fits(self.trials), key=lambda trial: trial.microbatch_size)
+        """The trial of the largest microbatch that fitted."""
+        return fits(self.trials)[-1]
 
     @property
     def fastest(self) -> Trial:
+        """The trial with the most tokens per second."""
         return max(fits(self.trials), key=lambda trial: trial.tokens_per_second)
 
     @property
     def line(self) -> Line | None:
-        """GiB over the microbatch; the smallest is left out where there are enough others."""
-        trained = sorted(fits(self.trials), key=lambda trial: trial.microbatch_size)
-        trained = trained[1:] if len(trained) > 2 else trained
-        if len(trained) < 2:
-            return None
-        return fit_line([trial.microbatch_size for trial in trained],
-                        [trial.demand_gib for trial in trained])
+        """GiB over the microbatch, without the smallest if there are enough others."""
+        fitting = fits(self.trials)
+        fitting = fitting[1:] if len(fitting) > 2 else fitting
+        return _memory_line(fitting) if len(fitting) > 1 else None
 
     def lines(self) -> list[str]:
-        """Say what was found, for a person."""
-        largest, fastest, failure = self.largest, self.fastest, smallest_failure(self.trials)
-        said = f"largest microbatch: {largest.microbatch_size}"
+        """Format the result for printing."""
+        fastest = self.fastest
+        return [self._largest_line(), f"fastest microbatch: {fastest.microbatch_size}"
+                f" ({fastest.tokens_per_second:,.0f} tokens/s)", *self._memory_lines()]
+
+    def _largest_line(self) -> str:
+        largest, failure = self.largest.microbatch_size, smallest_failure(self.trials)
+        line = f"largest microbatch: {largest}"
         if failure is None:
-            said += f" (larger ones were not tried after {MAX_TRIES} tries)"
-        elif failure > largest.microbatch_size + 1:
-            said += (f" ({failure} did not fit; between them nothing was tried after"
-                     f" {MAX_TRIES} tries)")
-        said = [said, f"fastest microbatch: {fastest.microbatch_size}"
-                      f" ({fastest.tokens_per_second:,.0f} tokens/s)"]
+            return f"{line} (larger ones were not tried after {MAX_TRIALS} trials)"
+        if failure > largest + 1:
+            return (f"{line} ({failure} did not fit; between them nothing was tried after"
+                    f" {MAX_TRIALS} trials)")
+        return line
+
+    def _memory_lines(self) -> list[str]:
         line = self.line
-        if line is None or line.slope * largest.microbatch_size < HARDLY * line.intercept:
-            said.append("memory hardly grows with these microbatches: no prediction for other"
-                        " cards")
-        else:
-            cards = ", ".join(f"{card} GiB: {_predicted(line, card)}" for card in CARDS_GIB)
-            said += [f"memory: {line.intercept:.2f} GiB + {line.slope:.3f} GiB a sequence",
-                     f"largest by that line on a card of {cards}"]
-        return said
+        if line is None or line.slope * self.largest.microbatch_size < MIN_RISE * line.intercept:
+            return ["memory hardly grows with these microbatches: no prediction for other cards"]
+        cards = ", ".join(f"{card} GiB: {_largest_on_card(line, card)}" for card in CARDS_GIB)
+        return [f"memory: {line.intercept:.2f} GiB + {line.slope:.3f} GiB a sequence",
+                f"largest by that line on a card of {cards}"]
 
 
-def _predicted(line: Line, card_gib: float) -> str:
+def _largest_on_card(line: Line, card_gib: float) -> str:
     largest = int(line.largest_x(usable_gib(card_gib)))
     return f"{largest}" if largest >= 1 else "none"
 
 
 def table_head() -> str:
+    """Return the header of the table of trials."""
     return f"{'microbatch':>10} {'GiB allocated':>14} {'GiB reserved':>13} {'tokens/s':>12}"
 
 
 def table_row(trial: Trial) -> str:
+    """Format a trial as a line of the table; each is printed when it is measured."""
     if not trial.fits:
         return f"{trial.microbatch_size:>10} {'out of memory':>28}"
     return (f"{trial.microbatch_size:>10} {trial.allocated_gib:>14.2f}"
@@ -173,35 +190,35 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
     """Find the largest microbatch of a run, and print it on rank 0. Every rank.
 
     Raises:
-        AgreedError: on every rank, if not even a microbatch of 1 fits, or a try failed otherwise.
+        AgreedError: on every rank, if not even a microbatch of 1 fits, or a trial failed for
+            another reason than memory.
     """
     agreement.run("memory limit", lambda: _check_limit(process, options.memory_limit_gib))
     if options.save:
         agreement.run("batch", lambda: _check_batch(run, process.world_size))
-    say = print if process.is_main else (lambda *_, **__: None)
+    print_on_main = print if process.is_main else (lambda *_, **__: None)
     trials = Trials(run, process, agreement,
                     memory_limit_gib=options.memory_limit_gib, wrap=wrap)
 
     def train(microbatch_size: int) -> Trial:
         trial = trials.train(microbatch_size)
-        say(table_row(trial), flush=True)
+        print_on_main(table_row(trial), flush=True)
         return trial
 
-    say(table_head(), flush=True)
+    print_on_main(table_head(), flush=True)
     tried = find_max_microbatch(train)
     agreement.run("smallest", lambda: _check_one_fits(run, tried))
     found = Found(tried)
-    for line in found.lines():
-        say(line)
+    print_on_main("\n".join(found.lines()))
     if options.save:
-        agreement.run("save", lambda: process.is_main and say(
+        agreement.run("save", lambda: process.is_main and print(
             save_microbatch(run, found.largest.microbatch_size, world_size=process.world_size)))
 
 
 def _check_limit(process: Process, memory_limit_gib: float | None) -> None:
     if process.device.type == "cpu" and memory_limit_gib is None:
-        raise UserError("--find-max-microbatch without a GPU: give --memory-limit-gib, what a"
-                        " process may take")
+        raise UserError("--find-max-microbatch without a GPU: give --memory-limit-gib, the memory"
+                        " that a process may use")
     if process.device.type == "cpu" and not Path("/proc/self/status").exists():
         raise UserError("--find-max-microbatch without a GPU needs Linux")
 
@@ -210,31 +227,33 @@ def _check_batch(run: Run, world_size: int) -> None:
     batch = run.train.global_batch_size
     if batch is not None and batch % world_size:
         raise UserError(f"{run.train_path}: global_batch_size {batch} is not divisible by"
-                        f" {world_size} processes, so nothing could be saved; start another number"
-                        " of them, or change it")
+                        f" {world_size} processes, so nothing could be saved; change it, or the"
+                        " number of processes")
 
 
 def _check_one_fits(run: Run, trials: list[Trial]) -> None:
     if not fits(trials):
         raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
-                        " context_length smaller, or take a larger card (see: lab plan)")
+                        " context_length smaller, or use a larger card (see: lab plan)")
 
 
 def save_microbatch(run: Run, largest: int, *, world_size: int) -> str:
     """Write the largest microbatch that keeps `global_batch_size` into `train.json`. Rank 0.
 
-    Without `global_batch_size` the run's batch follows its microbatch. Gives what was written.
+    Without `global_batch_size`, the global batch changes with the microbatch.
+
+    Returns:
+        A line that says what was written.
     """
     size, batch = largest, run.train.global_batch_size
-    if batch is not None:
-        size, _ = nearest_divisors(batch // world_size, largest)
-    values: dict[str, Any] = json.loads(run.train_path.read_text(encoding="utf-8"))
-    names = {new: old for old, new in RENAMED_KEYS.items() if old in values}
-    values[names.get("microbatch_size", "microbatch_size")] = size
-    write_aside(run.train_path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
     accumulation = run.train.gradient_accumulation_steps
     if batch is not None:
+        size, _ = nearest_divisors(batch // world_size, largest)
         accumulation = batch // world_size // size
+    values: dict[str, Any] = json.loads(run.train_path.read_text(encoding="utf-8"))
+    old_names = {new: old for old, new in RENAMED_KEYS.items() if old in values}
+    values[old_names.get("microbatch_size", "microbatch_size")] = size
+    write_aside(run.train_path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
     return (f"saved in {run.train_path}: microbatch_size {size}; x accumulation {accumulation}"
             f" x {world_size} = global batch {size * accumulation * world_size}"
             f" ({'kept' if batch else 'it follows the microbatch; global_batch_size fixes it'})")

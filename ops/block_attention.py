@@ -1,8 +1,8 @@
-"""Causal attention in blocks of rows, for CPUs: quicker there than PyTorch's flash kernel.
+"""Causal attention in blocks of queries: faster on CPUs than PyTorch's flash kernel.
 
-What lies above the diagonal is computed in the blocks on it only, and a block's scores stay in the
-cache. Letters as in `gpt.py`. The weights are kept for the backward pass: up to T * T / 2 for each
-head and sequence, which no GPU has room for.
+Keys after a block's last query are never multiplied, and a block's scores stay in the cache.
+Shapes as in `gpt.py`. Attention weights are kept for the backward pass: up to T * T / 2 per head
+and sequence, too many for a GPU's memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ops.sizes import attention_blocks
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, *, drop_rate: float) -> Tensor:
-    """Attend as `scaled_dot_product_attention(q, k, v, is_causal=True)` does.
+    """Compute `scaled_dot_product_attention(q, k, v, is_causal=True)`.
 
     Args:
         q, k, v: (B, H, T, D) each.
-        drop_rate: of the weights.
+        drop_rate: dropout rate of the attention weights.
 
     Returns:
         (B, H, T, D), in the dtype of `q`.
@@ -32,6 +32,6 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, *, drop_rate: float) -> Ten
     for start, stop in attention_blocks(T):
         mask = q.new_full((stop - start, stop), -math.inf).triu(start + 1)
         scores = torch.baddbmm(mask, q[:, start:stop], k_t[:, :, :stop], alpha=D**-0.5)
-        weights = F.dropout(scores.softmax(dim=-1), drop_rate)  # (B * H, rows, stop)
+        weights = F.dropout(scores.softmax(dim=-1), drop_rate)  # (B * H, stop - start, stop)
         outputs.append(torch.bmm(weights, v[:, :stop]))
     return torch.cat(outputs, dim=1).view(B, H, T, D)

@@ -1,6 +1,6 @@
-"""Head and cross-entropy in pieces, so that the logits of a whole microbatch never exist.
+"""Output head and cross-entropy in chunks: the logits of a whole microbatch never exist.
 
-Letters as in `gpt.py`; N tokens of a microbatch, n of a piece.
+Shapes as in `gpt.py`, and: N tokens in a microbatch, n in a chunk, V' padded vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int,
-                      multiple: int = 1) -> Tensor:
-    """Give the mean cross-entropy of `x @ weight.T`, () float32, piece by piece.
+                          multiple: int = 1) -> Tensor:
+    """Compute the mean cross-entropy of `x @ weight.T`, () float32, chunk by chunk.
 
-    The gradients are made in the forward pass, while a piece's logits are still in the cache:
-    nothing is computed twice. PyTorch's own `linear_cross_entropy` would do as much, but gives the
-    loss in the dtype of the matrix product: bf16 has two digits of it.
+    The forward pass computes the gradients too, while a chunk's logits are in the cache, so that
+    nothing is computed twice. PyTorch's `linear_cross_entropy` does the same, but returns the loss
+    in the dtype of the matrix product: bf16 has two significant digits.
 
     Args:
-        x: (N, C), the normalised end of the residual stream.
+        x: (N, C), after the final norm.
         weight: (V, C), the output head.
         targets: (N,) int64.
-        chunk_tokens: n, of every piece but the last.
-        multiple: rows of zeros fill the head up to a multiple of this in its matrix products.
+        chunk_tokens: n, of every chunk but the last.
+        multiple: pad the head with zeros to a multiple of this in its matrix products.
 
     Source: Hsu et al. 2024, "Liger Kernel", section 3.2, for gradients in the forward pass.
     """
@@ -34,61 +34,61 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, chunk_t
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled():
             return _ChunkedCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple)
-        return _losses(x, _Pieces(x, weight, chunk_tokens, multiple), targets)
+        return _mean_loss(x, _Chunks(x, weight, chunk_tokens, multiple), targets)
 
 
 def pad_rows(weight: Tensor, multiple: int) -> Tensor:
-    """Fill a matrix, (V, C), up with rows of zeros: the tensor cores want whole tiles."""
+    """Pad a matrix (V, C) with rows of zeros: tensor cores are fastest on whole tiles."""
     missing_rows = -len(weight) % multiple
     return F.pad(weight, (0, 0, 0, missing_rows)) if missing_rows else weight
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Give the dtype that a matrix product of `x` would have here."""
+    """Return the dtype that autocast would give a matrix product of `x`."""
     device_type = x.device.type
     is_on = torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
-def _losses(x: Tensor, pieces: _Pieces, targets: Tensor) -> Tensor:
+def _mean_loss(x: Tensor, chunks: _Chunks, targets: Tensor) -> Tensor:
     total = torch.zeros((), device=x.device)
-    for some, wanted in pieces.cut(x, targets):
-        total = total + pieces.log_probabilities(some, wanted)[1]
+    for x_chunk, chunk_targets in chunks.split(x, targets):
+        total = total + chunks.log_probabilities(x_chunk, chunk_targets)[1]
     return total / len(x)
 
 
-class _Pieces:
-    """What one piece after another is computed in.
+class _Chunks:
+    """Buffers that all chunks share.
 
-    To take memory anew for each costs a CPU more than to fill it: the system clears it first.
+    On a CPU, allocating a buffer takes longer than filling it: the system clears it first.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int, multiple: int) -> None:
         self.vocab_size, self._chunk_tokens = len(weight), chunk_tokens
         n = min(chunk_tokens, len(x))
         self.weight = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
-        self._logits = self.weight.new_empty(n, len(self.weight))  # of the rows of zeros 0, always
+        self._logits = self.weight.new_empty(n, len(self.weight))  # padding columns are always 0
         self._log_probabilities = weight.new_empty(n, len(weight), dtype=torch.float32)
         if x.dtype != torch.float32:
-            self._wide = torch.empty_like(self._log_probabilities)
+            self._float32_logits = torch.empty_like(self._log_probabilities)
 
-    def cut(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Cut tensors of N rows into pieces of n."""
+    def split(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Split tensors of N tokens into chunks of n."""
         return zip(*(tensor.split(self._chunk_tokens) for tensor in tensors), strict=True)
 
     def log_probabilities(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Give a piece's log-probabilities, (n, V) float32, and the sum of its losses, ()."""
+        """Return a chunk's log-probabilities, (n, V) float32, and the sum of its losses, ()."""
         n = len(x)
         logits = torch.mm(x, self.weight.T, out=self._logits[:n])[:, : self.vocab_size]
         if logits.dtype != torch.float32:
-            logits = self._wide[:n].copy_(logits)
+            logits = self._float32_logits[:n].copy_(logits)
         log_probabilities = torch.log_softmax(logits, 1, out=self._log_probabilities[:n])
         return log_probabilities, -log_probabilities.gather(1, targets[:, None]).sum()
 
     def logit_gradients(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Give the gradients of a piece's logits, (n, V') in their dtype, and its losses' sum.
+        """Return the gradients of a chunk's logits, (n, V') in their dtype, and its loss sum.
 
-        They are its probabilities, less 1 at each target.
+        The gradients are the probabilities, minus 1 at each target.
         """
         log_probabilities, loss = self.log_probabilities(x, targets)
         grad = log_probabilities.exp_()
@@ -98,20 +98,20 @@ class _Pieces:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The mean loss, and with it the gradients of the sum."""
+    """The mean loss; its forward pass also computes the gradients of the summed loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
                 multiple: int) -> Tensor:
-        pieces = _Pieces(x, weight, chunk_tokens, multiple)
+        chunks = _Chunks(x, weight, chunk_tokens, multiple)
         x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-        product = torch.empty_like(pieces.weight)
+        product = torch.empty_like(chunks.weight)
         total = torch.zeros((), device=x.device)
-        for some, some_grad, wanted in pieces.cut(x, x_grad, targets):
-            grad, loss = pieces.logit_gradients(some, wanted)
+        for x_chunk, x_chunk_grad, chunk_targets in chunks.split(x, x_grad, targets):
+            grad, loss = chunks.logit_gradients(x_chunk, chunk_targets)
             total += loss
-            torch.mm(grad, pieces.weight, out=some_grad)
-            weight_grad += torch.mm(grad.T, some, out=product)[: len(weight)]
+            torch.mm(grad, chunks.weight, out=x_chunk_grad)
+            weight_grad += torch.mm(grad.T, x_chunk, out=product)[: len(weight)]
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 

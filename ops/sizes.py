@@ -1,18 +1,18 @@
-"""Sizes of the pieces in which the forward pass computes. Needs no torch."""
+"""Chunk sizes of the forward pass. Needs no torch."""
 
 from __future__ import annotations
 
 from run_config import ModelConfig, TrainConfig
 
-CACHED_LOGITS = 2**23  # of one piece, on a CPU: larger ones are a tenth quicker, for memory of GiBs
-BLOCK_ROWS = 128  # of attention's scores, on a CPU
+CACHED_LOGITS = 2**23  # per chunk, on a CPU; larger chunks are 10% faster but take GiBs
+BLOCK_ROWS = 128  # queries in a block of CPU attention
 
 
 def head_chunk_tokens(model: ModelConfig, train: TrainConfig, *,
                       is_eager_on_cpu: bool) -> int | None:
-    """Give the tokens of a piece in which head and loss are computed; None for all in one.
+    """Return the tokens per chunk of head and loss; None to compute all tokens at once.
 
-    `head_chunks` says so; where it does not, an eager CPU takes as many as stay in its cache.
+    Without `head_chunks`, an eager CPU uses chunks that fit in its cache.
     """
     if train.head_chunks is None:
         return max(1, CACHED_LOGITS // model.vocab_size) if is_eager_on_cpu else None
@@ -22,6 +22,6 @@ def head_chunk_tokens(model: ModelConfig, train: TrainConfig, *,
 
 
 def attention_blocks(context_length: int) -> list[tuple[int, int]]:
-    """Cut the rows of attention's scores into blocks: the first row of each, and the one behind."""
+    """Split the T queries of attention into blocks; return each as (start, stop)."""
     starts = range(0, context_length, BLOCK_ROWS)
     return [(start, min(start + BLOCK_ROWS, context_length)) for start in starts]

@@ -1,4 +1,4 @@
-"""A run's `metrics.jsonl` to its charts."""
+"""Charts of a run's `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from basics.failpoints import failpoint
+from basics.files import replacing
 from reporting.metrics_file import read_metrics
 from run_config import Run
 
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
-SPIKE_REPORTS = 20  # that a report is compared with
-SPIKE_DEVIATIONS, SPIKE_LEAST = 6.0, 0.1  # how far above them it has to lie; the least in nats
-MAX_POINTS = 400  # a long run's records are averaged down to what a picture can show
+SPIKE_REPORTS = 20  # reports before one, with which it is compared
+SPIKE_DEVIATIONS, MIN_SPIKE = 6.0, 0.1  # how far above their median; at least so many nats
+MAX_POINTS = 400  # more records are averaged down to as many points
 
 Records = list[dict[str, Any]]
 
 
 def try_to_draw_charts(run: Run) -> str:
-    """Draw a run's charts; give what went wrong, whatever it is: training is worth more. Rank 0."""
+    """Draw a run's charts; return any error as text, so that training goes on. Rank 0."""
     try:
         failpoint("chart")
         draw_charts(run.run_dir, read_metrics(run.metrics_path))
@@ -44,7 +45,7 @@ def draw_charts(run_dir: Path, records: Records) -> None:
     validations = [record for record in records if record.get("validation_loss") is not None]
     if not steps:
         return
-    _draw(run_dir / "loss-chart.png", "loss (nats a token)",
+    _draw(run_dir / "loss-chart.png", "loss (nats per token)",
           lambda axes: _plot_losses(axes, steps, validations))
     _draw(run_dir / "grad-norm-chart.png", "gradient norm",
           lambda axes: _plot_grad_norms(axes, steps))
@@ -69,24 +70,19 @@ def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
 
 
 def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
-    """Draw a figure as by hand, all of it or nothing. Raises: OSError if it cannot be written."""
-    # Imported here, by rank 0 alone, when there is something to draw: it takes a second.
+    """Write a figure in xkcd style, in one step. Raises: OSError if it cannot be written."""
+    # Only rank 0 draws, so only it imports matplotlib, which takes a second.
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
-    partial = path.with_name(f".{path.name}")
-    partial.unlink(missing_ok=True)  # a link may lie there, to what is somebody else's
     with plt.xkcd(), plt.rc_context({"font.family": _fonts()}):
-        figure = Figure(figsize=(10, 5.6), layout="constrained")  # pyplot's want a display
+        figure = Figure(figsize=(10, 5.6), layout="constrained")  # plt.figure needs a display
         plot(figure)
         for axes in figure.axes:
             axes.spines[["top", "right"]].set_visible(False)
-        try:
-            figure.savefig(partial, format="png", dpi=120)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    return partial.replace(path)
+        with replacing(path) as file:
+            figure.savefig(file, format="png", dpi=120)
+    return path
 
 
 def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
@@ -112,20 +108,20 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
 
 
 def find_spikes(steps: Records) -> Records:
-    """Find the reports whose loss lies far above those before it, by their median deviation."""
+    """Find reports whose loss is far above the ones before, measured in median deviations."""
     losses = np.array([record["train_loss"] for record in steps])
     spikes = []
     for place in range(SPIKE_REPORTS, len(losses)):
         before = losses[place - SPIKE_REPORTS : place]
         middle = np.median(before)
-        deviation = 1.4826 * np.median(np.abs(before - middle))  # a standard deviation's worth
-        if losses[place] - middle > max(SPIKE_LEAST, SPIKE_DEVIATIONS * deviation):
+        deviation = 1.4826 * np.median(np.abs(before - middle))  # estimates a standard deviation
+        if losses[place] - middle > max(MIN_SPIKE, SPIKE_DEVIATIONS * deviation):
             spikes.append(steps[place])
     return spikes
 
 
 def _add_usd_axis(axes: Axes, steps: Records) -> None:
-    """Show above the chart what the run had cost by each step, where its price was known."""
+    """Add an axis with the cost of the run at each step, if its price is known."""
     priced: Records = []
     for record in steps:
         if record.get("usd") and (not priced or record["usd"] > priced[-1]["usd"]):
@@ -140,7 +136,7 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
 
 
 def _interpolate(values: Any, x: Any, y: Any) -> Any:
-    """Read y off the points, and off the line through the first and last beyond them."""
+    """Interpolate; beyond the points, follow the line through the first and the last."""
     slope = (y[-1] - y[0]) / (x[-1] - x[0])
     beyond = np.where(values < x[0], y[0] + (values - x[0]) * slope,
                       y[-1] + (values - x[-1]) * slope)
@@ -150,7 +146,7 @@ def _interpolate(values: Any, x: Any, y: Any) -> Any:
 def _plot_grad_norms(axes: Axes, steps: Records) -> None:
     skipped = sum(record.get("skipped_steps", 0) for record in steps)
     if skipped:
-        axes.plot([], [], linestyle="none", label=f"steps skipped, not finite: {skipped}")
+        axes.plot([], [], linestyle="none", label=f"skipped steps (gradient not finite): {skipped}")
     x, mean = _columns(steps, "grad_norm")
     _, high = _columns(steps, "grad_norm_max", pool=np.max)
     axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0, label="largest")
@@ -158,9 +154,9 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
 
 
 def _columns(records: Records, key: str, pool: Callable[..., Any] = np.mean) -> tuple[Any, Any]:
-    """Give x and y of one key, pooled down to MAX_POINTS groups of neighbours."""
+    """Return x and y of one key, pooled into at most MAX_POINTS groups of adjacent records."""
     groups = np.array_split(np.arange(len(records)), min(len(records), MAX_POINTS))
-    x = [records[group[-1]]["global_step"] + 1 for group in groups]  # people count from 1
+    x = [records[group[-1]]["global_step"] + 1 for group in groups]  # charts count from 1
     y = [pool([records[i][key] for i in group if records[i][key] is not None] or [np.nan])
          for group in groups]
     return np.array(x), np.array(y, dtype=float)
@@ -171,4 +167,4 @@ def _fonts() -> list[str]:
 
     installed = set(get_font_names())
     hand_drawn = [name for name in HAND_DRAWN_FONTS if name in installed]
-    return [*hand_drawn, "DejaVu Sans"]  # the last one comes with matplotlib: never a warning
+    return [*hand_drawn, "DejaVu Sans"]  # comes with matplotlib: no warning about missing fonts

@@ -1,4 +1,4 @@
-"""Losses as they are measured while a run trains."""
+"""Training losses between two reports, and their averages."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ REPORT_INTERVAL = 10  # global steps between two reports of the losses
 
 @dataclass(frozen=True)
 class WindowSummary:
-    """The global steps since the last report, averaged over all processes and all tokens."""
+    """Averages over the global steps since the last report, all processes and all tokens."""
 
     train_loss: float
     train_loss_min: float
     train_loss_max: float
     grad_norm: float
     grad_norm_max: float
-    skipped_steps: int  # their gradient was not finite on some process: they changed nothing
+    skipped_steps: int  # with a gradient that was not finite on some process: no weight update
 
 
 class LossWindow:
-    """Losses and gradient norms of a few global steps, kept on the device until reported.
+    """Losses and gradient norms since the last report, kept on the device until then.
 
     Attributes:
-        longest_skipped: most steps in a row, up to one since the last report but one, whose
-            gradient was not finite.
+        longest_skipped: the longest run of steps with a non-finite gradient that ended in the last
+            window or still goes on; it is counted across reports.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,19 +40,20 @@ class LossWindow:
         self._skipped_in_a_row = self.longest_skipped = 0
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Note one global step: this process's mean loss, () and the gradient's norm, ()."""
+        """Record a global step: this process's mean loss, (), and the gradient norm, ()."""
         self._losses[self._filled] = loss
         self._grad_norms[self._filled] = grad_norm
         self._filled += 1
 
     @property
     def is_full(self) -> bool:
+        """Whether a report is due."""
         return self._filled == len(self._losses)
 
     def summarise(self) -> WindowSummary:
-        """Average over the processes and start anew. A collective: every rank.
+        """Average over all processes and empty the window. A collective: every rank.
 
-        What a skipped step has is left out; where all were skipped, NaN is all there is.
+        Skipped steps are left out; if all were skipped, the averages are NaN.
         """
         losses = self._losses[: self._filled].clone()
         dist.all_reduce(losses)  # gloo cannot average
@@ -73,7 +74,7 @@ class LossWindow:
         return WindowSummary(*torch.stack(numbers).tolist(), skipped_steps=num_skipped)
 
     def take_loss_since_checkpoint(self) -> float:
-        """Give the mean loss of the steps reported since the last call, NaN of none. Rank 0."""
+        """Return the mean loss of the steps reported since the last call, NaN if none. Rank 0."""
         mean = self._loss_sum_since_checkpoint / (self._steps_since_checkpoint or math.nan)
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
         return mean

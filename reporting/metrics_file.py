@@ -1,4 +1,4 @@
-"""What a run has measured: lines of JSON that a kill cannot spoil. Needs no torch."""
+"""`metrics.jsonl`: one JSON record per line, read without trusting it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from basics.errors import UserError
 from basics.files import fsync, read_plain, write_aside
 from basics.json_files import to_json
 
-MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # of one file: some four million steps
+MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # per file: about four million steps
 MAX_RECORD_LENGTH = 2**18
 MAX_STEP = 2**40
-MOST = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": MAX_STEP}  # at least 0
+# Keys of a record: with upper bounds, and at least 0; and any finite numbers.
+UPPER_BOUNDS = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": MAX_STEP}
 NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss", "grad_norm",
            "grad_norm_max", "learning_rate", "validation_seconds")
 
 
 def check_records(path: Path) -> None:
-    """Refuse to go on with records that are no file of a run's.
+    """Refuse to resume a run whose metrics are not a file that a run has written.
 
     Raises:
-        UserError: a link, a pipe or a directory lies there, or far too much.
+        UserError: it is a link, a pipe or a directory, or far too large.
     """
     try:
         found = path.lstat()
@@ -43,14 +44,14 @@ def check_records(path: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the whole lines of a `metrics.jsonl`; a line cut short by a kill is left out.
+    """Read the valid records of a `metrics.jsonl`.
 
-    So is what is no record: its numbers are finite, and its counts not below 0.
+    Lines cut short by a kill are left out, and records with numbers that are out of bounds.
     """
     records = []
     try:
         text = read_plain(path, max_bytes=MAX_RECORDS_BYTES)
-    except OSError:  # there is none yet, or a run's start has refused it
+    except OSError:  # none yet, or refused by `check_records` at launch
         return []
     for line in text.split("\n"):
         if len(line) > MAX_RECORD_LENGTH:
@@ -67,7 +68,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _is_record(record: dict[str, Any]) -> bool:
     step = record.get("global_step")
     return (type(step) is int and 0 <= step < MAX_STEP
-            and all(_is_number(record[key], 0, MOST[key]) for key in MOST if key in record)
+            and all(_is_number(record[key], 0, most) for key, most in UPPER_BOUNDS.items()
+                    if key in record)
             and all(record.get(key) is None or _is_number(record[key], -1e100, 1e100)
                     for key in NUMBERS))
 
@@ -77,7 +79,7 @@ def _is_number(value: Any, least: float, most: float) -> bool:
 
 
 def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
-    """Give the seconds and dollars that a run's records know of, whatever was saved of it."""
+    """Return the seconds and dollars that a run has spent, by its metrics and its summary."""
     records = read_metrics(metrics_path)
     seconds = [record.get("seconds") for record in records]
     usd = [record.get("usd") for record in records]
@@ -87,15 +89,16 @@ def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
         usd.append((summary["usd"] or {"total": 0.0})["total"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
             OverflowError):
-        pass  # there is none yet, or it is damaged: it is not needed
+        pass  # none yet, or damaged: the metrics suffice
     return tuple(max((n for n in numbers if _is_number(n, 0, 1e12)), default=0.0)
                  for numbers in (seconds, usd))
 
 
 def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool = False) -> None:
-    """Drop what lies behind the checkpoint that a run goes on from: those steps come again.
+    """Drop the records of steps that a resumed run takes again, from `first_step` on.
 
-    So does the validation before them, where it is owed.
+    Args:
+        lacks_validation: drop the validation before that step too: it is repeated.
     """
     if not path.exists():
         return
@@ -106,6 +109,6 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
 
 
 def fsync_records(path: Path) -> None:
-    """Have what a run has measured on the disk itself, where there is any."""
+    """Call fsync on a run's metrics, if there are any."""
     with suppress(FileNotFoundError):
         fsync(path)

@@ -1,4 +1,4 @@
-"""Text out of a model, one token at a time."""
+"""Text generation, one token at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from basics.json_files import to_json
 from gpt import Block, CausalSelfAttention, GPTModel
 from tokens.tokenizer import decode, load_tokenizer
 
-SAMPLE_TOKENS = 64  # of each prompt at a validation: a second or two on a GPU
+SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is drawn: `temperature` 0 takes the likeliest, `top_k` 0 keeps all.
+    """How tokens are sampled: `temperature` 0 is greedy, `top_k` 0 keeps all tokens.
 
-    Sample number i draws from the random stream of `seed` + i: it is the same however many there
-    are. One that comes to `stop_token` is at its end.
+    Sample i uses the random stream of `seed` + i, so that it does not depend on `num_samples`. A
+    sample ends at `stop_token`.
     """
 
     max_new_tokens: int = 200
@@ -35,22 +35,22 @@ class SamplingOptions:
 
 
 class KeyValueCache:
-    """What the layers have made of the tokens so far, so that each token passes them once.
+    """Keys and values of the tokens so far, so that each token runs through the layers once.
+
+    When the context is full, its older half is dropped and the rest is computed again.
 
     Args:
-        num_tokens: that it will be asked for, at most.
-
-    A context that is full loses its older half: what is left is read anew.
+        num_tokens: upper bound of the tokens of prompt and continuation.
     """
 
     def __init__(self, model: GPTModel, *, num_tokens: int) -> None:
         self._model = model
         self._capacity = min(num_tokens, model.config.context_length)
-        self._context: Tensor | None = None  # (B, T), what the cached keys and values are of
+        self._context: Tensor | None = None  # (B, T), the cached tokens
         self._layers: dict[Block, tuple[Tensor, Tensor]] = {}  # each (B, H, capacity, D)
 
     def next_logits(self, token_ids: Tensor) -> Tensor:
-        """Read on: (B, T) int64 to the logits of the token that comes next, (B, V) float32."""
+        """Append tokens (B, T) int64; return the logits of the next one, (B, V) float32."""
         longest = self._model.config.context_length
         context = token_ids
         if self._context is not None:
@@ -81,7 +81,7 @@ class KeyValueCache:
         for cached, new in zip(self._layers[block], (k, v), strict=True):
             cached[:, :, first:stop] = new
         keys, values = (cached[:, :, :stop] for cached in self._layers[block])
-        # One new token sees all there is; several at once are the first, and see what is before.
+        # A single new token attends to all; several at once are the first ones, so causal.
         y = F.scaled_dot_product_attention(q, keys, values, is_causal=T > 1)
         return attention.output(y.transpose(1, 2).reshape(B, T, H * D))
 
@@ -89,10 +89,10 @@ class KeyValueCache:
 @torch.inference_mode()
 def stream_tokens(model: GPTModel, prompt: list[int],
                   options: SamplingOptions) -> Iterator[list[int | None]]:
-    """Continue a prompt of at least one token id: yield the next id of each sample.
+    """Continue a prompt of at least one token id; yield the next id of each sample.
 
-    None stands for a sample that has come to its end. Draws from generators of its own: the
-    training's random state stays as it was. Leaves the model in eval mode.
+    None means that a sample has ended. The global random state does not change. The model is left
+    in eval mode.
     """
     device = model.token_embedding.weight.device
     generators = [torch.Generator(device).manual_seed(options.seed + number)
@@ -103,24 +103,24 @@ def stream_tokens(model: GPTModel, prompt: list[int],
     cache = KeyValueCache(model, num_tokens=len(prompt) + options.max_new_tokens)
     for _ in range(options.max_new_tokens):
         logits = cache.next_logits(token_ids)  # (B, V)
-        drawn = [_draw(row, options, generator=generator)
-                 for row, generator in zip(logits, generators, strict=True)]
-        token_ids = torch.stack(drawn)  # (B, 1)
-        found = token_ids[:, 0].tolist()
+        token_ids = torch.stack([_sample(sample_logits, options, generator=generator)
+                                 for sample_logits, generator
+                                 in zip(logits, generators, strict=True)])  # (B, 1)
+        next_ids = token_ids[:, 0].tolist()
         has_ended = [ended or token == options.stop_token
-                     for ended, token in zip(has_ended, found, strict=True)]
+                     for ended, token in zip(has_ended, next_ids, strict=True)]
         if all(has_ended):
             return
-        yield [None if ended else token for ended, token in zip(has_ended, found, strict=True)]
+        yield [None if ended else token for ended, token in zip(has_ended, next_ids, strict=True)]
 
 
 def generate_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions) -> list[int]:
-    """Continue a prompt once; give the new ids only, without the one that ends it."""
+    """Continue a prompt once; return the new ids, without the stop token."""
     return [token for token, *_ in stream_tokens(model, prompt, options)]
 
 
 def sample_text(model: GPTModel, tokenizer_name: str) -> str:
-    """Give what a model makes up without a prompt."""
+    """Generate text without a prompt."""
     tokenizer = load_tokenizer(tokenizer_name)
     options = SamplingOptions(max_new_tokens=400)
     return decode(tokenizer, generate_tokens(model, [tokenizer.eot_token], options))
@@ -128,9 +128,9 @@ def sample_text(model: GPTModel, tokenizer_name: str) -> str:
 
 def try_to_write_samples(path: Path, model: GPTModel, prompts: Sequence[str],
                          tokenizer_name: str | None, global_step: int) -> str:
-    """Append a line with what a model makes of each prompt; leave it in training mode.
+    """Append a JSON line with the continuation of each prompt; return any error as text.
 
-    Gives what went wrong, whatever it is: training is worth more.
+    Errors must not stop training. The model is left in training mode.
     """
     try:
         tokenizer = load_tokenizer(tokenizer_name or "")
@@ -148,13 +148,13 @@ def try_to_write_samples(path: Path, model: GPTModel, prompts: Sequence[str],
     return ""
 
 
-def _draw(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:
-    """Draw one token, (1,), by its logits (V,)."""
+def _sample(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:
+    """Sample one token, (1,), from logits (V,)."""
     if options.temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if 0 < options.top_k < logits.numel():
         smallest_kept = logits.topk(options.top_k).values[-1]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
-    # The largest at 0: a temperature next to nothing still divides it.
+    # The largest becomes 0, so that a tiny temperature cannot overflow it.
     probabilities = ((logits - logits.max()) / options.temperature).softmax(dim=-1)
     return torch.multinomial(probabilities, num_samples=1, generator=generator)

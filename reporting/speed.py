@@ -1,4 +1,4 @@
-"""What a GPU should reach with a model, and why a run may be far below it."""
+"""Peak speeds of GPUs, a run's MFU, and likely reasons for a low one."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 
 from run_config import ModelConfig, Precision
 
-SPEED_CHECK_STEPS = 50  # of a start, after which its speed is judged
-FAR_BELOW = 0.5  # times what it should reach: a reason is looked for
-MUCH_WAITING = 0.10  # share of the time in which the next microbatch was not there yet
+SPEED_CHECK_STEPS = 50  # global steps of a launch, after which its speed is reported
+FAR_BELOW = 0.5  # of the expected MFU; below it, likely reasons are listed
+MUCH_WAITING = 0.10  # share of the time spent waiting for the next microbatch
 SMALL_MICROBATCH_TOKENS = 4096  # too few to fill a GPU's multiprocessors
-CARDS_GIB = (12, 16, 24, 40, 80, 141, 192)  # that people ask about
+CARDS_GIB = (12, 16, 24, 40, 80, 141, 192)  # common memory sizes of GPUs
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its name in tables, the GiB that PyTorch sees of it, and dense peaks in FLOP/s.
+    """A GPU: its name in tables, the GiB that PyTorch sees, and dense peaks in FLOP/s.
 
-    `peak_flops` is bf16 (fp16 on those without) with float32 accumulation, without sparsity. The
-    share of it that training a model of GPT-2's class reaches, MFU, lies between what the original
-    system measured (eager, fp16) and the best public figure for plain PyTorch; where there is
-    neither, between 5% and 40%. Estimates: this trainer has not been measured on a GPU yet.
+    `peak_flops` is bf16 (fp16 on GPUs without it) with float32 accumulation, without sparsity.
+    `low_mfu` and `high_mfu` estimate the MFU of training a GPT-2-class model: what the original
+    system measured (eager, fp16) and the best public figure for plain PyTorch; 5% and 40% where
+    there is neither.
 
     Source: NVIDIA's and AMD's data sheets for the peaks.
     """
 
     name: str
-    pattern: str  # in the name that a driver or a person gives it
+    pattern: str  # regular expression for the names that drivers and people use
     memory_gib: float
     peak_flops: float
     peak_flops_tf32: float
@@ -60,15 +60,15 @@ GPUS = (
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Find a GPU by the name that a driver or a person gives it."""
+    """Find a GPU by its driver's name or a common name; None if it is unknown."""
     return next((gpu for gpu in GPUS if re.search(gpu.pattern, name, re.IGNORECASE)), None)
 
 
 def flops_per_token(model: ModelConfig) -> float:
-    """Count the FLOPs of a token in training, forward and backward: 6 N + 12 L T C.
+    """Count the training FLOPs per token, forward and backward: 6 N + 12 L T C.
 
-    N are the parameters in matrix products: the embeddings are look-ups and do not count, the
-    vocabulary is taken unpadded, attention as if every token saw every other.
+    N counts the parameters in matrix products: embeddings are look-ups and do not count, the
+    vocabulary is unpadded, and attention counts as if it were not causal.
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
@@ -79,7 +79,7 @@ def flops_per_token(model: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a start of a run was over its first steps, and what may explain it."""
+    """Speed of a launch over its first steps, and facts that may explain it."""
 
     tokens_per_second: float  # all processes
     num_processes: int
@@ -88,27 +88,27 @@ class Speed:
     precision: Precision
     attention_kernel: str
     is_compiled: bool
-    waiting_share: float
+    waiting_share: float  # of the time, for the next microbatch
     microbatch_tokens: int
     throttling: str | None
 
     def line(self) -> str:
-        """Say it in a line, beside what this GPU should reach."""
+        """Format the speed as one line, beside the MFU that this GPU should reach."""
         flops = self.tokens_per_second * self.flops_per_token / self.num_processes
-        said = (f"speed: {self.tokens_per_second:,.0f} tokens/s,"
-                f" {flops / 1e12:,.3g} TFLOP/s a process")
+        line = (f"speed: {self.tokens_per_second:,.0f} tokens/s,"
+                f" {flops / 1e12:,.3g} TFLOP/s per process")
         gpu = find_gpu(self.device_name)
         if gpu is None:
-            return f"{said} (no peak known for {self.device_name})"
+            return f"{line} (no peak known for {self.device_name})"
         mfu = flops / gpu.peak_flops
-        said += (f", {mfu:.1%} MFU; {gpu.name} should reach up to {gpu.high_mfu:.0%} with such a"
+        line += (f", {mfu:.1%} MFU; {gpu.name} should reach up to {gpu.high_mfu:.0%} with such a"
                  " model (public figures)")
         if mfu >= FAR_BELOW * gpu.high_mfu:
-            return said
-        return f"{said}; likely reason: {', '.join(self.likely_reasons()) or 'none found'}"
+            return line
+        return f"{line}; likely reason: {', '.join(self.likely_reasons()) or 'none found'}"
 
     def likely_reasons(self) -> list[str]:
-        """Name what would explain a low speed, the strongest first."""
+        """List what would explain a low speed, the strongest reason first."""
         reasons = {
             f"waiting for data {self.waiting_share:.0%} of the time":
                 self.waiting_share > MUCH_WAITING,
@@ -123,8 +123,8 @@ class Speed:
 
 
 def usable_gib(card_gib: float) -> float:
-    """Give what a card leaves to tensors, in GiB: its driver, CUDA and NCCL take some (estimate).
+    """Estimate the GiB of a GPU that are left for tensors beside its driver, CUDA and NCCL.
 
-    Cards name their size roundly: one of 40 GiB has 39.4, and a CUDA context takes 0.5.
+    Nominal sizes are rounded: one of 40 GiB has 39.4, and a CUDA context takes 0.5.
     """
     return 0.98 * card_gib - 1.0

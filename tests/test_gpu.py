@@ -13,10 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
+from checkpointing import SnapshotBuffers
+from ddp_train import average_gradients
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.sharing import Share
 from lab.targets import Target
-from processes.launch import Process, autocast
+from processes.launch import Process
 from reporting.sampling import SamplingOptions, generate_tokens, try_to_write_samples
 from run_config import ModelConfig, TrainConfig
 from tests.lab.test_weight_formats import random_model
@@ -25,7 +27,8 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, prefetch
 from tokens.token_file import TokenFile
 from trainer.compilation import ByLayer
-from trainer.step import SnapshotBuffers, TrainingStep, build_training_state
+from trainer.precision import autocast, resolve_for_device
+from trainer.step import TrainingStep, build_training_state
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +70,9 @@ def step_of(**changes: object) -> TrainingStep:
     train = TrainConfig(**{"dataset": "none", "microbatch_size": 8, "checkpoint_interval": 1,
                            "clipping_max_norm": 1.0} | changes)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
-    return TrainingStep(build_training_state(MODEL, train, process.device), train, process)
+    train = resolve_for_device(train, process.device)
+    return TrainingStep(build_training_state(MODEL, train, process.device), train, process,
+                        wrap=average_gradients)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ import pytest
 from tests.support.workplace import PROJECT_DIR
 
 # Imports go only from left to right.
-ORDER = ("benchmarks > ddp_train prepare_dataset lab > microbatch_search > trainer > checkpointing >"
-         " reporting > processes > gpt > ops > preparation > tokens > run_config > basics")
+ORDER = ("benchmarks > ddp_train prepare_dataset lab > microbatch_search > trainer > checkpointing"
+         " > reporting > processes > gpt > ops > preparation > tokens > run_config > basics")
 RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in names.split()}
 ROOT_FILES = {"ddp_train", "gpt", "run_config", "checkpointing", "prepare_dataset"}
 WITHOUT_TORCH = ["preparation", "lab.plan", "tokens.batch_plan", "tokens.token_file",

@@ -78,7 +78,7 @@ def test_wrong_values_are_refused_in_one_line(
     ("{", "not valid JSON"),
     ("[1]", "holds a list; wanted a JSON object"),
     ('{"microbatch_size": NaN}', "NaN is not a JSON number"),
-    ('{"dataset": "a", "dataset": "b"}', 'key "dataset" stands there twice'),
+    ('{"dataset": "a", "dataset": "b"}', 'key "dataset" is there twice'),
     ("[" * 100_000, "not valid JSON"),
     (b"\xff\xfe", "cannot be read"),
     (None, "no such file"),

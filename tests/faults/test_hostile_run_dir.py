@@ -99,8 +99,8 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     victim, run_dir = tmp_path / "victim", tmp_path / "run"
     victim.write_text("precious")
     run_dir.mkdir()
-    for name in (".metrics.jsonl.partial", ".loss-chart.png", ".grad-norm-chart.png", "a.json",
-                 ".learning-rate-chart.png"):
+    for name in (".metrics.jsonl.partial", ".loss-chart.png.partial", "a.json",
+                 ".grad-norm-chart.png.partial", ".learning-rate-chart.png.partial"):
         (run_dir / name).symlink_to(victim)
     write_aside(run_dir / "metrics.jsonl", "new")
     names = ("train_loss", "train_loss_min", "train_loss_max", "grad_norm", "grad_norm_max",
