@@ -31,7 +31,7 @@ def provide_dataset(dataset_dir: Path, name: str) -> None:
 
         fetch_dataset(dataset_dir, name)
     else:
-        raise UserError(f"{dataset_dir}: no such dataset; make it with prepare_dataset.py SOURCE"
+        raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
                         f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json")
 
 

@@ -40,7 +40,7 @@ class TokenFile:
                             " dataset") from None
         except (SafetensorError, OSError) as error:
             raise UserError(
-                f"{path}: not a complete safetensors file ({str(error)[:80]});"
+                f"{path}: not a whole safetensors file ({str(error)[:80]});"
                 " delete it and prepare or download the dataset again"
             ) from None
         if keys != ["tokens"]:
