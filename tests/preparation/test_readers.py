@@ -207,7 +207,8 @@ def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:
 def test_the_error_for_a_malformed_line_names_its_number(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    with pytest.raises(BadShard, match='a.jsonl: line 3 is not a JSON object with a text in "text"'):
+    message = 'a.jsonl: line 3 is not a JSON object with a text in "text"'
+    with pytest.raises(BadShard, match=message):
         documents(json_tasks(path, "text"))
 
 
