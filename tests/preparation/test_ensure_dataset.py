@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+
 import pytest
 
 from basics.errors import UserError
@@ -26,3 +30,17 @@ def test_the_standard_library_is_prepared_when_it_is_named(
     provide_dataset(out, "python-stdlib")
     assert decoded(out / "train.safetensors") == ["a"]
     assert [path.name for path in out.parent.iterdir()] == ["python-stdlib"]
+
+
+def test_unfinished_directories_of_dead_processes_are_removed(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("preparation.documents.python_stdlib", lambda: texts_source(["a", "b"]))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f".python-stdlib.{socket.gethostname()}-{pid}" for pid in (os.getppid(), ended.pid)]
+    for name in names:
+        (workplace.datasets_dir / name).mkdir(parents=True)
+    provide_dataset(workplace.datasets_dir / "python-stdlib", "python-stdlib")
+    left = {path.name for path in workplace.datasets_dir.iterdir()}
+    assert left == {"python-stdlib", names[0]}  # the first process may still be preparing

@@ -84,7 +84,7 @@ def test_a_damaged_shard_can_be_replaced_before_continuing(tmp_path: Path) -> No
     assert progress.bad_shards == [] and progress.train.num_documents == 148
 
 
-def test_a_shard_skipped_by_an_earlier_launch_is_not_skipped_without_the_option(tmp_path: Path) -> None:
+def test_a_shard_is_skipped_again_only_with_the_option(tmp_path: Path) -> None:
     folder = write_parquet(tmp_path / "source", ["a", "b"], ["c"], ["d"])
     corrupt(folder / "001.parquet", footer=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +123,9 @@ def test_options_may_change_before_a_shard_is_finished(tmp_path: Path) -> None:
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a"]
 
 
-def test_the_counts_of_json_lines_are_stored_before_there_is_a_request(tmp_path: Path, monkeypatch) -> None:
+def test_counts_are_stored_before_there_is_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source_dir = write_source("jsonl", tmp_path / "source")
     count, counted = documents.count_lines, []
 
