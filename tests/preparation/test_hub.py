@@ -23,7 +23,7 @@ from safetensors.numpy import save
 
 from basics.errors import UserError
 from preparation.documents import find_documents
-from preparation.ensure_dataset import provide_dataset
+from preparation.ensure_dataset import is_complete, provide_dataset
 from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions
 from tests.support.hub_server import (
@@ -280,17 +280,13 @@ def test_no_connection_to_the_hub_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_no_run_trains_on_a_partly_downloaded_dataset(
-    tokens_hub: Hub, workplace: Workplace, tmp_path: Path
-) -> None:
+def test_a_partly_downloaded_dataset_is_completed_later(tokens_hub: Hub, tmp_path: Path) -> None:
     tokens_hub.faults = [Fault("validation.safetensors", times=-1, status=404, method="HEAD",
                                headers={"X-Error-Code": "EntryNotFound"})]
-    workplace.add_run(train={"dataset": tokens_hub.repository})
-    environment = tokens_hub.environment(tmp_path / "home")
-    result = workplace.ddp_train("tiny", **environment)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-    assert "validation.safetensors on the Hugging Face hub: there is no such file" in result.stderr
-    assert not (workplace.runs_dir / "tiny" / "metrics.jsonl").exists()
+    with pytest.raises(UserError, match="validation.safetensors on the Hugging Face hub: there is"):
+        fetch(tokens_hub, tmp_path)
+    assert not is_complete(tmp_path / "data")
     tokens_hub.faults, tokens_hub.requests = [], []  # now the file exists
-    succeeded(workplace.ddp_train("tiny", **environment))
+    fetch(tokens_hub, tmp_path)
+    assert is_complete(tmp_path / "data")
     assert not tokens_hub.downloads("train.safetensors"), "a complete file was downloaded again"

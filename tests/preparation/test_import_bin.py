@@ -15,8 +15,10 @@ from basics.errors import UserError
 from preparation import import_bin
 from preparation.import_bin import import_tokens
 from preparation.journal import Journal
+from run_config import load_run
 from tests.support.preparation import prepare, tokens_in
 from tests.support.workplace import Workplace, succeeded
+from tokens.batches import check_token_range, open_run_data
 
 TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
 
@@ -35,7 +37,7 @@ def write(source: Path, files: dict[str, bytes]) -> Path:
     return source
 
 
-def test_a_run_trains_on_imported_files_of_nanogpt(workplace: Workplace, tmp_path: Path) -> None:
+def test_a_run_can_read_imported_files_of_nanogpt(workplace: Workplace, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
                                          "val.bin": TOKENS[:200].tobytes()})
     out = workplace.datasets_dir / "mine"
@@ -51,7 +53,8 @@ def test_a_run_trains_on_imported_files_of_nanogpt(workplace: Workplace, tmp_pat
     assert card.data.to_dict()["size_categories"] == ["n<1K"] and "copied unchanged" in card.text
     assert not list(out.parent.glob(".*"))
     workplace.add_run(train={"dataset": "mine", "min_train_tokens": 64})
-    succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "1"))
+    run = load_run(workplace.runs_dir, "tiny")
+    check_token_range(run, open_run_data(run, out, world_size=1))
 
 
 @settings(max_examples=15, deadline=None)

@@ -74,7 +74,7 @@ def test_documents_stay_whole_and_in_order(
             prepare_dataset(texts_source(*shards), out, options)
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("preparation.documents.TEXTS_A_TASK", 3)
+        patch.setattr("preparation.documents.TEXTS_PER_TASK", 3)
         patch.setattr("preparation.cutting.LARGE_DOCUMENT", 8)
         prepare_dataset(texts_source(*shards), out, options)
     train, validation = (decoded(out / f"{s}.safetensors") for s in ("train", "validation"))

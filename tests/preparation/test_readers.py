@@ -52,7 +52,7 @@ def documents(tasks) -> list[str]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXT)
 def test_a_cut_document_has_the_tokens_of_the_whole(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -93,8 +93,8 @@ def test_bytes_that_are_not_text_are_read_to_the_end(data: bytes) -> None:
     assert pieces[-1].ends_document and (data == b"") == ("".join(p.text for p in pieces) == "")
 
 
-@settings(max_examples=100, deadline=None)
-@given(texts=st.lists(TEXT, min_size=1, max_size=4), task_bytes=st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(TEXT, min_size=1, max_size=3), task_bytes=st.integers(1, 60))
 def test_each_text_file_is_one_document(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], task_bytes: int
 ) -> None:
