@@ -85,7 +85,7 @@ def main(**options: Any) -> None:
         line = UserError(f"{error.filename or command.source}: {error.strerror or error}").line()
         exit_with(line, status=BAD_INPUT)
     except KeyboardInterrupt:
-        advice = ("nothing was written" if command.is_import
+        advice = ("no files were left behind" if command.is_import
                   else "run the same command again to continue")
         exit_with(f"\nInterrupted; {advice}", status=130)
     finally:
