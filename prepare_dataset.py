@@ -1,9 +1,8 @@
-"""Turn documents into the token files that a run trains on."""
+"""Turn documents into the token files that a run trains on: the command."""
 
 from __future__ import annotations
 
 import multiprocessing.forkserver
-import os
 import re
 import signal
 import sys
@@ -13,19 +12,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from basics.errors import UserError, drop_unwritable_output, print_error, print_line
+from basics.errors import BAD_INPUT, UserError, drop_unwritable_output, print_error, print_line
+from basics.machine import num_cpu_cores
 
 if TYPE_CHECKING:
     from preparation.documents import Source
     from preparation.journal import Progress
 
-MOST_WORKERS = 16  # unless more are asked for: so many stay below 1 GiB
+MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of memory
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command line."""
+    """The parsed command line."""
 
     source: str
     output: Path
@@ -44,125 +44,122 @@ class Options:
 @click.argument("source")
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--subset", default="", metavar="DIRECTORY",
-              help="The directory of a dataset on the hub that holds the documents: sample/10BT.")
+              help="The directory of a hub dataset that holds the documents: sample/10BT.")
 @click.option("--tokenizer", default="gpt2", show_default=True, metavar="gpt2|bytes",
-              help="gpt2 has 50,257 ids, bytes has 257.")
+              help="gpt2 has a vocabulary of 50,257, bytes of 257.")
 @click.option("--text-column", default="text", show_default=True,
               help="The parquet column or JSON key that holds the text.")
 @click.option("--validation-fraction", default=0.01, show_default=True,
               type=click.FloatRange(0, 1, min_open=True, max_open=True),
-              help="The share of the documents, the last ones, that is kept for validation.")
-@click.option("--max-documents", type=click.IntRange(2), help="Take the first N documents only.")
+              help="Fraction of the documents, taken from the end, to use for validation.")
+@click.option("--max-documents", type=click.IntRange(2), help="Use only the first N documents.")
 @click.option("--workers", type=click.IntRange(1), default=None,
-              help="Processes that tokenise.  [default: one for each core, up to 16, which take"
-                   " less than 1 GiB]")
+              help="Number of tokenising processes.  [default: one per core, at most 16; 16 need"
+                   " less than 1 GiB of memory]")
 @click.option("--skip-bad-shards", is_flag=True,
-              help="Leave out files that are damaged, and count them.")
+              help="Skip damaged files and report how many there were.")
 @click.option("--keep-raw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Keep what is fetched from the hub there.")
+              help="Download files from the hub to DIR and keep them.")
 @click.option("--import", "is_import", is_flag=True,
-              help="SOURCE holds tokens already: nanoGPT's train.bin and val.bin, or llm.c's"
-                   " .bin shards.")
+              help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, or .bin shards"
+                   " of llm.c.")
 def main(**options: Any) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
-    OUTPUT/validation.safetensors (the rest), an end-of-text token after each.
+    OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
 
-    SOURCE is a directory, a file or a quoted pattern: parquet, JSON lines (.jsonl, .jsonl.gz,
-    .jsonl.zst) or .txt files; or a dataset on the Hugging Face hub (HuggingFaceFW/fineweb); or the
-    word python-stdlib for the source and documentation of Python's own library.
+    SOURCE is a directory, a file or a quoted pattern of parquet, JSON lines (.jsonl, .jsonl.gz,
+    .jsonl.zst) or .txt files; or a dataset on the Hugging Face hub (HuggingFaceFW/fineweb); or
+    python-stdlib, the source code and documentation of Python's standard library.
 
-    Killed at any moment, it goes on when the same command is typed again.
+    If the command is killed, run it again: it continues where it stopped.
     """
-    asked = Options(**options)
+    command = Options(**options)
     try:
-        progress = import_tokens_of(asked) if asked.is_import else prepare(asked)
+        progress = import_token_files(command) if command.is_import else prepare(command)
         from preparation.progress_display import summary
 
-        print_line(summary(asked.output, progress))
+        print_line(summary(command.output, progress))
     except UserError as error:
-        stop_with(error.line(), status=error.status)
-    except OSError as error:  # of the source's or the output's place
-        unread = UserError(f"{error.filename or asked.source}: {error.strerror or error}")
-        stop_with(unread.line(), status=2)
+        exit_with(error.line(), status=error.status)
+    except OSError as error:  # while reading the source or examining the output directory
+        line = UserError(f"{error.filename or command.source}: {error.strerror or error}").line()
+        exit_with(line, status=BAD_INPUT)
     except KeyboardInterrupt:
-        left = "nothing is left of it" if asked.is_import else "the same command goes on from there"
-        stop_with(f"\nInterrupted; {left}", status=130)
+        advice = ("no files were left behind" if command.is_import
+                  else "run the same command again to continue")
+        exit_with(f"\nInterrupted; {advice}", status=130)
     finally:
         drop_unwritable_output()
 
 
-def import_tokens_of(asked: Options) -> Progress:
-    """Take over tokens that are there. Raises: UserError."""
-    if (asked.subset or asked.max_documents or asked.workers or asked.skip_bad_shards
-            or asked.keep_raw or asked.text_column != "text" or asked.validation_fraction != 0.01):
-        raise UserError("--import takes the tokens as they are; of the other options only"
-                        " --tokenizer has a meaning with it")
+def import_token_files(command: Options) -> Progress:
+    """Convert token files of nanoGPT or llm.c. Raises: UserError."""
+    if (command.subset or command.max_documents or command.workers or command.skip_bad_shards
+            or command.keep_raw or command.text_column != "text"
+            or command.validation_fraction != 0.01):
+        raise UserError("--import copies tokens unchanged; the only other option that it accepts"
+                        " is --tokenizer")
     # Imported here, and below, so that --help does not wait for it.
     from preparation.import_bin import import_tokens
 
-    return import_tokens(Path(asked.source), asked.output, asked.tokenizer)
+    return import_tokens(Path(command.source), command.output, command.tokenizer)
 
 
-def prepare(asked: Options) -> Progress:
+def prepare(command: Options) -> Progress:
     """Find the documents and tokenise them. Raises: UserError."""
-    start_fork_server(asked.tokenizer)
+    start_fork_server(command.tokenizer)
     from preparation.pipeline import prepare_dataset
-    from preparation.planning import PrepareOptions, free_output
+    from preparation.planning import PrepareOptions, check_output_dir
 
-    documents = find_source(asked, free_output(asked.output))
-    return prepare_dataset(documents, asked.output, PrepareOptions(
-        tokenizer=asked.tokenizer, validation_fraction=asked.validation_fraction,
-        max_documents=asked.max_documents, num_workers=asked.workers or default_num_workers(),
-        skip_bad_shards=asked.skip_bad_shards,
+    documents = find_source(command, check_output_dir(command.output))
+    return prepare_dataset(documents, command.output, PrepareOptions(
+        tokenizer=command.tokenizer, validation_fraction=command.validation_fraction,
+        max_documents=command.max_documents,
+        num_workers=command.workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS),
+        skip_bad_shards=command.skip_bad_shards,
     ))
 
 
-def stop_with(line: str, *, status: int) -> NoReturn:
+def exit_with(line: str, *, status: int) -> NoReturn:
     print_error(line)
     sys.exit(status)
 
 
-def find_source(asked: Options, output: Path) -> Source:
-    """Find the documents that SOURCE stands for. Raises: UserError."""
+def find_source(command: Options, output: Path) -> Source:
+    """Find the documents that SOURCE names. Raises: UserError."""
     from preparation.documents import find_documents, kind_of, python_stdlib
     from preparation.journal import Journal, unfinished_request
 
-    source, subset, keep_raw = asked.source, asked.subset.strip("/"), asked.keep_raw
+    source, subset, keep_raw = command.source, command.subset.strip("/"), command.keep_raw
     if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
         from preparation.hub import RawFiles, hub_source
 
-        unfinished = unfinished_request(output)  # goes on with the commit that it began with
+        unfinished = unfinished_request(output)  # continue with the same commit of the dataset
         is_same = unfinished is not None and unfinished.source == f"{source} {subset}".strip()
         try:
             return hub_source(
-                source, subset, text_column=asked.text_column,
+                source, subset, text_column=command.text_column,
                 raw_files=RawFiles(keep_raw or Journal(output).raw_dir, keep_raw is not None),
                 revision=unfinished.revision if is_same else None,
             )
         except UserError as error:
-            raise UserError(f"{error} (nor is there a file {source} here)") from None
+            raise UserError(f"{error} (and there is no file {source} here)") from None
     if subset or keep_raw:
-        raise UserError(f"{source}: --subset and --keep-raw are for a dataset on the hub, named as"
+        raise UserError(f"{source}: --subset and --keep-raw need a dataset on the hub, given as"
                         " owner/name")
     if source == "python-stdlib":
         return python_stdlib()
-    return find_documents(source, text_column=asked.text_column)
+    return find_documents(source, text_column=command.text_column)
 
 
 def start_fork_server(tokenizer: str) -> None:
-    """Start the process that workers are forked from: it imports while this one does."""
+    """Start the process that workers are forked from; it imports while this process does too."""
     multiprocessing.set_forkserver_preload(
         ["preparation.gpt2_workers" if tokenizer == "gpt2" else "preparation.encoding"])
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it inherits that: Ctrl-C is ours
+    # The fork server inherits SIG_IGN: only this process handles Ctrl-C.
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.forkserver.ensure_running()
-    signal.signal(signal.SIGINT, on_interrupt)
-
-
-def default_num_workers() -> int:
-    """Give one worker for each core that this process may use, within its bounds of memory."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return min(num_cores, MOST_WORKERS)
+    signal.signal(signal.SIGINT, previous_handler)
 
 
 if __name__ == "__main__":

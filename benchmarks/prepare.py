@@ -1,19 +1,18 @@
-"""Preparing a dataset, beside bare tiktoken and beside the original system's way.
+"""Measure prepare_dataset.py, compared with tiktoken alone and with the original system.
 
     uv run python benchmarks/prepare.py
 
-Builds a corpus in FineWeb's layout from the English prose in Python's own library (documents of
-random sentences), then measures, in turn and in fresh processes, tokens a second and peak memory
-of: prepare_dataset.py; one process a core that does nothing but encode text it holds in memory;
-and the original's way, which holds everything. Ours and the original's count from the start of the
-command to its end, and must give the same tokens.
+Builds a corpus in FineWeb's layout from the English text in Python's standard library (documents of
+random sentences), then measures tokens per second and peak memory, in turn and in new processes,
+of: prepare_dataset.py; one process per core that only encodes text that is already in memory; and
+the method of the original, which keeps everything in memory. The first and the last are timed from
+the start of the command to its end, and must write the same tokens.
 """
 
 from __future__ import annotations
 
 import ast
 import multiprocessing
-import os
 import random
 import re
 import shutil
@@ -25,10 +24,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
 import numpy as np
+import psutil
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
@@ -37,13 +38,14 @@ from safetensors.numpy import load_file
 PROJECT_DIR = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT_DIR))
 
+from basics.machine import num_cpu_cores  # noqa: E402
 from tokens.tokenizer import load_tokenizer  # noqa: E402
 
 MEAN_SENTENCES = 30  # FineWeb's documents have about 3,000 characters
 
 
 def prose() -> list[str]:
-    """Take the sentences out of the standard library's docstrings and reference manual."""
+    """Collect the sentences of the docstrings and the reference manual in the standard library."""
     texts: list[str] = []
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
@@ -61,7 +63,7 @@ def prose() -> list[str]:
 
 
 def build_corpus(folder: Path, num_bytes: int, *, num_files: int = 4) -> None:
-    """Write parquet files with FineWeb's columns: num_bytes of text, 1,000 rows in a row group."""
+    """Write parquet files with FineWeb's columns: num_bytes of text, 1,000 rows per row group."""
     generator, sentences = random.Random(0), prose()
     folder.mkdir(parents=True)
     for number in range(num_files):
@@ -82,13 +84,13 @@ def build_corpus(folder: Path, num_bytes: int, *, num_files: int = 4) -> None:
 
 
 def peak_memory_of(command: Sequence[str | Path]) -> tuple[float, int]:
-    """Run a command; give its seconds and the peak of its processes' memory together, in bytes.
+    """Run a command; return its seconds and the peak memory of its process tree, in bytes.
 
-    Memory is proportional (PSS): what processes share counts once. Sampled five times a second,
-    which slows the command by a few percent.
+    Memory is the proportional set size (PSS), which counts shared pages once. It is sampled five
+    times per second, which slows the command by a few percent.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
+        subprocess.CalledProcessError: the command failed.
     """
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -97,7 +99,7 @@ def peak_memory_of(command: Sequence[str | Path]) -> tuple[float, int]:
     def sample() -> None:
         nonlocal peak
         while not is_over.wait(0.2):
-            peak = max(peak, sum(_pss(pid) for pid in _descendants(process.pid)))
+            peak = max(peak, _pss_of_tree(process.pid))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -110,29 +112,18 @@ def peak_memory_of(command: Sequence[str | Path]) -> tuple[float, int]:
     return seconds, peak
 
 
-def _descendants(root: int) -> set[int]:
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:  # gone meanwhile
-            continue
-    found = {root}
-    while new := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= new
-    return found
-
-
-def _pss(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    return int(re.search(r"^Pss:\s+(\d+)", text, re.MULTILINE)[1]) * 1024
+def _pss_of_tree(pid: int) -> int:
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.Error, ProcessLookupError):  # it has ended
+                total += process.memory_full_info().pss
+    return total
 
 
 def dataset_rate(command: Sequence[str | Path], output: Path) -> float:
-    """Run a command that writes a dataset; give its tokens a second, from start to end."""
+    """Run a command that writes a dataset; return its tokens per second, from start to end."""
     shutil.rmtree(output, ignore_errors=True)
     started = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -140,7 +131,7 @@ def dataset_rate(command: Sequence[str | Path], output: Path) -> float:
 
 
 def bare_rate(corpus: Path, num_workers: int) -> float:
-    """Encode in one process a core, all text in memory before the clock starts."""
+    """Return the tokens per second of one process per core, with all text already in memory."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(num_workers), context.SimpleQueue()
     processes = [context.Process(target=_encode_share, args=(corpus, share, barrier, results))
@@ -165,10 +156,10 @@ def _encode_share(corpus: Path, share: int, barrier, results) -> None:
 
 
 def prepare_as_the_original(corpus: Path, output: Path) -> None:
-    """Load all, encode in batches with tiktoken's threads into lists, concatenate, save.
+    """Load everything, encode batches into lists with tiktoken's threads, concatenate and save.
 
-    The original reads through Hugging Face's datasets: that first copies the corpus into an Arrow
-    file and maps it, and a slice of rows comes with all its columns.
+    The original reads with Hugging Face's datasets, which first copies the corpus into a
+    memory-mapped Arrow file and returns slices of rows with all their columns.
     """
     import torch
     from safetensors.torch import save_file
@@ -204,13 +195,13 @@ def count_tokens(output: Path) -> int:
 @click.command()
 @click.argument("corpus", type=click.Path(path_type=Path), required=False)
 @click.option("--megabytes", default=750, show_default=True,
-              help="Text in the corpus it builds; parquet takes two fifths of that.")
+              help="Text in the generated corpus; its parquet files have two fifths of this size.")
 @click.option("--repeats", default=3, show_default=True)
-@click.option("--workers", default=len(os.sched_getaffinity(0)), show_default=True)
+@click.option("--workers", default=num_cpu_cores(), show_default=True)
 @click.option("--original", "original_output", type=click.Path(path_type=Path), hidden=True)
 def main(corpus: Path | None, megabytes: int, repeats: int, workers: int,
          original_output: Path | None) -> None:
-    """Measure on CORPUS, a directory of parquet files, or on one built for it."""
+    """Measure on CORPUS, a directory of parquet files, or on a generated one."""
     if original_output is not None:
         prepare_as_the_original(corpus, original_output)
         return
@@ -230,15 +221,15 @@ def main(corpus: Path | None, megabytes: int, repeats: int, workers: int,
         for split in ("train", "validation"):
             assert np.array_equal(tokens_of(output, split), tokens_of(reference, split))
         peaks = {}
-        for name, row, directory in (("ours", command, output),
-                                     ("original", reference_command, reference)):
+        for name, measured, directory in (("ours", command, output),
+                                          ("original", reference_command, reference)):
             shutil.rmtree(directory)
-            _, peaks[name] = peak_memory_of(row)
+            _, peaks[name] = peak_memory_of(measured)
         num_tokens = count_tokens(output)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     print(f"{num_tokens:,} tokens, {workers} workers, median of {repeats}:")
     for name, rate in medians.items():
-        memory = f", {peaks[name] / 2**20:,.0f} MiB at most" if name in peaks else ""
+        memory = f", peak {peaks[name] / 2**20:,.0f} MiB" if name in peaks else ""
         print(f"{name:>9} {rate / 1e6:6.2f} M tokens/s{memory}")
     print(f"ours / bare {medians['ours'] / medians['bare']:.2f},"
           f" ours / original {medians['ours'] / medians['original']:.2f}")

@@ -1,9 +1,9 @@
-"""Eight processes that read one token file of 20 GiB: `uv run python benchmarks/reading.py`.
+"""Read one token file of 20 GiB in eight processes: `uv run python benchmarks/reading.py`.
 
-The file is sparse and, like the original system's, states nothing about itself. Prints the seconds
-from opening it to the first microbatch, and by how much the private memory of a process grew over
-200 microbatches from all over the file; then how long one process looks for ids outside the
-vocabulary on a first start, and on the next.
+The file is sparse and, like those of the original system, has no metadata. Prints the seconds from
+opening it to the first microbatch, and the growth of a process's private memory over 200
+microbatches from all parts of the file; then the seconds that one process needs to check all token
+ids at the first launch and at the second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def write_sparse_token_file(path: Path, num_tokens: int) -> None:
-    """Write a token file of zeros that takes no room."""
+    """Write a token file of zeros that takes no disk space."""
     header = json.dumps({"tokens": {"dtype": "U16", "shape": [num_tokens],
                                     "data_offsets": [0, 2 * num_tokens]}}).encode()
     header = header.ljust(-(-len(header) // 8) * 8)
@@ -34,13 +34,13 @@ def write_sparse_token_file(path: Path, num_tokens: int) -> None:
 
 
 def private_bytes() -> int:
-    """Give the memory that this process shares with no other and with no file."""
+    """Return the anonymous memory of this process, in bytes: not shared, and not of a file."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(re.search(r"^Anonymous:\s+(\d+)", text, re.MULTILINE)[1]) * 1024
 
 
 def read(path: Path, rank: int, results) -> None:
-    """Be one of the processes: read microbatches as training does."""
+    """Read microbatches as training does, in one of the processes."""
     import torch
 
     from tokens.batches import prefetch
@@ -65,9 +65,9 @@ def microbatches(token_file):
 
 
 def read_with(num_processes: int, path: Path) -> list[tuple[float, int]]:
-    """Give each process's seconds to its first microbatch and growth in bytes."""
+    """Return each process's seconds to its first microbatch and its memory growth in bytes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["token_dataset"])  # torch is imported once, before the clock
+    context.set_forkserver_preload(["tokens.batches"])  # imports torch once, before the timing
     results = context.SimpleQueue()
     processes = [context.Process(target=read, args=(path, rank, results))
                  for rank in range(num_processes)]
@@ -89,11 +89,11 @@ def main() -> None:
         print(f"first microbatch after {max(seconds for seconds, _ in found):.2f} s,"
               f" private memory grew by {max(growth for _, growth in found) / 2**20:.0f} MiB")
         os.utime(path, (0, 0))
-        for start in ("first", "second"):
+        for launch in ("first", "second"):
             data, started = microbatches(TokenFile(path)), time.perf_counter()
             data.check_all(3_260_190_720)
-            print(f"looked at 3.26 billion ids in {time.perf_counter() - started:.2f} s"
-                  f" on the {start} start")
+            print(f"checked 3.26 billion ids in {time.perf_counter() - started:.2f} s"
+                  f" at the {launch} launch")
 
 
 if __name__ == "__main__":

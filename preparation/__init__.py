@@ -1,1 +1,1 @@
-"""Documents to token files: what prepare_dataset.py is made of. Needs no torch."""
+"""Documents to token files: the implementation of prepare_dataset.py. Needs no torch."""

@@ -1,4 +1,4 @@
-"""Text in pieces: large documents cut where their tokens stay the same."""
+"""Cut large documents into pieces, at places where this does not change their tokens."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from typing import NamedTuple
 
 from basics.errors import UserError
 
-LARGE_DOCUMENT = 2**18  # bytes from which a document is cut into pieces: a regular expression over
-# a million blanks, as long as a piece may get, is more than tiktoken's stack can hold
-# GPT-2's tokenizer splits text before it merges anything, always between a character that is no
-# space and a blank or a line's end behind it. (No space of Unicode ends in a byte of B0 to BF.)
+# Documents of more bytes than this are cut into pieces. tiktoken's regular expression overflows the
+# stack on a million spaces in a row.
+LARGE_DOCUMENT = 2**18
+# Before merging, GPT-2's tokenizer always splits text between a character that is not white space
+# and a space or newline that follows it. (No Unicode white space ends in a byte of B0 to BF.)
 SAFE_CUT = re.compile(rb"[!-~\xb0-\xbf][ \n]")
 
 
 class BadShard(UserError):
-    """A shard that is damaged, or does not hold what it should."""
+    """A shard that is damaged or does not contain what was expected."""
 
 
 class Piece(NamedTuple):
-    """Text, a document or a part of one."""
+    """The text of a document, or of a part of one."""
 
     text: str
     ends_document: bool
 
 
 def cut_document(data: bytes | memoryview) -> Iterator[Piece]:
-    """Cut UTF-8 text into pieces of about LARGE_DOCUMENT bytes, whose tokens are those of the
-    whole; but where nothing can be cut for as long again, it is cut all the same."""
+    """Cut UTF-8 text into pieces of about LARGE_DOCUMENT bytes.
+
+    The tokens of the pieces are those of the whole document, unless there is no place for a safe
+    cut in twice LARGE_DOCUMENT bytes: then the text is cut between any two characters.
+    """
     view, start = memoryview(data), 0
     for stop in find_cuts(view):
         yield piece_of(view[start:stop], ends_document=False)
@@ -37,7 +41,7 @@ def cut_document(data: bytes | memoryview) -> Iterator[Piece]:
 
 
 def find_cuts(view: memoryview) -> Iterator[int]:
-    """Find where to cut; behind the last place there may be more text to come."""
+    """Find the positions of the cuts; text may still be appended after the last one."""
     start = 0
     while len(view) - start > LARGE_DOCUMENT:
         limit = min(start + 2 * LARGE_DOCUMENT, len(view))
@@ -47,7 +51,7 @@ def find_cuts(view: memoryview) -> Iterator[int]:
             break
         else:
             between_characters = (i for i in range(limit, limit - 4, -1) if view[i] & 0xC0 != 0x80)
-            start = next(between_characters, limit)  # or it is no UTF-8
+            start = next(between_characters, limit)  # limit: not UTF-8
         yield start
 
 

@@ -1,4 +1,4 @@
-"""The README.md of a token dataset: what it is, in a form that the Hugging Face hub reads."""
+"""The README.md of a token dataset: a dataset card as the Hugging Face hub reads it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ tokenizer `{tokenizer}`{of_text}.
 {rows}
 
 Each file holds one vector `tokens` of 16-bit unsigned integers{layout}. Counts, tokenizer and
-source also stand in the files' metadata.
+source are also in the metadata of the files.
 
 ## How to load it
 
@@ -34,22 +34,22 @@ source also stand in the files' metadata.
 from safetensors import safe_open
 
 with safe_open("train.safetensors", framework="numpy") as file:
-    tokens = file.get_slice("tokens")[0:1024]  # reads no more than that
+    tokens = file.get_slice("tokens")[0:1024]  # reads only these
 ```
 
-`ddp_train.py` trains on it where `train.json` names this directory, or this repository, as its
-`dataset`.
+`ddp_train.py` trains on it if `dataset` in `train.json` is the name of this directory or of this
+repository.
 {notes}"""
 
 LAYOUT = """: the documents in the order of the
-source, the first of them in `train.safetensors`, an end-of-text token (id {end_of_text}) after
+source, the first ones in `train.safetensors`, with an end-of-text token (id {end_of_text}) after
 each. Documents are tokenised as plain text: no text in them becomes a special token"""
 
-IMPORTED = ", as they were in the files of nanoGPT or llm.c"
+IMPORTED = ", copied unchanged from files of nanoGPT or llm.c"
 
 
 def write_card(dataset_dir: Path, source: Source, request: Request, progress: Progress) -> None:
-    """Write README.md beside the token files, which must be finished."""
+    """Write README.md next to the token files, which must be complete."""
     num_tokens = progress.train.num_tokens + progress.validation.num_tokens
     revision = f" (revision {request.revision})" if request.revision else ""
     _write(
@@ -63,21 +63,21 @@ def write_card(dataset_dir: Path, source: Source, request: Request, progress: Pr
 
 def write_import_card(dataset_dir: Path, source: Path, tokenizer: str,
                       progress: Progress) -> None:
-    """Write README.md beside token files that were taken over."""
+    """Write README.md next to token files that were imported."""
     _write(dataset_dir, Source(str(source), []), progress, tokenizer,
            source=source.name, of_text="", layout=IMPORTED)
 
 
-def _write(dataset_dir: Path, about: Source, progress: Progress, tokenizer: str,
+def _write(dataset_dir: Path, origin: Source, progress: Progress, tokenizer: str,
            **texts: str) -> None:
     from huggingface_hub import DatasetCardData  # slow to import
 
     num_documents = progress.train.num_documents + progress.validation.num_documents
-    name = about.hub_name or Path(about.name).resolve().name
+    name = origin.hub_name or Path(origin.name).resolve().name
     card_data = DatasetCardData(
-        license=about.licence, language=about.languages, task_categories=["text-generation"],
+        license=origin.licence, language=origin.languages, task_categories=["text-generation"],
         size_categories=[size_category(num_documents)], pretty_name=f"{name}, tokenised",
-        source_datasets=[about.hub_name or "original"], tags=["tokens", tokenizer],
+        source_datasets=[origin.hub_name or "original"], tags=["tokens", tokenizer],
     )
     rows = "\n".join(
         f"| `{split}.safetensors` | {progress.of(split).num_documents:,} |"
@@ -88,22 +88,22 @@ def _write(dataset_dir: Path, about: Source, progress: Progress, tokenizer: str,
     card = CARD.format(
         front_matter=card_data.to_yaml(), name=name, num_documents=num_documents,
         num_tokens=progress.train.num_tokens + progress.validation.num_tokens,
-        tokenizer=tokenizer, rows=rows, notes=_notes(about, progress), **texts,
+        tokenizer=tokenizer, rows=rows, notes=_notes(origin, progress), **texts,
     )
     (dataset_dir / "README.md").write_text(card, encoding="utf-8")
 
 
 def size_category(num_documents: int) -> str:
-    """Give the hub's word for a number of examples."""
-    return next((word for limit, word in SIZES if num_documents < limit), "n>1T")
+    """Return the hub's name for a range of dataset sizes, in examples."""
+    return next((name for limit, name in SIZES if num_documents < limit), "n>1T")
 
 
 def _notes(source: Source, progress: Progress) -> str:
     notes = ""
     if source.hub_name is None:
-        notes += ("\nBefore you publish it, set the licence and the language above to those of the"
-                  " source.\n")
+        notes += ("\nBefore you publish this dataset, set the licence and the language above to"
+                  " those of the source.\n")
     if progress.bad_shards:
-        notes += (f"\nLeft out, because they could not be read: {len(progress.bad_shards)} shards"
+        notes += (f"\nLeft out because they could not be read: {len(progress.bad_shards)} shards"
                   f" ({', '.join(progress.bad_shards[:10])}).\n")
     return notes

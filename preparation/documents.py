@@ -1,4 +1,4 @@
-"""Where documents come from: shards of a source, in a fixed order, with what identifies them."""
+"""The documents of a source: its shards, in a fixed order, each with an identity."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from preparation.readers import (
 )
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # but for .txt only where a pattern names them
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # all but .txt only if named or matched by a pattern
 SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
-TEXT_FILES_A_SHARD = 1000
-TEXTS_A_TASK = 1000
-PIECE_CHARACTERS = 3000  # of the standard library's text
+TEXT_FILES_PER_SHARD = 1000
+TEXTS_PER_TASK = 1000
+STDLIB_PIECE_CHARACTERS = 3000
 
 
 class Shard(ABC):
-    """A part of a source, which is what a kill costs at most."""
+    """A part of a source; after a kill, at most one shard is tokenised again."""
 
     name: str
-    identity: str  # changes when the content does
+    identity: str  # changes if the content does
     num_bytes: int  # of its files
 
     @abstractmethod
     def facts(self) -> ShardFacts:
-        """Count what it holds. Raises: UserError; BadShard, if it is damaged."""
+        """Count the documents and bytes of text. Raises: UserError; BadShard, if it is damaged."""
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
-        """Cut it into tasks, once it is fetched. Raises: UserError."""
+        """Split the shard, which must have been fetched, into tasks. Raises: UserError."""
 
     def fetch(self) -> None:  # noqa: B027
-        """Bring it onto this machine, if it is not there. Raises: UserError."""
+        """Download the shard if it is not on this machine. Raises: UserError."""
 
     def missing_bytes(self) -> int:
-        """Give the bytes that fetching it will bring."""
+        """Return the number of bytes that `fetch` will download."""
         return 0
 
     def release(self) -> None:  # noqa: B027
-        """Delete what fetching it has brought."""
+        """Delete the downloaded files."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents in a fixed order, and what a dataset card should say of them."""
+    """Documents in a fixed order, with the facts that go into the dataset card."""
 
     name: str
     shards: Sequence[Shard]
@@ -68,13 +68,13 @@ class Source:
     licence: str = "unknown"
     languages: list[str] = field(default_factory=lambda: ["en"])
     hub_name: str | None = None
-    raw_dir: Path | None = None  # where shards are fetched to
+    raw_dir: Path | None = None  # download directory of the shards
     keeps_raw: bool = False
 
 
 @dataclass(frozen=True)
 class FileShard(Shard):
-    """One parquet or JSON lines file, a document a row or a line; a null is an empty one."""
+    """One parquet or JSON lines file: one document per row or line; a null is an empty document."""
 
     path: Path
     name: str
@@ -102,7 +102,7 @@ class FileShard(Shard):
 
 @dataclass(frozen=True)
 class TextFilesShard(Shard):
-    """Some text files, a document each."""
+    """Several text files, one document each."""
 
     paths: Sequence[Path]
     name: str
@@ -123,7 +123,7 @@ class TextFilesShard(Shard):
 
 
 class TextsShard(Shard):
-    """Texts in memory, a document each."""
+    """Texts in memory, one document each."""
 
     def __init__(self, name: str, texts: Sequence[str]) -> None:
         self.name = name
@@ -136,41 +136,41 @@ class TextsShard(Shard):
                           num_documents=len(self._texts), num_text_bytes=self.num_bytes)
 
     def tasks(self) -> Iterator[Task]:
-        for group in _batched(self._texts, TEXTS_A_TASK):
+        for group in _batched(self._texts, TEXTS_PER_TASK):
             yield Texts([piece for text in group for piece in cut_document(text)],
                         sum(len(text) for text in group))
 
 
 def find_documents(source: str | Path, *, text_column: str = "text") -> Source:
-    """Find the document files of a directory (at any depth, by name) or pattern, or take a file.
+    """Find the document files of a directory (at any depth), a pattern or a single file.
 
     Raises:
-        UserError: there are none, or they are of more than one kind.
+        UserError: there are no documents, or files of more than one kind.
     """
     root, found = _look_for(Path(source))
     paths = sorted(path for path in found
                    if kind_of(path.name) and (path.is_file() or not path.exists()))
     for path in paths:
         if not path.exists():
-            raise UserError(f"{path}: is a link to nowhere")
+            raise UserError(f"{path}: is a broken link; repair or delete it")
     kinds = {kind_of(path.name) for path in paths} - {"text"}
     if not paths:
         raise UserError(f"{source}: no documents; wanted files ending in {', '.join(SUFFIXES)}")
     if len(kinds) > 1:
-        raise UserError(f"{source}: holds both {' and '.join(sorted(kinds))}; name one directory"
+        raise UserError(f"{source}: contains both {' and '.join(sorted(kinds))}; name one directory"
                         " or file with one kind")
     shards: list[Shard] = []
-    if kinds:  # a data set's README.md beside its parquet is no document
+    if kinds:  # the README.md next to parquet files is no document
         shards.extend(FileShard.of(path, _printable(path.relative_to(root)), text_column)
                       for path in paths if kind_of(path.name) in kinds)
     else:
         shards.extend(TextFilesShard.of(group, root)
-                      for group in _batched(paths, TEXT_FILES_A_SHARD))
+                      for group in _batched(paths, TEXT_FILES_PER_SHARD))
     return Source(_printable(Path(source)), shards, text_column=text_column)
 
 
 def kind_of(name: str) -> str:
-    """Tell the kind of document file by its name; empty where it is none."""
+    """Return the kind of a document file by its name; empty if it is not one."""
     name = name.lower()
     if name.endswith(".parquet"):
         return "parquet"
@@ -180,47 +180,50 @@ def kind_of(name: str) -> str:
 
 
 def python_stdlib() -> Source:
-    """Give the source and the reference documentation of Python's own standard library.
+    """Return the source code and reference documentation of Python's standard library.
 
-    Files are cut into pieces of a screenful or two, and those put into a fixed shuffled order (by
-    their hash): training reads a token file from front to back, and a small batch should not be
-    all of one module.
+    Files are cut into pieces of some 3,000 characters, in a fixed shuffled order (by hash):
+    training reads a token file from front to back, and a small batch should not come from one
+    module.
+
+    Raises:
+        UserError: this installation of Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
-               "encodings"}  # that one is tables of code points
+               "encodings"}  # tables of code points
     pieces: set[str] = set()
     for path in root.rglob("*.py"):
-        of_this_build = path.name.startswith("_sysconfigdata")  # no two machines have the same
-        if not skipped & set(path.relative_to(root).parts) and not of_this_build:
-            pieces.update(_cut(path.read_text(encoding="utf-8", errors="replace")))
+        is_build_data = path.name.startswith("_sysconfigdata")  # differs between machines
+        if not skipped & set(path.relative_to(root).parts) and not is_build_data:
+            pieces.update(_cut_at_blank_lines(path.read_text(encoding="utf-8", errors="replace")))
     if not pieces:
-        raise UserError(f"{root}: no Python source there; wanted an installation with its library")
+        raise UserError(f"{root}: no Python source files; install Python with its library")
     shuffled = sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
     name = "Python's standard library"
     return Source(name, [TextsShard(name, shuffled)], licence="other")
 
 
 def _look_for(source: Path) -> tuple[Path, Iterator[Path]]:
-    """Give what the source's files are named relative to, and candidates for them."""
+    """Return the directory that shard names are relative to, and candidate files."""
     if source.is_dir():
         return source, _files_below(source)
     if source.exists():
         return source.parent, iter([source])
     is_magic = [bool(set("*?[") & set(part)) for part in source.parts]
     if not any(is_magic):
-        raise UserError(f"{source}: no such file or directory, nor the owner/name of a dataset on"
-                        " the hub")
+        raise UserError(f"{source}: no such file or directory, and not the owner/name of a dataset"
+                        " on the hub")
     first = is_magic.index(True)
     root = Path(*source.parts[:first])
     try:
         return root, iter(list(root.glob(str(Path(*source.parts[first:])))))
     except ValueError as error:
-        raise UserError(f"{source}: not a pattern: {error}") from None
+        raise UserError(f"{source}: not a valid pattern: {error}") from None
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """Walk through a directory; not into hidden ones, nor into token datasets."""
+    """Walk through a directory, but skip hidden directories and token datasets."""
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}")
 
@@ -231,19 +234,19 @@ def _files_below(root: Path) -> Iterator[Path]:
 
 
 def _printable(path: Path) -> str:
-    """Give a name that can be printed in one line and kept in JSON, whatever bytes are in it."""
+    """Return the path as one line of valid Unicode, whatever bytes it contains."""
     text = str(path).encode("utf-8", "backslashreplace").decode()
     return text.replace("\n", "\\n")
 
 
-def _cut(text: str) -> Iterator[str]:
-    """Cut a text into pieces: at the first blank line after half of PIECE_CHARACTERS, or at any
-    line's end when it is full."""
+def _cut_at_blank_lines(text: str) -> Iterator[str]:
+    """Cut at the first blank line after half of STDLIB_PIECE_CHARACTERS, at the latest at the
+    first line end after all of them."""
     piece = ""
     for line in text.splitlines(keepends=True):
         piece += line
-        is_break = not line.strip() and len(piece) >= PIECE_CHARACTERS // 2
-        if is_break or len(piece) >= PIECE_CHARACTERS:
+        is_break = not line.strip() and len(piece) >= STDLIB_PIECE_CHARACTERS // 2
+        if is_break or len(piece) >= STDLIB_PIECE_CHARACTERS:
             yield piece
             piece = ""
     if piece.strip():

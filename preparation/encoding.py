@@ -1,4 +1,4 @@
-"""Text to tokens on all cores: tasks go out to processes, tokens come back in order."""
+"""Tokenise on all cores: tasks are sent to worker processes, tokens come back in order."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from preparation.cutting import BadShard
 from preparation.readers import Task
 from tokens.tokenizer import load_tokenizer
 
-# What may be under way: enough that no worker waits, little enough that memory stays small.
-TASKS_AHEAD = 3  # for each worker
-BYTES_AHEAD = 2**26  # of text, of all workers together
-BYTES_AHEAD_EACH = 6 * 2**20  # where that is more: there are many of them
+# Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
+TASKS_PER_WORKER = 3
+MAX_BYTES = 2**26  # of text, for all workers together
+MAX_BYTES_PER_WORKER = 6 * 2**20  # used instead if it allows more, with many workers
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a task came to: tokens, with an end-of-text token behind each document."""
+    """The result of a task: tokens, with an end-of-text token after each document."""
 
     tokens: np.ndarray  # (num_tokens,) uint16
-    ends: np.ndarray  # (num_documents, 3) int64: tokens, bytes, characters up to a document's end
-    sizes: np.ndarray  # (3,) int64: the same up to the task's end
+    ends: np.ndarray  # (num_documents, 3) int64: tokens, bytes, characters until its end
+    sizes: np.ndarray  # (3,) int64: the same for the whole task
 
     def first_documents(self, num_documents: int) -> Encoded:
-        """Leave off what lies behind the end of so many documents."""
+        """Return the part up to the end of the given number of documents."""
         sizes = self.ends[num_documents - 1]
         return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes)
 
 
 def encode_task(task: Task, tokenizer_name: str) -> Encoded | BadShard:
-    """Encode the pieces of a task, or say why they cannot be read."""
+    """Tokenise a task; return the error if it cannot be read."""
     tokenizer = load_tokenizer(tokenizer_name)
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
@@ -52,7 +52,7 @@ def encode_task(task: Task, tokenizer_name: str) -> Encoded | BadShard:
     num_tokens = num_bytes = num_characters = 0
     try:
         for text, ends_document in task.pieces():
-            # Without special tokens, so that a literal <|endoftext|> in a document stays text.
+            # No special tokens: a literal <|endoftext|> in a document stays text.
             ids = tokenizer.encode_to_numpy(text, disallowed_special=())
             pieces.append(ids.astype(np.uint16))
             num_tokens += len(pieces[-1])
@@ -70,34 +70,34 @@ def encode_task(task: Task, tokenizer_name: str) -> Encoded | BadShard:
 
 @dataclass(frozen=True)
 class EndOfShard:
-    """Stands between tasks, and comes out between what they came to."""
+    """Marks the end of a shard, both between tasks and between their results."""
 
     number: int
 
 
 class Encoder:
-    """Encodes tasks in several processes, or in this one where there is one worker."""
+    """Encodes tasks in worker processes, or in this process if there is only one worker."""
 
     def __init__(self, tokenizer_name: str, *, num_workers: int) -> None:
         self._tokenizer_name, self._num_workers = tokenizer_name, num_workers
-        self._bytes_ahead = max(BYTES_AHEAD, num_workers * BYTES_AHEAD_EACH)
+        self._max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
         self._pool: ProcessPoolExecutor | None = None
         if num_workers > 1:
-            context = multiprocessing.get_context("forkserver")  # workers share what is imported
+            context = multiprocessing.get_context("forkserver")  # workers share imported modules
             self._pool = ProcessPoolExecutor(num_workers, mp_context=context,
                                              initializer=_start_worker, initargs=(tokenizer_name,))
 
     def __enter__(self) -> Encoder:
-        """Start the workers. Ctrl-C waits for that: half-started, they would complain."""
+        """Start the workers. Ctrl-C waits for them: while they start, it would print tracebacks."""
         if self._pool is not None:
             interrupts: list[int] = []
-            before = signal.getsignal(signal.SIGINT)
-            if before is not signal.SIG_IGN:
+            previous_handler = signal.getsignal(signal.SIGINT)
+            if previous_handler is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
             try:
                 futures.wait([self._pool.submit(os.getpid) for _ in range(self._num_workers)])
             finally:
-                signal.signal(signal.SIGINT, before)
+                signal.signal(signal.SIGINT, previous_handler)
             if interrupts:
                 self._pool.shutdown()
                 raise KeyboardInterrupt
@@ -111,19 +111,19 @@ class Encoder:
     def encode(
         self, tasks: Iterable[Task | EndOfShard | None]
     ) -> Iterator[Encoded | BadShard | EndOfShard]:
-        """Give what tasks come to, in their order; at None, all that is under way.
+        """Yield the results of tasks in their order; None waits for all tasks submitted so far.
 
         Raises:
             UserError: a worker was killed.
         """
         waiting: deque[tuple[int, Future[Encoded | BadShard] | EndOfShard]] = deque()
-        num_bytes = 0  # of text in them
+        num_bytes = 0  # of text in the waiting tasks
         try:
             for task in itertools.chain(tasks, [None]):
                 size = task.num_bytes if isinstance(task, Task) else 0
                 while waiting and (task is None
-                                   or len(waiting) >= TASKS_AHEAD * self._num_workers
-                                   or num_bytes + size > self._bytes_ahead):
+                                   or len(waiting) >= TASKS_PER_WORKER * self._num_workers
+                                   or num_bytes + size > self._max_bytes):
                     num_bytes -= waiting[0][0]
                     yield _result(waiting.popleft()[1])
                 num_bytes += size
@@ -135,8 +135,9 @@ class Encoder:
                     num_bytes -= waiting[0][0]
                     yield _result(waiting.popleft()[1])
         except BrokenProcessPool:
-            raise UserError("a worker process was killed, perhaps for want of memory; the same"
-                            " command goes on from there, perhaps with fewer --workers") from None
+            raise UserError("a worker process was killed, perhaps because memory ran out; run the"
+                            " same command again to continue, perhaps with fewer"
+                            " --workers") from None
 
     def _submit(self, task: Task) -> Future[Encoded | BadShard]:
         if self._pool is not None:
@@ -155,11 +156,11 @@ def _result(item: Future[Encoded | BadShard] | EndOfShard) -> Encoded | BadShard
 
 
 def _start_worker(tokenizer_name: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the rest
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the workers
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     load_tokenizer(tokenizer_name)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

@@ -1,4 +1,4 @@
-"""A dataset that a run names: found, made or fetched."""
+"""Make sure that the dataset of a run is on this machine: prepare or download it if needed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import shutil
 import socket
 from pathlib import Path
 
+import psutil
+
 from basics.errors import UserError, cannot_be_written
 from basics.failpoints import failpoint
 
-STDLIB_DATASET = "python-stdlib"  # text that every machine has: prepared where it is first used
+STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
 
 
 def provide_dataset(dataset_dir: Path, name: str) -> None:
-    """Make sure that a dataset is on this machine. One process of each node.
+    """Prepare or download a dataset if it is not on this machine. One process of each node.
 
     Raises:
-        UserError: there is none, and it can be neither made nor fetched.
+        UserError: there is no such dataset, or it cannot be downloaded or written.
     """
     if is_complete(dataset_dir):
         return
@@ -30,11 +32,11 @@ def provide_dataset(dataset_dir: Path, name: str) -> None:
         fetch_dataset(dataset_dir, name)
     else:
         raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
-                        f" {dataset_dir}, or name one on the hub as owner/name in train.json")
+                        f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json")
 
 
 def is_complete(dataset_dir: Path) -> bool:
-    """True if both token files are there under their final names."""
+    """Return whether both token files exist under their final names."""
     return all((dataset_dir / f"{split}.safetensors").is_file()
                for split in ("train", "validation"))
 
@@ -44,34 +46,24 @@ def _prepare_stdlib(dataset_dir: Path) -> None:
     from preparation.pipeline import prepare_dataset
     from preparation.planning import PrepareOptions
 
-    # In a place of its own: the nodes of a cluster may share the directory and come at once.
-    places = f".{dataset_dir.name}.{socket.gethostname()}-"
-    _remove_leftovers(dataset_dir.parent, places)
-    own_dir = dataset_dir.parent / f"{places}{os.getpid()}"
+    # In a directory of this process: nodes may share the parent directory and prepare at once.
+    prefix = f".{dataset_dir.name}.{socket.gethostname()}-"
+    _remove_leftovers(dataset_dir.parent, prefix)
+    own_dir = dataset_dir.parent / f"{prefix}{os.getpid()}"
     try:
         prepare_dataset(python_stdlib(), own_dir, PrepareOptions(tokenizer="bytes"))
         failpoint("provide")
-        own_dir.rename(dataset_dir)  # takes the place of an empty directory, never of a full one
+        own_dir.rename(dataset_dir)  # replaces an empty directory, never one with files
     except OSError as error:
-        if not is_complete(dataset_dir):  # else another was first, with the same result
+        if not is_complete(dataset_dir):  # else another node was first, with the same result
             raise cannot_be_written(dataset_dir, error) from None
     finally:
         shutil.rmtree(own_dir, ignore_errors=True)
 
 
-def _remove_leftovers(parent: Path, places: str) -> None:
-    """Remove what killed processes of this machine have left half done."""
-    for path in parent.glob(f".*{places.removeprefix('.')}*"):
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    """Remove unfinished directories of processes of this machine that were killed."""
+    for path in parent.glob(f".*{prefix.removeprefix('.')}*"):
         found = re.search(r"-(\d+)(\.partial)?$", path.name)
-        if found and not _is_alive(int(found[1])):
+        if found and not psutil.pid_exists(int(found[1])):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        pass
-    return True

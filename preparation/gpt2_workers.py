@@ -1,4 +1,4 @@
-"""Imported by the process that workers are forked from: all share one tokenizer of GPT-2's."""
+"""Preloaded by the fork server, so that worker processes share one GPT-2 tokenizer."""
 
 import gc
 
@@ -6,4 +6,4 @@ import preparation.encoding  # noqa: F401
 from tokens.tokenizer import load_tokenizer
 
 load_tokenizer("gpt2")
-gc.freeze()  # a look through it would copy what is shared
+gc.freeze()  # a garbage collection would write to the shared pages, and so copy them

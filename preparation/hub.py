@@ -1,4 +1,4 @@
-"""The Hugging Face hub: token datasets to train on, and documents to make them of."""
+"""The Hugging Face hub: token datasets to train on, and documents to prepare them from."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ from huggingface_hub.hf_api import RepoFile, RepoFolder
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from tqdm import tqdm
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, cannot_be_written, first_line
 from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
 from preparation.parquet import count_rows, text_bytes
 from preparation.readers import Task
 
-QUESTION_PAUSES = (1, 5)  # seconds before another attempt
-DOWNLOAD_PAUSES = (1, 5, 20, 60)  # the client has made some attempts of its own
-TRANSIENT = (408, 429, 500, 502, 503, 504)
-LEFTOVER_SECONDS = 600  # after which nobody is writing a file any more
+QUERY_PAUSES = (1, 5)  # seconds before each further attempt
+DOWNLOAD_PAUSES = (1, 5, 20, 60)  # in addition to the attempts of huggingface_hub itself
+TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses
+LEFTOVER_SECONDS = 600  # a partial file that was not written for so long is abandoned
 T = TypeVar("T")
 
 
 def fetch_dataset(dataset_dir: Path, repository: str) -> None:
     """Download a token dataset. One process of each node; nodes may share the directory.
 
-    Its files get their names when whole; what is there already is not fetched again.
+    Files get their final names when complete; complete files are not downloaded again.
 
     Raises:
-        UserError: the hub cannot be reached, or has no such dataset for this user, or the disk is
+        UserError: the hub cannot be reached or has no such dataset for this user, or the disk is
             full.
     """
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
-    # The hub's client looks what is there before it waits for another that downloads it.
+    # huggingface_hub looks for a finished file before it waits for another process's download of
+    # it, and would then download it again.
     lock = FileLock(dataset_dir / ".cache" / "fetching.lock")
     try:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,7 @@ def fetch_dataset(dataset_dir: Path, repository: str) -> None:
 
 @dataclass(frozen=True)
 class RawFiles:
-    """Where files are fetched to, and whether they stay there when they are done."""
+    """The download directory, and whether to keep the files after they were tokenised."""
 
     dir: Path
     are_kept: bool = False
@@ -73,7 +74,7 @@ def hub_source(repository: str, subset: str, *, text_column: str, raw_files: Raw
     """Find the documents of a dataset on the hub: parquet or JSON lines files, by name.
 
     Args:
-        revision: a commit; the newest, if None.
+        revision: a commit; None for the newest.
 
     Raises:
         UserError: the hub cannot be reached, or has no such documents for this user.
@@ -84,8 +85,8 @@ def hub_source(repository: str, subset: str, *, text_column: str, raw_files: Raw
                     and kind_of(entry.path) in ("parquet", "JSON lines")), key=lambda e: e.path)
     kinds = {kind_of(file.path) for file in files}
     if len(kinds) != 1:
-        raise UserError(f"{repository} on the hub: {subset or 'its root'} holds"
-                        f" {' and '.join(sorted(kinds)) or 'no parquet or JSON lines'};"
+        raise UserError(f"{repository} on the hub: {subset or 'its root'} contains"
+                        f" {' and '.join(sorted(kinds)) or 'no parquet or JSON lines files'};"
                         " name a directory of documents with --subset")
     shards = [HubShard(repository, info.sha, file.path,
                        file.lfs.sha256 if file.lfs else file.blob_id, file.size, text_column,
@@ -102,23 +103,23 @@ def hub_source(repository: str, subset: str, *, text_column: str, raw_files: Raw
 
 
 def _entries(repository: str, subset: str, revision: str) -> list[RepoFile | RepoFolder]:
-    """List what is in a directory, at any depth. Raises: UserError, if there is none."""
-    def look_in(directory: str | None, *, recursive: bool) -> list[RepoFile | RepoFolder]:
+    """List a directory, at any depth. Raises: UserError, if there is none."""
+    def list_directory(directory: str | None, *, recursive: bool) -> list[RepoFile | RepoFolder]:
         return list(HfApi().list_repo_tree(repository, directory, recursive=recursive,
                                            revision=revision, repo_type="dataset"))
 
     try:
-        return look_in(subset or None, recursive=True)
+        return list_directory(subset or None, recursive=True)
     except EntryNotFoundError:
-        folders = [entry.path for entry in look_in(None, recursive=False)
+        folders = [entry.path for entry in list_directory(None, recursive=False)
                    if isinstance(entry, RepoFolder)]
-        raise UserError(f"{repository} on the hub: --subset {subset} is no directory there; it has"
+        raise UserError(f"{repository} on the hub: --subset {subset} is not a directory; there are"
                         f" {', '.join(folders) or 'none'}") from None
 
 
 @dataclass(frozen=True)
 class HubShard(Shard):
-    """A file on the hub, which is here only while it is read."""
+    """A file on the hub; it is on this machine only while it is read."""
 
     repository: str
     revision: str
@@ -146,9 +147,9 @@ class HubShard(Shard):
 
     def fetch(self) -> None:
         if not are_progress_bars_disabled():
-            disable_progress_bars()  # there is a bar already
+            disable_progress_bars()  # there is one already
         if not (self.raw_files.dir / self.name).exists():
-            tqdm.write(f"fetching {self.name}, {self.num_bytes / 1e9:.2f} GB", file=sys.stderr)
+            tqdm.write(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB", file=sys.stderr)
         _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_files.dir)
 
     def tasks(self) -> Iterator[Task]:
@@ -165,7 +166,7 @@ class HubShard(Shard):
         return FileShard.of(self.raw_files.dir / self.name, self.name, self.text_column)
 
     def _read_footer(self) -> bytes:
-        """Read the end of a parquet file: the footer, its length in four bytes, four of magic."""
+        """Read the end of a parquet file: the footer, its length (4 bytes), the magic (4 bytes)."""
         path = f"datasets/{self.repository}@{self.revision}/{self.name}"
         with HfFileSystem().open(path, "rb", block_size=2**18) as file:
             file.seek(max(self.num_bytes - 8, 0))
@@ -175,11 +176,11 @@ class HubShard(Shard):
 
 
 def ask_hub(subject: str, action: Callable[[], T], *,
-            pauses: Sequence[float] = QUESTION_PAUSES) -> T:
-    """Do something with the hub, again after pauses where another attempt may help.
+            pauses: Sequence[float] = QUERY_PAUSES) -> T:
+    """Do something with the hub; after errors that may be transient, pause and try again.
 
     Raises:
-        UserError: what is wrong, and what to do.
+        UserError: it failed; says why, and what to do.
         OSError: the disk is full.
     """
     for pause in (*pauses, None):
@@ -190,7 +191,7 @@ def ask_hub(subject: str, action: Callable[[], T], *,
                 raise
             reason = _permanent_reason(error)
             if reason or pause is None:
-                reason = reason or (f"{_first_line(error)}; check the network, and type the same"
+                reason = reason or (f"{first_line(error)}; check the network, then run the same"
                                     " command again")
                 raise UserError(f"{subject} on the Hugging Face hub: {reason}") from None
         time.sleep(pause)
@@ -198,34 +199,30 @@ def ask_hub(subject: str, action: Callable[[], T], *,
 
 
 def _permanent_reason(error: Exception) -> str:
-    """Say why another attempt is of no use; empty where it may be."""
+    """Return why another attempt cannot help; empty if it may."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, GatedRepoError):
-        return "asks for consent first: give it on its page there, then set HF_TOKEN"
+        return "you must accept its conditions on its web page first, then set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
         return ("there is no such repository, or it is private: check the name, or set HF_TOKEN to"
-                " a token with the right to it (`uv run hf auth login` keeps one)")
+                " a token that may read it (`uv run hf auth login` stores one)")
     if isinstance(error, RevisionNotFoundError):
-        return f"there is no such revision: {_first_line(error)}"
-    if isinstance(error, LocalEntryNotFoundError):  # what it says when nobody answers
+        return f"there is no such revision: {first_line(error)}"
+    if isinstance(error, LocalEntryNotFoundError):  # raised if the hub does not answer
         return ""
     if isinstance(error, EntryNotFoundError):
-        return f"there is no such file: {_first_line(error)}"
+        return f"there is no such file: {first_line(error)}"
     if isinstance(error, HfHubHTTPError):
-        return "" if status in TRANSIENT else _first_line(error)
-    return "" if isinstance(error, HTTPError | OSError) else _first_line(error)
+        return "" if status in TRANSIENT else first_line(error)
+    return "" if isinstance(error, HTTPError | OSError) else first_line(error)
 
 
 def _download(repository: str, name: str, *, revision: str, local_dir: Path) -> None:
-    """Bring a file here. A broken connection goes on where it broke; a killed process leaves a
-    part that no later one can use."""
+    """Download a file. After a broken connection the download continues where it stopped; the
+    partial file of a killed process cannot be used again, so it is deleted."""
     for path in (local_dir / ".cache" / "huggingface" / "download").rglob("*.incomplete"):
         if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
             path.unlink(missing_ok=True)
     ask_hub(f"{repository}: {name}", lambda: hf_hub_download(
         repository, name, repo_type="dataset", revision=revision, local_dir=local_dir),
         pauses=DOWNLOAD_PAUSES)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]

@@ -1,4 +1,4 @@
-"""Token files of nanoGPT and llm.c, taken over as they are."""
+"""Convert token files of nanoGPT and llm.c."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ import numpy as np
 from basics.errors import UserError, cannot_be_written
 from preparation.dataset_card import write_import_card
 from preparation.journal import Journal, Progress, SplitCount
-from preparation.planning import check_room, free_output
+from preparation.planning import check_disk_space, check_output_dir
 from preparation.token_file_writer import TokenFileWriter
 from tokens.tokenizer import END_OF_TEXT_IDS, check_tokenizer_name
 
 LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
-LLM_C_HEADER = 256  # int32 words: magic, version, number of tokens, zeros
+LLM_C_HEADER = 256  # int32 values: magic, version, number of tokens, zeros
 CHUNK_TOKENS = 2**24
 
 
 def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progress:
-    """Write the pair of token files from train*.bin and val*.bin files, in the order of their
-    names: nanoGPT's are nothing but uint16 tokens, llm.c's have a header.
+    """Write both token files from the files named train and val, in the order of their names.
+
+    nanoGPT's files contain nothing but uint16 tokens, llm.c's start with a header.
 
     Raises:
-        UserError: files are missing, their counts do not fit, or an id is outside the tokenizer's
-            vocabulary.
+        UserError: files are missing, their sizes do not match their headers, or a token id is
+            outside the tokenizer's vocabulary.
     """
-    output_dir = free_output(output_dir)
+    output_dir = check_output_dir(output_dir)
     check_tokenizer_name(tokenizer_name)
     vocab_size = END_OF_TEXT_IDS[tokenizer_name] + 1
     paths = {"train": _files(source, "train"), "validation": _files(source, "val")}
     if (source / "meta.pkl").exists():
-        raise UserError(f"{source}: its meta.pkl is a vocabulary of its own, so the tokens are not"
-                        f" those of {tokenizer_name}; prepare the text that they were made of")
+        raise UserError(f"{source}: meta.pkl defines another vocabulary, so the tokens are not"
+                        f" those of {tokenizer_name}; prepare the original text instead")
     num_bytes = sum(path.stat().st_size for split in paths.values() for path in split
                     if path.exists())
     try:
-        with Journal(output_dir) as journal:  # for its lock; all is done at once
+        with Journal(output_dir) as journal:  # used as a lock: an import is not resumed
             if journal.request is not None or journal.counted:
-                raise UserError(f"{journal.dir}: holds an unfinished preparation; name another"
+                raise UserError(f"{journal.dir}: contains an unfinished preparation; name another"
                                 " output, or delete that directory")
-            check_room(journal.dir, num_bytes, "tokens")
+            check_disk_space(journal.dir, num_bytes, "tokens")
             journal.dataset_dir.mkdir(exist_ok=True)
             counts = {split: _import_split(paths[split],
                                            journal.dataset_dir / f"{split}.safetensors",
@@ -54,13 +55,13 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progre
     return progress
 
 
-def _files(source: Path, word: str) -> list[Path]:
+def _files(source: Path, split: str) -> list[Path]:
     """Find files such as val.bin or fineweb_val_000000.bin."""
     paths = sorted(path for path in source.glob("*.bin")
-                   if word in path.stem.replace("-", "_").split("_"))
+                   if split in path.stem.replace("-", "_").split("_"))
     if not paths:
-        raise UserError(f"{source}: no {word}.bin or *_{word}_*.bin there; wanted the token files"
-                        " of nanoGPT or llm.c")
+        raise UserError(f"{source}: no {split}.bin or *_{split}_*.bin; wanted the token files of"
+                        " nanoGPT or llm.c")
     return paths
 
 
@@ -74,9 +75,10 @@ def _import_split(paths: list[Path], output: Path, tokenizer_name: str,
             for first, tokens in _chunks(path):
                 largest = int(tokens.max(initial=0))
                 if largest >= vocab_size:
-                    place = first + int(np.argmax(tokens >= vocab_size))
-                    raise UserError(f"{path}: token {place} is {tokens[place - first]}, outside the"
-                                    f" {vocab_size} ids of --tokenizer {tokenizer_name}")
+                    offset = int(np.argmax(tokens >= vocab_size))
+                    raise UserError(f"{path}: token {first + offset} has id {tokens[offset]},"
+                                    f" outside the vocabulary of --tokenizer {tokenizer_name}"
+                                    f" ({vocab_size}); name the right tokenizer")
                 writer.add(tokens)
                 num_documents = int(np.count_nonzero(tokens == end_of_text))
                 count = SplitCount(
@@ -94,7 +96,7 @@ def _import_split(paths: list[Path], output: Path, tokenizer_name: str,
 
 
 def _chunks(path: Path) -> Iterator[tuple[int, np.ndarray]]:
-    """Read a file's tokens, each chunk with the place of its first. Raises: UserError."""
+    """Read a file's tokens in chunks, each with the index of its first token. Raises: UserError."""
     try:
         size = path.stat().st_size
         path.open("rb").close()
@@ -105,11 +107,11 @@ def _chunks(path: Path) -> Iterator[tuple[int, np.ndarray]]:
     if header.size == LLM_C_HEADER and header[0] == LLM_C_MAGIC:
         start, num_tokens = 4 * LLM_C_HEADER, int(header[2])
         if header[1] != LLM_C_VERSION:
-            raise UserError(f"{path}: version {header[1]} of llm.c's format; wanted"
+            raise UserError(f"{path}: version {header[1]} of llm.c's format; wanted version"
                             f" {LLM_C_VERSION}, with 16-bit tokens")
     if not size or size != start + 2 * num_tokens:
         raise UserError(f"{path}: {size} bytes; wanted {start + 2 * num_tokens} for {num_tokens}"
-                        " tokens: it is damaged, or of another format")
+                        " tokens; it is damaged or in another format: replace it")
     with path.open("rb") as file:
         file.seek(start)
         for first in range(0, num_tokens, CHUNK_TOKENS):

@@ -1,18 +1,18 @@
-"""How far a preparation has come: what was asked for, then a line for each whole shard."""
+"""The progress of a preparation on disk: the request, then one line per finished shard."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from basics.directory_lock import lock_directory
 from basics.errors import UserError
+from basics.files import append_whole, fsync, write_aside
 from preparation.token_file_writer import DATA_START
 
 
@@ -21,17 +21,17 @@ class _Line(BaseModel):
 
 
 class ShardFacts(_Line):
-    """What tells that a shard is the same as before, and what it holds."""
+    """The identity of a shard, and how much it contains."""
 
     name: str
     identity: str
     num_documents: int
-    num_text_bytes: int | None = None  # None where only reading it all would tell
-    is_bad: bool = False  # could not be counted, and is left out
+    num_text_bytes: int | None = None  # None if only reading all of it could tell
+    is_bad: bool = False  # could not be counted and is skipped
 
 
 class Request(_Line):
-    """All that the bytes of the output follow from."""
+    """Everything that determines the bytes of the output."""
 
     source: str
     revision: str
@@ -39,24 +39,24 @@ class Request(_Line):
     tokenizer: str
     validation_fraction: float
     max_documents: int | None
-    num_documents: int  # in all, no more than max_documents
+    num_documents: int  # of all shards together, at most max_documents
     shards: list[ShardFacts]
 
 
 class SplitCount(_Line):
-    """What stands in one token file so far."""
+    """The contents of one token file so far."""
 
     num_documents: int = 0
     num_tokens: int = 0
     max_token_id: int = 0
 
     def metadata(self) -> dict[str, str]:
-        """Give the counts as a token file's metadata."""
+        """Return the counts as metadata of a token file."""
         return {key: str(value) for key, value in self.model_dump().items()}
 
 
 class Progress(_Line):
-    """What all shards so far have come to."""
+    """The sums over all shards finished so far."""
 
     num_shards: int = 0
     train: SplitCount = SplitCount()
@@ -70,10 +70,10 @@ class Progress(_Line):
 
 
 class Journal:
-    """The directory of an unfinished preparation, beside its output, and the file that says how
-    far it is. A context: one process at a time can be in it.
+    """The directory of an unfinished preparation, next to its output, and its progress file.
 
-    `dataset/` in it is what will be the output; `raw/` is for what is fetched on the way.
+    A context manager: one process at a time can enter it. The subdirectory `dataset/` becomes the
+    output; `raw/` is for downloads.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -82,21 +82,20 @@ class Journal:
         self.raw_dir = self.dir / "raw"
         self.path = self.dir / "journal.jsonl"
         self._counts_path = self.dir / "counts.jsonl"
-        self.request: Request | None = None  # of the earlier start
-        self.counted: list[ShardFacts] = []  # by one that had no request yet
+        self.request: Request | None = None  # of the earlier launch
+        self.counted: list[ShardFacts] = []  # by an earlier launch, before it had a request
         self.progress = Progress()
 
     def __enter__(self) -> Journal:
-        """Take the directory, and read how far an earlier start came.
+        """Create and lock the directory, and read the progress of an earlier launch.
 
         Raises:
-            UserError: another process is at it.
-            OSError: it cannot be made.
+            UserError: another process has locked it.
+            OSError: it cannot be created.
         """
         self.dir.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.dir / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_directory(self.dir)
         except BlockingIOError:
             raise UserError(f"{self.dir}: another process is preparing this dataset; wait for it,"
                             " or name another output") from None
@@ -105,67 +104,60 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if self.request is None and not self.counted:  # nothing was begun
+        if self.request is None and not self.counted:  # no work to resume
             shutil.rmtree(self.dir, ignore_errors=True)
         os.close(self._lock)
 
     def begin(self, request: Request) -> None:
-        """Go on with a request, or start with it.
+        """Start or continue with a request.
 
         Raises:
-            UserError: the earlier start was asked for something else.
+            UserError: an earlier launch finished shards of another request.
         """
-        if self.request is not None and self.progress.num_shards:  # else nothing is lost
+        if self.request is not None and self.progress.num_shards:
             if changes := differences(self.request, request, self.progress.num_shards):
                 raise UserError(
                     f"{self.dir}: an unfinished preparation differs: {changes}; repeat its command"
-                    " to finish it, or delete that directory to start again"
+                    " to finish it, or delete that directory to begin again"
                 )
         self.dataset_dir.mkdir(exist_ok=True)
-        whole = self.path.with_suffix(".new")
-        with whole.open("wb") as file:
-            _write_line(file, request)  # with the shards that have been mended
-            if self.progress.num_shards:
-                _write_line(file, self.progress)
-        whole.replace(self.path)
-        self._counts_path.unlink(missing_ok=True)  # they are in the request
+        lines = [request, *([self.progress] if self.progress.num_shards else [])]
+        write_aside(self.path, "".join(map(_line, lines)), durable=True)
+        self._counts_path.unlink(missing_ok=True)  # the request contains them
         self.request = request
 
     def note_count(self, facts: ShardFacts) -> None:
-        """Keep what a shard was counted to hold, before there is a request with all of them."""
-        with self._counts_path.open("ab") as file:
-            file.write(b"\n")  # behind what a kill may have left of a line
-            _write_line(file, facts)
+        """Record the counts of one shard, before there is a request with all of them."""
+        append_whole(self._counts_path, "\n" + _line(facts))  # a kill may have cut the line before
+        fsync(self._counts_path)
         self.counted.append(facts)
 
     def add(self, progress: Progress) -> None:
-        """Note that a shard is done. What it came to must be on the disk."""
-        with self.path.open("ab") as file:
-            _write_line(file, progress)
+        """Record that a shard is finished. Its tokens must have been fsynced."""
+        append_whole(self.path, _line(progress))
+        fsync(self.path)
         self.progress = progress
 
     def publish(self, output_dir: Path) -> None:
-        """Give the dataset its name, and forget how it was made."""
-        self.dataset_dir.rename(output_dir)  # takes the place of an empty directory, no other
-        directory = os.open(output_dir.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        """Rename the finished dataset to its final name, and delete the journal."""
+        self.dataset_dir.rename(output_dir)  # replaces an empty directory, never one with files
+        fsync(output_dir.parent)
         shutil.rmtree(self.dir, ignore_errors=True)
 
     def _read(self) -> None:
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
-        with contextlib.suppress(IndexError, ValidationError):  # killed while a line was written
+        with contextlib.suppress(IndexError, ValidationError):  # the last line was cut by a kill
             self.request = Request.model_validate_json(lines[0])
             for line in lines[1:]:
                 self.progress = Progress.model_validate_json(line)
         if self._counts_path.exists():
             for line in self._counts_path.read_bytes().splitlines():
-                with contextlib.suppress(ValidationError):  # of a line cut short
+                with contextlib.suppress(ValidationError):  # a line cut by a kill
                     self.counted.append(ShardFacts.model_validate_json(line))
-        self._keep_only_what_is_there()
+        self._check_token_files()
 
-    def _keep_only_what_is_there(self) -> None:
-        """Begin anew where the token files do not hold what the journal says."""
+    def _check_token_files(self) -> None:
+        """Begin again if the token files are shorter than the journal says."""
         for split in ("train", "validation"):
             path = self.dataset_dir / f"{split}.safetensors"
             num_tokens = self.progress.of(split).num_tokens
@@ -175,34 +167,35 @@ class Journal:
 
 
 def unfinished_request(output_dir: Path) -> Request | None:
-    """Give what an unfinished preparation was asked for; None, if there is none."""
+    """Return the request of an unfinished preparation; None if there is none."""
     journal = Journal(output_dir)
     journal._read()
     return journal.request
 
 
 def differences(before: Request, now: Request, num_shards: int) -> str:
-    """Say what changed between two requests; empty where nothing did that matters. Behind the
-    shards that are done, one may have been mended, if it has as many documents."""
+    """Describe the changes between two requests that matter; empty if there are none.
+
+    The content of a shard that is not finished yet may change if its number of documents does not:
+    a damaged file may have been replaced.
+    """
     changes = [f"{key.replace('_', ' ')} was {getattr(before, key)}, is {getattr(now, key)}"
                for key in Request.model_fields if key not in ("shards", "num_documents")
                and getattr(before, key) != getattr(now, key)]
     facts_before, facts_now = ({shard.name: shard for shard in request.shards}
                                for request in (before, now))
-    undone = {shard.name for shard in before.shards[num_shards:]}
+    unfinished = {shard.name for shard in before.shards[num_shards:]}
     for name in facts_before | facts_now:
         if name not in facts_now:
-            changes.append(f"{name} is gone")
+            changes.append(f"{name} is missing")
         elif name not in facts_before:
             changes.append(f"{name} is new")
         elif facts_before[name].identity != facts_now[name].identity and (
-                name not in undone
+                name not in unfinished
                 or facts_before[name].num_documents != facts_now[name].num_documents):
             changes.append(f"{name} has changed")
     return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
 
 
-def _write_line(file: BinaryIO, line: BaseModel) -> None:
-    file.write(line.model_dump_json().encode() + b"\n")
-    file.flush()
-    os.fsync(file.fileno())
+def _line(line: BaseModel) -> str:
+    return line.model_dump_json() + "\n"

@@ -1,4 +1,4 @@
-"""The text column of parquet files, a few rows at a time."""
+"""Read the text column of parquet files, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import pyarrow.parquet
 from basics.errors import UserError
 from preparation.cutting import LARGE_DOCUMENT, BadShard, Piece, cut_document
 
-ROWS_AT_A_TIME = 64  # of a parquet file, and fewer where they are large
+MAX_ROWS = 64  # of a parquet file read at a time; fewer if the rows are large
 BATCH_BYTES = 2**22  # of those rows, roughly
 
 
 def text_bytes(file: Path | Any, text_column: str, *, name: str = "") -> list[int]:
-    """Give the bytes that the text takes in each row group, not compressed, by the footer.
+    """Return the uncompressed bytes of the text in each row group, as stated by the footer.
 
     Raises:
-        BadShard: it is no whole parquet file.
+        BadShard: the file is not a complete parquet file.
         UserError: there is no such column.
     """
     with _naming(name or file):
         footer = pyarrow.parquet.read_metadata(file)
         schema = footer.schema.to_arrow_schema()
         if text_column not in schema.names:
-            raise UserError(f"{name or file}: has no column {text_column!r}; it has:"
-                            f" {', '.join(schema.names)[:100]}")
+            raise UserError(f"{name or file}: has no column {text_column!r}; name one of its"
+                            f" columns with --text-column: {', '.join(schema.names)[:80]}")
         kind = schema.field(text_column).type
         if not _is_text(kind):
-            raise UserError(f"{name or file}: column {text_column!r} is of type {kind}; wanted"
-                            " text: --text-column")
+            raise UserError(f"{name or file}: column {text_column!r} is of type {kind}; name"
+                            " a column of text with --text-column")
         paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
         index = paths.index(text_column)
         return [footer.row_group(i).column(index).total_uncompressed_size
@@ -43,24 +43,24 @@ def text_bytes(file: Path | Any, text_column: str, *, name: str = "") -> list[in
 
 
 def count_rows(file: Path | Any, *, name: str = "") -> int:
-    """Read a parquet file's count from its footer. Raises: BadShard."""
+    """Read the number of rows from the footer of a parquet file. Raises: BadShard."""
     with _naming(name or file):
         return pyarrow.parquet.read_metadata(file).num_rows
 
 
 @contextlib.contextmanager
 def _naming(name: Path | str) -> Iterator[None]:
-    """Turn what pyarrow raises for a damaged file into a BadShard that names it."""
+    """Replace pyarrow's errors for a damaged file by a BadShard that names the file."""
     try:
         yield
-    except pyarrow.ArrowMemoryError:  # not the file's fault
+    except pyarrow.ArrowMemoryError:  # the file is not damaged
         raise
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:100]
-        raise BadShard(f"{name}: not a whole parquet file: {reason}") from None
+        raise BadShard(f"{name}: not a complete parquet file: {reason}") from None
 
 
-@functools.lru_cache(maxsize=2)  # a worker reads the same file again and again
+@functools.lru_cache(maxsize=2)  # a worker gets many tasks of the same file
 def _footer(path: Path) -> Any:
     return pyarrow.parquet.read_metadata(path)
 
@@ -71,8 +71,8 @@ def parquet_pieces(path: Path, groups: list[int], text_column: str) -> Iterator[
         sizes = [_footer(path).row_group(group) for group in groups]
         row_bytes = sum(size.total_byte_size for size in sizes) // max(
             sum(size.num_rows for size in sizes), 1) + 1
-        num_rows = min(max(BATCH_BYTES // row_bytes, 1), ROWS_AT_A_TIME)
-        # Buffered and not read ahead: memory stays that of a few rows, whatever the group's size.
+        num_rows = min(max(BATCH_BYTES // row_bytes, 1), MAX_ROWS)
+        # Buffered without read-ahead: this keeps a few rows in memory, not a whole row group.
         with pyarrow.parquet.ParquetFile(path, metadata=_footer(path), buffer_size=2**20,
                                          pre_buffer=False,
                                          page_checksum_verification=True) as file:
@@ -97,5 +97,5 @@ def _column_pieces(column: pyarrow.Array) -> Iterator[Piece]:
         with contextlib.suppress(UnicodeDecodeError):
             yield from [Piece(text or "", True) for text in column.to_pylist()]
             return
-    for value in column:  # a text of 100 MB is never turned into one string
+    for value in column:  # as buffers: a text of 100 MB never becomes one Python string
         yield from cut_document(memoryview(value.as_buffer()) if value.is_valid else b"")

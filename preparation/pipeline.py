@@ -1,4 +1,4 @@
-"""Documents to a token dataset: a pair of safetensors files that appear only when whole."""
+"""Documents to a token dataset: two safetensors files that appear only when complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from preparation.journal import Journal, Progress, SplitCount
 from preparation.planning import (
     PrepareOptions,
     check_disk,
-    free_output,
+    check_output_dir,
     num_training_documents,
     plan_request,
     with_advice,
@@ -31,16 +31,16 @@ SPLITS = ("train", "validation")
 
 
 def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Progress:
-    """Tokenise documents: the first of them for training, the last for validation.
+    """Tokenise documents: the first ones for training, the last ones for validation.
 
-    Everything is written beside `output_dir` and takes that name when it is whole. What a kill or
-    an error leaves is gone on with by the same call.
+    Everything is written next to `output_dir` and renamed to it when it is complete. After a kill
+    or an error, the same call continues the work.
 
     Raises:
-        UserError: `output_dir` holds something already, the source cannot be used or differs from
-            that of an unfinished preparation, or the disk is full.
+        UserError: `output_dir` is not empty, the source cannot be used or differs from that of an
+            unfinished preparation, or the disk is full.
     """
-    output_dir = free_output(output_dir)
+    output_dir = check_output_dir(output_dir)
     check_tokenizer_name(options.tokenizer)
     if not 0 < options.validation_fraction < 1:
         raise UserError(f"--validation-fraction is {options.validation_fraction}; wanted a number"
@@ -55,15 +55,15 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
             journal.publish(output_dir)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise UserError(f"{journal.dir}: the disk is full; make room, and the same command"
-                            f" goes on behind shard {journal.progress.num_shards}",
+            raise UserError(f"{journal.dir}: the disk is full; free some space, then run the same"
+                            f" command again: {journal.progress.num_shards} shards are finished",
                             DISK) from None
         raise cannot_be_written(output_dir, error) from None
     return progress
 
 
 class _Preparation:
-    """What is under way: shards into tasks, tokens into the two files, a journal line a shard."""
+    """A preparation in progress: splits shards into tasks, writes tokens and the journal."""
 
     def __init__(self, source: Source, options: PrepareOptions, journal: Journal) -> None:
         assert journal.request is not None
@@ -73,8 +73,8 @@ class _Preparation:
         self._num_train = num_training_documents(self._request.num_documents,
                                                  options.validation_fraction)
         self._progress = journal.progress
-        self._num_documents = self._start_of(self._progress.num_shards)
-        self._is_bad = False
+        self._num_documents = self._first_document(self._progress.num_shards)
+        self._is_bad = False  # the current shard
         self._writers = {
             split: TokenFileWriter(journal.dataset_dir / f"{split}.safetensors",
                                    num_tokens=self._progress.of(split).num_tokens)
@@ -82,7 +82,7 @@ class _Preparation:
         }
 
     def run(self) -> Progress:
-        """Do all shards that are left, then write headers and card."""
+        """Tokenise all remaining shards, then write the headers and the dataset card."""
         is_small = sum(shard.num_bytes for shard in self._shards) < 2 * TASK_BYTES
         num_workers = 1 if is_small else self._options.num_workers
         try:
@@ -90,24 +90,24 @@ class _Preparation:
                 Encoder(self._options.tokenizer, num_workers=num_workers) as encoder,
                 ProgressDisplay(self._request, self._num_documents) as display,
             ):
-                for outcome in encoder.encode(self._tasks()):
-                    self._take(outcome)
+                for result in encoder.encode(self._tasks()):
+                    self._process(result)
                     display.show(self._num_documents, self._progress)
             self._finish()
         finally:
             for writer in self._writers.values():
-                with contextlib.suppress(OSError):  # a full disk, said already
+                with contextlib.suppress(OSError):  # a full disk: reported already
                     writer.close()
         return self._progress
 
     def _tasks(self) -> Iterator[Task | EndOfShard | None]:
         numbers = range(self._progress.num_shards, len(self._shards))
         fetches = (_Fetch(self._shards[number]) for number in numbers)
-        upcoming = next(fetches, None)
+        next_fetch = next(fetches, None)
         for number in numbers:
-            fetch, upcoming = upcoming, next(fetches, None)  # one ahead
+            fetch, next_fetch = next_fetch, next(fetches, None)  # download one shard ahead
             if not fetch.is_done():
-                yield None
+                yield None  # write the results of all submitted tasks meanwhile
             fetch.wait()
             if not self._request.shards[number].is_bad:
                 for task in self._shards[number].tasks():
@@ -119,20 +119,20 @@ class _Preparation:
     def _has_all(self) -> bool:
         return self._num_documents >= self._request.num_documents
 
-    def _take(self, outcome: Encoded | BadShard | EndOfShard) -> None:
-        if isinstance(outcome, EndOfShard):
-            self._end_shard(outcome.number)
+    def _process(self, result: Encoded | BadShard | EndOfShard) -> None:
+        if isinstance(result, EndOfShard):
+            self._end_shard(result.number)
         elif self._has_all():
-            pass  # read ahead, and not wanted
-        elif isinstance(outcome, BadShard):
+            pass  # more documents were read ahead than max_documents
+        elif isinstance(result, BadShard):
             if not self._options.skip_bad_shards:
-                raise with_advice(outcome)
+                raise with_advice(result)
             self._is_bad = True
         elif not self._is_bad:
-            self._write(outcome)
+            self._write(result)
 
     def _write(self, encoded: Encoded) -> None:
-        """Append what is wanted of it, up to the boundary to the first file."""
+        """Append the documents to the training file up to its last one, then to the other."""
         wanted = self._request.num_documents - self._num_documents
         if len(encoded.ends) >= wanted:
             encoded = encoded.first_documents(wanted)
@@ -159,36 +159,36 @@ class _Preparation:
         self._num_documents += len(encoded.ends)
 
     def _end_shard(self, number: int) -> None:
-        end = min(self._start_of(number + 1), self._request.num_documents)
+        end = min(self._first_document(number + 1), self._request.num_documents)
         facts = self._request.shards[number]
         if not self._is_bad and self._num_documents != end:
-            found = self._num_documents - self._start_of(number)
-            self._take(BadShard(f"{facts.name}: holds {found} documents, where"
-                                f" {facts.num_documents} were counted"))
+            found = self._num_documents - self._first_document(number)
+            self._process(BadShard(f"{facts.name}: contains {found} documents, but"
+                                   f" {facts.num_documents} were counted"))
         bad_shards = self._progress.bad_shards
         if self._is_bad or facts.is_bad:
             bad_shards = [*bad_shards, facts.name]
-        if self._is_bad:  # forget the part of it that could be read
+        if self._is_bad:  # remove the part that could be read
             self._progress = self._journal.progress
             for split, writer in self._writers.items():
-                writer.cut_to(self._progress.of(split).num_tokens)
+                writer.truncate(self._progress.of(split).num_tokens)
         self._num_documents, self._is_bad = end, False
         self._progress = self._progress.model_copy(
             update={"num_shards": number + 1, "bad_shards": bad_shards})
         for writer in self._writers.values():
-            writer.flush()
+            writer.sync()
         self._journal.add(self._progress)
         self._shards[number].release()
 
-    def _start_of(self, number: int) -> int:
+    def _first_document(self, number: int) -> int:
         return sum(facts.num_documents for facts in self._request.shards[:number])
 
     def _finish(self) -> None:
         for split, writer in self._writers.items():
             count = self._progress.of(split)
             if not count.num_tokens:
-                raise UserError(f"{self._source.name}: nothing is left for"
-                                f" {split}.safetensors without the bad shards")
+                raise UserError(f"{self._source.name}: without the damaged shards,"
+                                f" {split}.safetensors is empty; replace them")
             writer.finish(count.metadata() | {
                 "tokenizer": self._request.tokenizer,
                 "source": self._request.source[:400],
@@ -198,7 +198,7 @@ class _Preparation:
 
 
 class _Fetch:
-    """Brings one shard onto this machine, in a thread that the program's end does not wait for."""
+    """Downloads one shard, in a daemon thread: an exiting process does not wait for it."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard

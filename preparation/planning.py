@@ -1,4 +1,4 @@
-"""What a preparation will do, and what speaks against it, before it starts."""
+"""Plan a preparation: count the documents and check the output and the disk, before it starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from preparation.cutting import BadShard
 from preparation.documents import Shard, Source
 from preparation.journal import Journal, Request, ShardFacts
 
-# Text of which a token stands for more bytes than this is rare: the least room that is asked for.
-MOST_BYTES_A_TOKEN = {"gpt2": 5.0, "bytes": 1.0}
+# Text with more bytes per token is rare: used to estimate the least disk space needed.
+MAX_BYTES_PER_TOKEN = {"gpt2": 5.0, "bytes": 1.0}
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What a dataset is made with, beside its source."""
+    """The options of a preparation, besides its source."""
 
     tokenizer: str = "gpt2"
     validation_fraction: float = 0.01
@@ -29,34 +29,35 @@ class PrepareOptions:
     skip_bad_shards: bool = False
 
 
-def free_output(output_dir: Path) -> Path:
-    """Give the directory, links followed, that a dataset can take the place of.
+def check_output_dir(output_dir: Path) -> Path:
+    """Return the output directory with links resolved; it must be empty or missing.
 
     Raises:
-        UserError: something is there already, or it can not be replaced.
+        UserError: it is not empty, or it cannot be replaced.
     """
     try:
         output_dir = output_dir.resolve()
-    except RuntimeError:  # so does Python 3.11 say it
-        raise UserError(f"{output_dir}: links that lead in a circle; name another output") from None
+    except RuntimeError:  # raised by Python 3.11
+        raise UserError(f"{output_dir}: is a loop of links; name another output") from None
     if output_dir.is_mount() or output_dir == Path.cwd():
-        raise UserError(f"{output_dir}: is a mount point, or where you are; name a directory in it")
+        raise UserError(f"{output_dir}: is a mount point or the current directory; name a directory"
+                        " in it")
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise UserError(f"{output_dir}: is not empty; name another output, or remove it yourself")
+        raise UserError(f"{output_dir}: is not empty; name another output, or delete it yourself")
     return output_dir
 
 
 def num_training_documents(num_documents: int, validation_fraction: float) -> int:
-    """Say where validation begins; both parts have a document at least.
+    """Return the number of training documents; both splits get at least one document.
 
-    Source: what `train[:99%]` means to Hugging Face's datasets: rounded, half to even.
+    Source: the slice `train[:99%]` of Hugging Face's datasets: rounded, half to even.
     """
     share = 1 - Fraction(str(validation_fraction))
     return min(max(round(num_documents * share), 1), num_documents - 1)
 
 
 def plan_request(source: Source, options: PrepareOptions, journal: Journal) -> Request:
-    """Count what there is, as far as an earlier start has not. Raises: UserError."""
+    """Count the documents of all shards that an earlier launch did not count. Raises: UserError."""
     before = journal.request if (
         journal.request and journal.request.text_column == source.text_column) else None
     known = {(facts.name, facts.identity): facts
@@ -69,7 +70,7 @@ def plan_request(source: Source, options: PrepareOptions, journal: Journal) -> R
         facts = known.get((shard.name, shard.identity))
         if facts is None:
             facts = _facts(shard, options)
-            if facts.num_text_bytes is None and not facts.is_bad:  # all of it had to be read
+            if facts.num_text_bytes is None and not facts.is_bad:  # counting read the whole file
                 journal.note_count(facts)
         shards.append(facts)
         num_documents += facts.num_documents
@@ -77,8 +78,8 @@ def plan_request(source: Source, options: PrepareOptions, journal: Journal) -> R
             num_documents = options.max_documents
             break
     if num_documents < 2:
-        raise UserError(f"{source.name}: {num_documents} document in all; wanted at least 2, for"
-                        " training and validation (.jsonl holds one a line)")
+        raise UserError(f"{source.name}: {num_documents} document(s) found; wanted at least 2, for"
+                        " training and validation (JSON lines: one document per line)")
     return Request(source=source.name, revision=source.revision, text_column=source.text_column,
                    tokenizer=options.tokenizer, validation_fraction=options.validation_fraction,
                    max_documents=options.max_documents, num_documents=num_documents, shards=shards)
@@ -95,19 +96,19 @@ def _facts(shard: Shard, options: PrepareOptions) -> ShardFacts:
 
 
 def with_advice(error: BadShard) -> UserError:
-    return UserError(f"{error}; mend it, or go on without it: --skip-bad-shards")
+    return UserError(f"{error}; replace it, or skip it with --skip-bad-shards")
 
 
 def check_disk(request: Request, journal: Journal, source: Source) -> None:
-    """Refuse a disk that is too small, as far as the text's size is known."""
+    """Check for enough disk space, as far as the size of the text is known. Raises: UserError."""
     num_text_bytes = sum(facts.num_text_bytes or 0 for facts in request.shards)
-    wanted = 2 * num_text_bytes / MOST_BYTES_A_TOKEN[request.tokenizer]
+    wanted = 2 * num_text_bytes / MAX_BYTES_PER_TOKEN[request.tokenizer]
     if request.max_documents is not None:
         wanted *= request.num_documents / sum(facts.num_documents for facts in request.shards)
     wanted -= sum(path.stat().st_size for path in journal.dataset_dir.glob("*.safetensors"))
     raw = sorted(shard.missing_bytes() for shard in
                  source.shards[journal.progress.num_shards:len(request.shards)])
-    num_raw_bytes = sum(raw if source.keeps_raw else raw[-2:])  # one is fetched ahead
+    num_raw_bytes = sum(raw if source.keeps_raw else raw[-2:])  # one is downloaded ahead
     if source.raw_dir is not None:
         try:
             source.raw_dir.mkdir(parents=True, exist_ok=True)
@@ -116,15 +117,15 @@ def check_disk(request: Request, journal: Journal, source: Source) -> None:
         if source.raw_dir.stat().st_dev == journal.dir.stat().st_dev:
             wanted += num_raw_bytes
         else:
-            check_room(source.raw_dir, num_raw_bytes, "files from the hub")
-    check_room(journal.dir, wanted, "tokens" if source.raw_dir is None else
-                "tokens and files from the hub")
+            check_disk_space(source.raw_dir, num_raw_bytes, "files from the hub")
+    check_disk_space(journal.dir, wanted, "tokens" if source.raw_dir is None else
+                     "tokens and files from the hub")
 
 
-def check_room(directory: Path, num_bytes: float, what: str) -> None:
-    """Raise UserError if a disk has not so much room."""
+def check_disk_space(directory: Path, num_bytes: float, content: str) -> None:
+    """Raise UserError if the disk has less free space than this."""
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise UserError(f"{directory.parent}: {free / 1e9:.1f} GB free; {what} will take"
-                        f" {num_bytes / 1e9:.1f} GB or more: make room, or name an output on"
-                        " another disk")
+        raise UserError(f"{directory.parent}: {free / 1e9:.1f} GB free; {content} need"
+                        f" {num_bytes / 1e9:.1f} GB or more: free some space, or name an output"
+                        " on another disk")

@@ -1,4 +1,4 @@
-"""What a person sees of a preparation: a bar, or plain lines where there is no terminal."""
+"""The progress of a preparation: a bar on a terminal, plain lines elsewhere; then a summary."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LINE_INTERVAL = 30  # seconds between plain lines
 
 
 class ProgressDisplay:
-    """One bar over documents, with tokens, tokens a second and the time left."""
+    """A progress bar over documents, with tokens, tokens per second and the time left."""
 
     def __init__(self, request: Request, num_documents: int) -> None:
         self._total, self._first_document = request.num_documents, num_documents
         self._first_tokens: int | None = None
         self._started = self._last_line = time.monotonic()
         if num_documents:
-            print(f"going on behind document {num_documents:,} of {self._total:,}",
+            print(f"continuing after document {num_documents:,} of {self._total:,}",
                   file=sys.stderr)
         self._bar = tqdm(total=request.num_documents, initial=num_documents, disable=None,
                          dynamic_ncols=True, bar_format=BAR)
@@ -36,10 +36,10 @@ class ProgressDisplay:
         self._bar.close()
 
     def show(self, num_documents: int, progress: Progress) -> None:
-        """Show how far it is."""
+        """Update the bar, or print a line every LINE_INTERVAL seconds."""
         now = time.monotonic()
         num_tokens = progress.train.num_tokens + progress.validation.num_tokens
-        if self._first_tokens is None:  # the first tasks came while the workers started
+        if self._first_tokens is None:  # the first tasks ended while workers still started
             self._first_tokens, self._started = num_tokens, now
         rate = (num_tokens - self._first_tokens) / max(now - self._started, 1e-3)
         text = f"{num_tokens / 1e6:,.0f} M tokens, {rate / 1e6:.2f} M tokens/s"
@@ -54,11 +54,11 @@ class ProgressDisplay:
 
 
 def summary(output_dir: Path, progress: Progress) -> str:
-    """Say what came of it, in a few lines."""
+    """Describe the finished dataset in a few lines."""
     num_documents = progress.train.num_documents + progress.validation.num_documents
     num_tokens = progress.train.num_tokens + progress.validation.num_tokens
     lines = [f"{num_documents:,} documents, {num_tokens:,} tokens"]
-    if progress.num_bytes:  # not known of tokens that were imported
+    if progress.num_bytes:  # unknown for imported tokens
         lines[0] += (f", {progress.num_bytes:,} bytes of text,"
                      f" {progress.num_characters / num_tokens:.2f} characters per token")
     for split in ("train", "validation"):
@@ -66,6 +66,6 @@ def summary(output_dir: Path, progress: Progress) -> str:
         lines.append(f"{path}: {count.num_documents:,} documents, {count.num_tokens:,} tokens,"
                      f" {path.stat().st_size:,} bytes")
     if progress.bad_shards:
-        lines.append(f"left out: {len(progress.bad_shards)} bad shards,"
+        lines.append(f"skipped: {len(progress.bad_shards)} damaged shards,"
                      f" {', '.join(progress.bad_shards[:5])}")
     return "\n".join(lines)

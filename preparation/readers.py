@@ -1,4 +1,4 @@
-"""How a shard's documents are cut into tasks: what a worker reads and encodes at a time."""
+"""Split the documents of a shard into tasks: the units that a worker reads and encodes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from preparation.cutting import BadShard, Piece, cut_document, find_cuts, piece_
 from preparation.parquet import parquet_pieces, text_bytes
 
 TASK_BYTES = 2**22  # of text in a task, roughly
-LONGEST_LINE = 5 * 2**26  # bytes held at once: 100 MB of text with all of it escaped, and no more,
-# for a small file may unpack to one endless line
-LONG_LINE = 2**23  # bytes from which Arrow reads a line, in far less memory than Python does
-WHOLE_GROUP_BYTES = 2**24  # a parquet row group up to this size is read by a worker
+# Bytes of a line that are held in memory: enough for 100 MB of text in which each character is
+# escaped. A limit is needed because a small compressed file may unpack to one endless line.
+LONGEST_LINE = 5 * 2**26
+LONG_LINE = 2**23  # bytes; Arrow parses longer lines, in far less memory than Python's json
+WHOLE_GROUP_BYTES = 2**24  # workers read parquet row groups of up to this size
 
 
 class Task(ABC):
-    """What a worker encodes at a time. It is sent to another process."""
+    """The unit of work of a worker. It is pickled and sent to another process."""
 
-    num_bytes: int  # of its text, roughly
+    num_bytes: int  # of text, roughly
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
@@ -38,7 +39,7 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Texts(Task):
-    """Pieces that are in memory already."""
+    """Pieces of text that are already in memory."""
 
     texts: list[Piece]
     num_bytes: int
@@ -49,7 +50,7 @@ class Texts(Task):
 
 @dataclass(frozen=True)
 class Unreadable(Task):
-    """What could not even be cut into tasks."""
+    """A file that could not be split into tasks."""
 
     reason: str
     num_bytes: int = 0
@@ -60,7 +61,7 @@ class Unreadable(Task):
 
 @dataclass(frozen=True)
 class TextFiles(Task):
-    """Files of which each is a document."""
+    """Files with one document each."""
 
     paths: list[Path]
     num_bytes: int
@@ -75,7 +76,7 @@ class TextFiles(Task):
 
 @dataclass(frozen=True)
 class JsonLines(Task):
-    """Whole lines of a JSON lines file, the first of which has this number."""
+    """Whole lines of a JSON lines file; `first_line` is the number of the first one."""
 
     path: Path
     first_line: int
@@ -101,17 +102,17 @@ class JsonLines(Task):
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8", "replace"))
             text = record[self.text_column]
-            return ("" if text is None else text).encode(  # as in parquet
+            return ("" if text is None else text).encode(  # a null is an empty document
                 "utf-8", "replace")  # JSON can hold half of a surrogate pair
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            found = (f"; it has: {', '.join(record)[:60]} (--text-column)"
+            found = (f"; its keys are {', '.join(record)[:60]} (--text-column)"
                      if isinstance(error, KeyError) and record else "")
-            raise BadShard(f'{self.path}: line {number} is no JSON object with a'
-                           f' "{self.text_column}" of text{found}') from None
+            raise BadShard(f'{self.path}: line {number} is not a JSON object with a'
+                           f' text in "{self.text_column}"{found}') from None
 
 
 def _lines_of(data: bytes | bytearray) -> Iterator[memoryview]:
-    """Cut into lines, without a copy of them."""
+    """Split into lines without copying them."""
     view, start = memoryview(data), 0
     while start < len(data):
         stop = data.find(b"\n", start) + 1 or len(data)
@@ -120,7 +121,7 @@ def _lines_of(data: bytes | bytearray) -> Iterator[memoryview]:
 
 
 def _long_text(line: memoryview, text_column: str) -> memoryview | None:
-    """Read the text of a line; None where Arrow does not find any, be it wrong or not."""
+    """Read the text of a line with Arrow; None if it finds none, even if Python's json might."""
     options = {
         "read_options": pyarrow.json.ReadOptions(use_threads=False, block_size=len(line) + 1),
         "parse_options": pyarrow.json.ParseOptions(
@@ -131,14 +132,14 @@ def _long_text(line: memoryview, text_column: str) -> memoryview | None:
         table = pyarrow.json.read_json(pyarrow.BufferReader(pyarrow.py_buffer(line)), **options)
     except pyarrow.ArrowException:
         return None
-    if len(table) != 1 or not table[text_column][0].is_valid:  # Arrow takes several in one line
+    if len(table) != 1 or not table[text_column][0].is_valid:  # Arrow accepts several per line
         return None
     return memoryview(table[text_column][0].as_buffer())
 
 
 @dataclass(frozen=True)
 class ParquetGroups(Task):
-    """Row groups of a parquet file, small enough to be read by a worker."""
+    """Row groups of a parquet file that are small enough to be read by a worker."""
 
     path: Path
     groups: list[int]
@@ -150,7 +151,7 @@ class ParquetGroups(Task):
 
 
 def text_tasks(paths: Sequence[Path]) -> Iterator[Task]:
-    """Let workers read small files; read large ones here, a few pieces at a time."""
+    """Leave small files to the workers; read large ones here, a few pieces at a time."""
     small: list[Path] = []
     size = 0
     for path in paths:
@@ -172,7 +173,7 @@ def text_tasks(paths: Sequence[Path]) -> Iterator[Task]:
 
 
 def _file_pieces(path: Path) -> Iterator[Piece]:
-    """Cut a file as cut_document would, without holding it."""
+    """Cut a file as cut_document would, without loading all of it."""
     rest = b""
     with path.open("rb") as file:
         while block := file.read(TASK_BYTES):
@@ -182,38 +183,38 @@ def _file_pieces(path: Path) -> Iterator[Piece]:
                 start = stop
             rest = bytes(data[start:])
             if len(rest) > LONGEST_LINE:
-                raise BadShard(f"{path}: {LONGEST_LINE >> 20} MiB without a blank are no text")
+                raise BadShard(f"{path}: {LONGEST_LINE >> 20} MiB without a space; wanted text")
     yield piece_of(memoryview(rest), ends_document=True)
 
 
 def json_tasks(path: Path, text_column: str) -> Iterator[Task]:
-    """Cut a JSON lines file, gzip or zstandard or neither, into tasks of whole lines."""
+    """Split a JSON lines file (plain, gzip or zstandard) into tasks of whole lines."""
     first_line = 1
     try:
         for block in _blocks_of_lines(path):
-            if len(block) > 2 * TASK_BYTES:  # a large document, cut into several tasks
+            if len(block) > 2 * TASK_BYTES:  # a large document: split it into several tasks
                 yield from _texts(JsonLines(path, first_line, block, text_column).pieces())
             else:
                 yield JsonLines(path, first_line, bytes(block), text_column)
             first_line += block.count(b"\n")
-            del block  # before there is another
+            del block  # frees its memory before the next one is read
     except BadShard as error:
         yield Unreadable(str(error))
 
 
 def count_lines(path: Path) -> int:
     """Count the lines that are not blank. Raises: BadShard."""
-    return sum(map(_count_in, _blocks_of_lines(path)))
+    return sum(map(_count_lines_in, _blocks_of_lines(path)))
 
 
-def _count_in(block: bytearray) -> int:
+def _count_lines_in(block: bytearray) -> int:
     return sum(1 for line in _lines_of(block) if bytes(line[:99]).strip() or bytes(line).strip())
 
 
 def _blocks_of_lines(path: Path) -> Iterator[bytearray]:
     try:
         with _open(path) as file:
-            while block := bytearray(file.read(TASK_BYTES)):  # which grows without a copy
+            while block := bytearray(file.read(TASK_BYTES)):  # a bytearray grows without a copy
                 while len(block) < LONGEST_LINE and (part := file.readline(TASK_BYTES)):
                     block += part
                     if part.endswith(b"\n"):
@@ -222,7 +223,7 @@ def _blocks_of_lines(path: Path) -> Iterator[bytearray]:
                     raise BadShard(f"{path}: a line of more than {LONGEST_LINE >> 20} MiB")
                 yield block
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
-        raise BadShard(f"{path}: damaged, or cannot be read: {str(error)[:80]}") from None
+        raise BadShard(f"{path}: damaged or cannot be read: {str(error)[:80]}") from None
 
 
 def _open(path: Path) -> Any:
@@ -235,7 +236,7 @@ def _open(path: Path) -> Any:
 
 
 def parquet_tasks(path: Path, text_column: str) -> Iterator[Task]:
-    """Let workers read small row groups; read large ones here, a few rows at a time.
+    """Leave small row groups to the workers; read large ones here, a few rows at a time.
 
     Raises:
         UserError: there is no such column.

@@ -1,4 +1,4 @@
-"""How a run's tokens fall into global steps, accumulation steps, processes and microbatches."""
+"""Divide the tokens of a run into global steps, accumulation steps, processes, microbatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from run_config import Run
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a run's tokens fall into global steps, accumulation steps and processes."""
+    """The division of a run's tokens into global steps, accumulation steps and processes."""
 
     microbatch_size: int
     gradient_accumulation_steps: int
@@ -38,22 +38,22 @@ class BatchPlan:
         return self.num_steps * self.tokens_per_step
 
     def microbatch_index(self, global_step: int, accumulation_step: int, *, rank: int) -> int:
-        """Position in the token file, in microbatches counted from `start_train_token`."""
+        """Return the position in the token file, in microbatches after `start_train_token`."""
         accumulated = global_step * self.gradient_accumulation_steps + accumulation_step
         return accumulated * self.world_size + rank
 
     def microbatch_indices(self, rank: int, *, steps: range) -> Iterator[int]:
-        """Give the microbatches that one process reads in some global steps, in that order."""
+        """Yield the microbatches that one process reads in these global steps, in order."""
         for global_step in steps:
             for accumulation_step in range(self.gradient_accumulation_steps):
                 yield self.microbatch_index(global_step, accumulation_step, rank=rank)
 
 
 def accumulation_steps_of(run: Run, *, world_size: int) -> int:
-    """Give the accumulation steps: the run's own, or those that make up `global_batch_size`.
+    """Return the accumulation steps: as configured, or as they follow from `global_batch_size`.
 
     Raises:
-        UserError: no whole number of them does; names the nearest microbatches that divide.
+        UserError: `global_batch_size` is not divisible; names the nearest sizes that are.
     """
     train, wanted = run.train, run.train.global_batch_size
     if wanted is None:
@@ -63,7 +63,7 @@ def accumulation_steps_of(run: Run, *, world_size: int) -> int:
         fits = max(1, per_process) * world_size
         raise UserError(
             f"{run.train_path}: global_batch_size {wanted} is not divisible by {world_size}"
-            f" processes; start another number of them, or make it {fits} or {fits + world_size}"
+            f" processes; change the number of processes, or make it {fits} or {fits + world_size}"
         )
     if per_process % train.microbatch_size:
         below, above = nearest_divisors(per_process, train.microbatch_size)
@@ -77,7 +77,7 @@ def accumulation_steps_of(run: Run, *, world_size: int) -> int:
 
 
 def nearest_divisors(number: int, wanted: int) -> tuple[int, int | None]:
-    """Give the largest divisor of a number up to `wanted`, and the smallest above it, if any."""
+    """Return the largest divisor of a number up to `wanted`, and the smallest above it, if any."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     divisors = {*small, *(number // d for d in small)}
     return (max(d for d in divisors if d <= wanted),
@@ -85,14 +85,14 @@ def nearest_divisors(number: int, wanted: int) -> tuple[int, int | None]:
 
 
 def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
-    """Lay a run's tokens out into whole global batches.
+    """Divide a run's tokens into whole global batches.
 
-    `min_train_tokens` is rounded up to whole global batches; -1 takes every whole one that lies
-    behind `start_train_token`. One token more than is trained on is needed, as the last target.
+    `min_train_tokens` is rounded up to whole global batches; -1 uses every whole batch after
+    `start_train_token`. The file needs one more token than is trained on: the last target.
 
     Raises:
-        UserError: the token file (of `file_tokens` tokens) is too short for that, or
-            `global_batch_size` cannot be made of the run's microbatches.
+        UserError: the token file (of `file_tokens` tokens) is too short, or `global_batch_size` is
+            not divisible by the microbatches of all processes.
     """
     train, path = run.train, run.train_path
     accumulation_steps = accumulation_steps_of(run, world_size=world_size)

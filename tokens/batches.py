@@ -1,4 +1,4 @@
-"""A token file as a lazy sequence of microbatches."""
+"""Read a token file as a lazy sequence of microbatches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from run_config import Run
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile
 
-TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that do not name theirs
-SCAN_TOKENS = 2**20  # tokens read at a time when a whole file is checked: few enough for the cache
+TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that name no tokenizer
+SCAN_TOKENS = 2**20  # tokens read at a time when a whole file is checked: they fit in the CPU cache
 
 
 class Microbatch(NamedTuple):
-    """One microbatch on the device: its place in the run's data, and (B, T) int64 each."""
+    """One microbatch on the device: its index in the run's data; ids and targets, (B, T) int64."""
 
     index: int
     token_ids: Tensor
@@ -32,12 +32,12 @@ class Microbatch(NamedTuple):
 
 
 class Microbatches(Sequence[Tensor]):
-    """A token file as a sequence of microbatches, counted from a start token.
+    """A token file as a sequence of microbatches, from a start token on.
 
     Microbatch i is microbatch_size x context_length tokens and the one that follows them (the
-    last target), as a flat uint16 vector: (B * T + 1,). Peers share that one token. With
-    `num_sequences` there are just so many, and the last microbatch may be smaller; without, there
-    are as many whole microbatches as the file has.
+    last target), as a flat uint16 vector: (B * T + 1,). Adjacent microbatches share that token.
+    With `num_sequences` the data ends after so many sequences, and the last microbatch may be
+    smaller; without, there are as many whole microbatches as the file has.
     """
 
     def __init__(self, token_file: TokenFile, plan: BatchPlan, *, start_token: int,
@@ -48,7 +48,7 @@ class Microbatches(Sequence[Tensor]):
         self._context_length = plan.context_length
         self._stride = plan.tokens_per_microbatch
         whole = max(0, token_file.num_tokens - start_token - 1) // self._stride
-        self.num_tokens = whole * self._stride  # to be predicted; one more is read
+        self.num_tokens = whole * self._stride  # targets; one more token is read
         if num_sequences is not None:
             self.num_tokens = num_sequences * plan.context_length
 
@@ -69,25 +69,25 @@ class Microbatches(Sequence[Tensor]):
         return torch.from_numpy(tokens)
 
     def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn one flat microbatch into (token_ids, targets), each (B, T) int64, where it lies."""
-        wide = tokens.long()  # widened after the copy: a quarter of the bytes to move
+        """Turn one flat microbatch into (token_ids, targets), each (B, T) int64, on its device."""
+        wide = tokens.long()  # converted after the copy: uint16 is a quarter of the bytes
         shape = (-1, self._context_length)
         return wide[:-1].view(shape), wide[1:].view(shape)
 
     def check_all(self, num_tokens: int) -> None:
-        """Check the ids of the first tokens before anything is trained on them.
+        """Check the ids of the first `num_tokens` tokens before training.
 
-        A file that states its largest id is taken at its word, one that does not is read once, and
-        what was found is kept beside it; `__getitem__` looks again.
+        A largest id in the file's metadata is trusted; without one, the file is read once, and the
+        result is stored next to it. `__getitem__` checks every microbatch again.
 
         Raises:
-            UserError: naming the first id outside the vocabulary and its place.
+            UserError: an id is outside the vocabulary; names the first one and its position.
         """
         file = self.token_file
         if self.vocab_size > np.iinfo(np.uint16).max:
             return
         stop = self.start_token + num_tokens + 1
-        known = [file.metadata.get("max_token_id", ""), file.scanned(self.start_token, stop)]
+        known = [file.metadata.get("max_token_id", ""), file.stored_max(self.start_token, stop)]
         if any(largest.isdigit() and int(largest) < self.vocab_size for largest in known):
             return
         largest = 0
@@ -95,11 +95,15 @@ class Microbatches(Sequence[Tensor]):
             tokens = file.read(first, min(first + SCAN_TOKENS, stop))
             check_token_ids(tokens, file.path, first=first, vocab_size=self.vocab_size)
             largest = max(largest, int(tokens.max(initial=0)))
-        file.note_scan(self.start_token, stop, largest)
+        file.store_max(self.start_token, stop, largest)
 
 
 def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary; `first` is the place of tokens[0] in the file."""
+    """Check for ids outside the vocabulary; `first` is the position of tokens[0] in the file.
+
+    Raises:
+        UserError: an id is outside the vocabulary; names the first one and its position.
+    """
     if tokens.size and int(tokens.max()) >= vocab_size:
         offset = int(np.argmax(tokens >= vocab_size))
         raise UserError(
@@ -110,7 +114,7 @@ def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: i
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads, opened and checked."""
+    """The opened token files of a run, and its batch plan."""
 
     plan: BatchPlan
     train: Microbatches
@@ -119,7 +123,7 @@ class RunData:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """What tells the token files from others, by split; by key, what of them the run reads."""
+        """Identify the data: a fingerprint per split, and by key the part that the run reads."""
         found = {"train": self.train.token_file.fingerprint(),
                  "start_train_token": str(self.train.start_token)}
         if self.validation is not None:
@@ -130,10 +134,10 @@ class RunData:
 
 
 def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
-    """Open a run's token files and lay out its batches. Needs no process group; every rank.
+    """Open a run's token files and plan its batches. Every rank; needs no process group.
 
     Raises:
-        UserError: a file is missing, damaged or of another layout, or has too few tokens.
+        UserError: a file is missing, damaged, of another layout or too short.
     """
     train_file = TokenFile(dataset_dir / "train.safetensors")
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
@@ -154,7 +158,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
 
 
 def check_token_range(run: Run, data: RunData) -> None:
-    """Check every id that the run will read; one process of each node.
+    """Check every token id that the run will read. One process of each node.
 
     Raises:
         UserError: an id is outside the vocabulary.

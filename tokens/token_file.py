@@ -1,4 +1,4 @@
-"""A token file: one uint16 vector in a safetensors file, read slice by slice. Needs no torch."""
+"""Read a token file: one uint16 vector in a safetensors file. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from basics.errors import UserError
 from basics.files import check_tensor_header
 
-FINGERPRINT_TOKENS = 2**11  # in each of the places that a fingerprint looks at
+FINGERPRINT_TOKENS = 2**11  # in each of the 64 samples of a fingerprint
 
 
 class TokenFile:
     """One safetensors file that holds one uint16 vector, `tokens`, read slice by slice.
 
-    The file is mapped, never loaded: many processes can read one of any size.
+    The file is memory-mapped: many processes can share one of any size.
 
     Raises:
         UserError: the file is missing, damaged, or of another layout.
@@ -28,22 +28,23 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists() and not path.is_file():  # a pipe, say, that would never end
-            raise UserError(f"{path}: is not a file; delete it and prepare or fetch the dataset")
+        if path.exists() and not path.is_file():  # such as a pipe, which could block
+            raise UserError(f"{path}: is not a file; delete it and prepare or download the dataset")
         try:
             check_tensor_header(path)
             self._file = safe_open(path, framework="numpy")
             keys = list(self._file.keys())
             self.metadata: dict[str, str] = self._file.metadata() or {}
         except FileNotFoundError:
-            raise UserError(f"{path}: no such token file; prepare or fetch the dataset") from None
+            raise UserError(f"{path}: no such token file; prepare or download the"
+                            " dataset") from None
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{path}: not a whole safetensors file ({str(error)[:80]});"
-                " delete it and prepare or fetch the dataset again"
+                " delete it and prepare or download the dataset again"
             ) from None
         if keys != ["tokens"]:
-            raise UserError(f"{path}: holds {', '.join(keys)[:60] or 'nothing'};"
+            raise UserError(f"{path}: contains {', '.join(keys)[:60] or 'nothing'};"
                             " wanted one tensor called tokens")
         self._tokens = self._file.get_slice("tokens")
         dtype, shape = self._tokens.get_dtype(), self._tokens.get_shape()
@@ -52,7 +53,7 @@ class TokenFile:
         self.num_tokens: int = shape[0]
 
     def fingerprint(self) -> str:
-        """Tell this file from another: its length, its metadata, a few of its tokens."""
+        """Identify the file by its length, its metadata and 64 samples of its tokens."""
         digest = hashlib.blake2b(json.dumps([self.num_tokens, self.metadata], sort_keys=True)
                                  .encode(), digest_size=16)
         for first in np.linspace(0, max(0, self.num_tokens - FINGERPRINT_TOKENS), 64, dtype=int):
@@ -64,8 +65,8 @@ class TokenFile:
         """Copy tokens `start` to `stop` (not included) out of the file: (stop - start,) uint16."""
         return self._tokens[start:stop]
 
-    def scanned(self, start: int, stop: int) -> str:
-        """Give the largest id that an earlier start found there; empty, if none looked."""
+    def stored_max(self, start: int, stop: int) -> str:
+        """Return the largest id that an earlier launch found in this range; empty if unknown."""
         try:
             scan = json.loads(self._scan_path.read_text())
             covers = scan["start"] <= start and stop <= scan["stop"]
@@ -73,9 +74,9 @@ class TokenFile:
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
-    def note_scan(self, start: int, stop: int, max_token_id: int) -> None:
-        """Keep what was found beside the file, where that can be written and tells of a change:
-        two within a clock's tick could not be told apart."""
+    def store_max(self, start: int, stop: int, max_token_id: int) -> None:
+        """Store the largest id next to the file, if the directory can be written."""
+        # A second change within a tick of the file system's clock would not change the time stamp.
         if time.time_ns() - self._state()[1] < 2 * 10**9:
             return
         scan = {"file": self._state(), "start": start, "stop": stop, "max_token_id": max_token_id}

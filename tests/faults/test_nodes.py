@@ -18,8 +18,7 @@ import pytest
 
 from basics.failpoints import VARIABLE
 from tests.faults.test_faults import metrics_of, validations_of, weights_of
-from tests.preparation.test_hub import tokens_hub  # noqa: F401  a fixture
-from tests.support.hub_server import Hub
+from tests.support.hub_server import Hub, tokens_hub_fixture  # noqa: F401
 from tests.support.workplace import (
     PROJECT_DIR,
     Workplace,

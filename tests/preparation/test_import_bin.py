@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +10,15 @@ from huggingface_hub import DatasetCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from basics.errors import UserError
 from preparation import import_bin
 from preparation.import_bin import import_tokens
 from preparation.journal import Journal
-from tests.support.workplace import PROJECT_DIR, Workplace, run_command, succeeded
+from run_config import load_run
+from tests.support.preparation import prepare, tokens_in
+from tests.support.workplace import Workplace, succeeded
+from tokens.batches import check_token_range, open_run_data
 
 TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
 
@@ -36,33 +37,29 @@ def write(source: Path, files: dict[str, bytes]) -> Path:
     return source
 
 
-def tokens_in(path: Path) -> list[int]:
-    return load_file(path)["tokens"].tolist()
-
-
-def test_nanogpts_pair_can_be_trained_on(workplace: Workplace, tmp_path: Path) -> None:
+def test_a_run_can_read_imported_files_of_nanogpt(workplace: Workplace, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
                                          "val.bin": TOKENS[:200].tobytes()})
     out = workplace.datasets_dir / "mine"
-    result = succeeded(run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"),
-                                   "--import", str(source), str(out), "--tokenizer", "bytes"))
+    result = succeeded(prepare("--import", str(source), str(out), "--tokenizer", "bytes"))
     assert result.stdout.splitlines()[0] == "5 documents, 1,200 tokens"  # 4 and 1 end-of-text
-    assert tokens_in(out / "train.safetensors") == TOKENS.tolist()
-    assert tokens_in(out / "validation.safetensors") == TOKENS[:200].tolist()
+    assert tokens_in(out)["train"].tolist() == TOKENS.tolist()
+    assert tokens_in(out)["validation"].tolist() == TOKENS[:200].tolist()
     with safe_open(out / "train.safetensors", framework="numpy") as file:
         assert file.metadata() == {"tokenizer": "bytes", "source": "train.bin",
                                    "num_documents": "4", "num_tokens": "1000",
                                    "max_token_id": "256"}
     card = DatasetCard.load(out / "README.md")
-    assert card.data.to_dict()["size_categories"] == ["n<1K"] and "as they were in" in card.text
+    assert card.data.to_dict()["size_categories"] == ["n<1K"] and "copied unchanged" in card.text
     assert not list(out.parent.glob(".*"))
     workplace.add_run(train={"dataset": "mine", "min_train_tokens": 64})
-    succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "1"))
+    run = load_run(workplace.runs_dir, "tiny")
+    check_token_range(run, open_run_data(run, out, world_size=1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5), chunk=st.integers(1, 50))
-def test_llm_cs_shards_follow_each_other_by_name(
+def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], chunk: int
 ) -> None:
     folder = tmp_path_factory.mktemp("llm_c")
@@ -72,27 +69,30 @@ def test_llm_cs_shards_follow_each_other_by_name(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_bin, "CHUNK_TOKENS", chunk)
         import_tokens(source, folder / "out", "gpt2")
-    assert tokens_in(folder / "out" / "train.safetensors") == TOKENS[:sum(sizes)].tolist()
-    assert tokens_in(folder / "out" / "validation.safetensors") == TOKENS[:9].tolist()
+    tokens = tokens_in(folder / "out")
+    assert tokens["train"].tolist() == TOKENS[:sum(sizes)].tolist()
+    assert tokens["validation"].tolist() == TOKENS[:9].tolist()
 
 
 @pytest.mark.parametrize(("train", "message"), [
     (llm_c(TOKENS, count=999), r"train.bin: 3024 bytes; wanted 3022 for 999 tokens"),
     (llm_c(TOKENS)[:-1], "train.bin: 3023 bytes; wanted 3024"),
-    (llm_c(TOKENS, version=2), "version 2 of llm.c's format; wanted 1, with 16-bit tokens"),
+    (llm_c(TOKENS, version=2), "version 2 of llm.c's format; wanted version 1, with 16-bit tokens"),
     (TOKENS.tobytes()[:-1], "train.bin: 1999 bytes; wanted 1998"),
     (b"", "train.bin: 0 bytes"),
     (np.array([5, 257, 6], dtype=np.uint16).tobytes(),
-     "train.bin: token 1 is 257, outside the 257 ids of --tokenizer bytes"),
+     r"train.bin: token 1 has id 257, outside the vocabulary of --tokenizer bytes \(257\)"),
 ])
-def test_files_whose_counts_or_range_are_wrong(tmp_path: Path, train: bytes, message: str) -> None:
+def test_files_with_a_wrong_size_version_or_token_id(
+    tmp_path: Path, train: bytes, message: str
+) -> None:
     source = write(tmp_path / "source", {"train.bin": train, "val.bin": TOKENS.tobytes()})
     with pytest.raises(UserError, match=message):
         import_tokens(source, tmp_path / "out", "bytes")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_two_imports_at_once_do_not_mix(tmp_path: Path) -> None:
+def test_two_imports_to_one_output_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
                                          "val.bin": TOKENS.tobytes()})
     with Journal(tmp_path / "out"):
@@ -100,21 +100,21 @@ def test_two_imports_at_once_do_not_mix(tmp_path: Path) -> None:
             import_tokens(source, tmp_path / "out", "gpt2")
 
 
-def test_tokens_of_a_vocabulary_of_their_own_are_refused(tmp_path: Path) -> None:
+def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {
         "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes(), "meta.pkl": b"x"})
-    with pytest.raises(UserError, match="its meta.pkl is a vocabulary of its own"):
+    with pytest.raises(UserError, match="meta.pkl defines another vocabulary"):
         import_tokens(source, tmp_path / "out", "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_disk_without_room_is_said_before_anything_is_copied(
+def test_a_full_disk_is_reported_before_anything_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "source", {
         "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes()})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
-    with pytest.raises(UserError, match="0.0 GB free; tokens will take 0.0 GB or more"):
+    with pytest.raises(UserError, match="0.0 GB free; tokens need 0.0 GB or more"):
         import_tokens(source, tmp_path / "out", "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
@@ -123,17 +123,16 @@ def test_a_disk_without_room_is_said_before_anything_is_copied(
 
 @pytest.mark.parametrize("option", [("--max-documents", "10"), ("--text-column", "a"),
                                     ("--validation-fraction", "0.3")])
-def test_other_options_have_no_meaning_with_import(
+def test_other_options_are_refused_with_import(
     tmp_path: Path, option: tuple[str, str]
 ) -> None:
-    result = run_command(sys.executable, str(PROJECT_DIR / "prepare_dataset.py"), "--import",
-                         str(tmp_path), str(tmp_path / "out"), *option)
-    assert result.returncode == 2 and "only --tokenizer has a meaning" in result.stderr
+    result = prepare("--import", str(tmp_path), str(tmp_path / "out"), *option)
+    assert result.returncode == 2 and "the only other option that it accepts" in result.stderr
 
 
-def test_missing_files_and_an_output_that_is_there(tmp_path: Path) -> None:
+def test_missing_files_and_an_output_that_is_not_empty(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes()})
-    with pytest.raises(UserError, match=r"no val.bin or \*_val_\*.bin there"):
+    with pytest.raises(UserError, match=r"no val.bin or \*_val_\*.bin; wanted"):
         import_tokens(source, tmp_path / "out", "bytes")
     with pytest.raises(UserError, match="is not empty"):
         import_tokens(source, source, "bytes")

@@ -1,4 +1,4 @@
-"""A hub on loopback: what the real huggingface_hub client asks of it, and faults on demand."""
+"""A local Hugging Face hub for the real huggingface_hub client, with faults on demand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,25 +14,30 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
+import pytest
+from huggingface_hub import HfFileSystem, close_session, constants
+from safetensors.numpy import save
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the next requests for a path."""
+    """A fault of the next requests for a path."""
 
-    path: str  # a part of it
-    times: int = 1
-    spared: int = 0  # requests before them
-    status: int = 0  # answered instead
+    path: str  # or a part of it
+    times: int = 1  # -1: always
+    spared: int = 0  # requests that succeed before
+    status: int = 0  # HTTP status of the response
     headers: dict[str, str] = field(default_factory=dict)
-    cut_after: int = -1  # bytes of the body, then the connection breaks
+    cut_after: int = -1  # bytes of the body until the connection breaks
     method: str = "GET"
 
 
 @dataclass
 class Hub:
-    """A repository, what may happen to who asks for it, and what was asked."""
+    """One repository, the faults of its requests, and a record of all requests."""
 
     files: dict[str, bytes]
     repository: str = "someone/texts"
@@ -41,15 +47,15 @@ class Hub:
     faults: list[Fault] = field(default_factory=list)
     endpoint: str = ""
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
-    num_bytes: int = 0  # of files, that were sent
+    num_bytes: int = 0  # of files sent
 
     def downloads(self, name: str) -> list[str]:
-        """Give the ranges in which a file was asked for."""
+        """Return the byte ranges of all requests for a file."""
         return [part for method, path, part in self.requests
                 if method == "GET" and "/resolve/" in path and path.endswith(name)]
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Give what makes a process take this for the hub."""
+        """Return the environment variables that make a process use this hub."""
         return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": ""}
 
     def fault_for(self, method: str, path: str) -> Fault | None:
@@ -65,7 +71,7 @@ class Hub:
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    """Serve a hub while the context lasts."""
+    """Serve a hub inside the context."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(hub))
     server.daemon_threads = True
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -76,6 +82,33 @@ def serving(hub: Hub) -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def used_in_this_process(hub: Hub, home: Path) -> Iterator[None]:
+    """Make huggingface_hub use this hub, without pauses between its attempts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in hub.environment(home).items():
+            patch.setenv(name, value)
+        patch.setattr(constants, "ENDPOINT", hub.endpoint)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                      hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+        patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        patch.setattr(time, "sleep", lambda _: None)
+        HfFileSystem.clear_instance_cache()
+        close_session()  # its connections are those of another test's hub
+        yield
+
+
+@pytest.fixture(name="tokens_hub")
+def tokens_hub_fixture() -> Iterator[Hub]:
+    """A hub with a dataset of tokens, and another file that no run needs."""
+    steps = np.random.default_rng(0).integers(1, 4, size=400_000)
+    tokens = (np.cumsum(steps) % 257).astype(np.uint16)
+    files = {"train.safetensors": save({"tokens": tokens}),
+             "validation.safetensors": save({"tokens": tokens[:500]}), "README.md": b"hello"}
+    with serving(Hub(files, repository="someone/tokens")) as hub:
+        yield hub
 
 
 def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -99,20 +132,20 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append((self.command, path, self.headers.get("Range", "")))
             fault = hub.fault_for(self.command, path)
-            facts_at = f"/api/{hub.kind}/{hub.repository}"
+            api_path = f"/api/{hub.kind}/{hub.repository}"
             folder = "/datasets" if hub.kind == "datasets" else ""
-            files_at = rf"{folder}/{hub.repository}/resolve/(\w+)/(.+)"
+            file_pattern = rf"{folder}/{hub.repository}/resolve/(\w+)/(.+)"
             if fault and fault.status:
                 self.send(fault.status, b"{}" if has_body else b"", fault.headers)
-            elif match := re.fullmatch(files_at, path):
+            elif match := re.fullmatch(file_pattern, path):
                 self.send_file(*match.groups(), fault, has_body=has_body)
-            elif path.startswith(facts_at):
-                answer = self.answer(path.removeprefix(facts_at))
+            elif path.startswith(api_path):
+                answer = self.answer(path.removeprefix(api_path))
                 if answer == [] and "/tree/" in path:
                     self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
                 else:
                     self.send_json(answer)
-            else:  # what the hub says to who is not logged in
+            else:  # the real hub's response without a login
                 self.send(401, b'{"error": "Invalid username or password."}',
                           {"X-Error-Code": "RepoNotFound"})
 

@@ -20,7 +20,7 @@ def load(workplace: Workplace, **changes: dict) -> Run:
 
 
 @given(world_size=sizes, microbatch_size=sizes, accumulation=sizes, num_steps=sizes)
-def test_any_split_reads_every_microbatch_once_in_order(
+def test_every_split_over_processes_reads_each_microbatch_once(
     world_size: int, microbatch_size: int, accumulation: int, num_steps: int
 ) -> None:
     plan = BatchPlan(microbatch_size, accumulation, world_size, 8, num_steps)
@@ -28,8 +28,8 @@ def test_any_split_reads_every_microbatch_once_in_order(
     read = Counter(i for rank in range(world_size)
                    for i in plan.microbatch_indices(rank, steps=steps))
     assert read == Counter(range(accumulation * world_size * num_steps))
-    for step in steps:  # a global step's microbatches are neighbours: what a step sees is no
-        first = step * accumulation * world_size  # matter of the split
+    for step in steps:  # the microbatches of a global step are adjacent, however they are split
+        first = step * accumulation * world_size
         seen = {plan.microbatch_index(step, a, rank=r)
                 for a in range(accumulation) for r in range(world_size)}
         assert seen == set(range(first, first + accumulation * world_size))
@@ -38,11 +38,11 @@ def test_any_split_reads_every_microbatch_once_in_order(
 @pytest.mark.parametrize(("file_tokens", "min_tokens", "start", "num_steps"), [
     (1025, 1024, 0, 8),   # exactly full: no extra batch
     (1153, 1025, 0, 9),   # rounded up to whole global batches
-    (1025, -1, 0, 8),     # all whole batches there are
-    (1024, -1, 0, 7),     # the last target of the eighth is missing
+    (1025, -1, 0, 8),     # all whole batches
+    (1024, -1, 0, 7),     # the eighth lacks its last target
     (1153, -1, 128, 8),
 ])
-def test_min_train_tokens_becomes_whole_global_batches(
+def test_min_train_tokens_is_rounded_up_to_whole_global_batches(
     workplace: Workplace, file_tokens: int, min_tokens: int, start: int, num_steps: int
 ) -> None:
     run = load(workplace, train={"min_train_tokens": min_tokens, "start_train_token": start})
@@ -70,7 +70,7 @@ BATCH_OF_24 = {"gradient_accumulation_steps": None, "global_batch_size": 24}
 @pytest.mark.parametrize(("microbatch_size", "world_size", "accumulation"), [
     (24, 1, 1), (6, 1, 4), (3, 8, 1), (1, 8, 3), (2, 4, 3),
 ])
-def test_accumulation_follows_from_the_global_batch(
+def test_accumulation_steps_follow_from_the_global_batch(
     workplace: Workplace, microbatch_size: int, world_size: int, accumulation: int
 ) -> None:
     run = load(workplace, train=BATCH_OF_24 | {"microbatch_size": microbatch_size})
@@ -84,10 +84,10 @@ def test_accumulation_follows_from_the_global_batch(
     (5, 1, "microbatch_size 5 x 1 processes; the nearest microbatch_size that divides is 4 or 6"),
     (9, 2, "microbatch_size 9 x 2 processes; the nearest microbatch_size that divides is 6 or 12"),
     (50, 2, "microbatch_size 50 x 2 processes; the nearest microbatch_size that divides is 12"),
-    (2, 5, "5 processes; start another number of them, or make it 20 or 25"),
-    (2, 48, "48 processes; start another number of them, or make it 48 or 96"),
+    (2, 5, "5 processes; change the number of processes, or make it 20 or 25"),
+    (2, 48, "48 processes; change the number of processes, or make it 48 or 96"),
 ])
-def test_a_global_batch_that_cannot_be_made_names_the_nearest_that_can(
+def test_the_error_for_an_indivisible_global_batch_names_the_nearest_sizes(
     workplace: Workplace, microbatch_size: int, world_size: int, message: str
 ) -> None:
     run = load(workplace, train=BATCH_OF_24 | {"microbatch_size": microbatch_size})

@@ -8,7 +8,7 @@ from tokens.tokenizer import END_OF_TEXT, decode, load_tokenizer
 TEXT = "def naïve(x):\n\treturn '日本 🎉' + x  # \x00 and <|endoftext|>\r\n"
 
 
-def test_gpt2_gives_the_ids_that_openai_published() -> None:
+def test_gpt2_has_the_token_ids_that_openai_published() -> None:
     gpt2 = load_tokenizer("gpt2")
     assert gpt2.n_vocab == 50257 and gpt2.eot_token == 50256
     assert gpt2.encode_ordinary("Hello, world! It's 2026.") == [
@@ -16,7 +16,7 @@ def test_gpt2_gives_the_ids_that_openai_published() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_text_comes_back_as_it_was(name: str) -> None:
+def test_decoding_restores_the_text(name: str) -> None:
     tokenizer = load_tokenizer(name)
     ids = tokenizer.encode_ordinary(TEXT)
     assert tokenizer.decode(ids) == TEXT
@@ -24,16 +24,16 @@ def test_text_comes_back_as_it_was(name: str) -> None:
     assert tokenizer.decode([tokenizer.eot_token]) == END_OF_TEXT
 
 
-def test_bytes_are_their_own_ids() -> None:
+def test_the_ids_of_the_bytes_tokenizer_are_the_bytes() -> None:
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.encode_ordinary(TEXT) == list(TEXT.encode())
     assert tokenizer.n_vocab == 257 and tokenizer.eot_token == 256
 
 
-def test_ids_that_only_pad_a_vocabulary_are_left_out() -> None:
+def test_decoding_skips_ids_that_only_pad_a_vocabulary() -> None:
     assert decode(load_tokenizer("bytes"), [104, 300, 105]) == "hi"
 
 
 def test_an_unknown_tokenizer_is_refused() -> None:
-    with pytest.raises(UserError, match="tokenizer 'gpt3' is not known; wanted gpt2 or bytes"):
+    with pytest.raises(UserError, match="tokenizer 'gpt3' is unknown; wanted gpt2 or bytes"):
         load_tokenizer("gpt3")

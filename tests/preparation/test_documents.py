@@ -1,0 +1,100 @@
+"""Finding the documents of a source."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from basics.errors import UserError
+from preparation.documents import find_documents, python_stdlib
+from preparation.pipeline import prepare_dataset
+from tests.support.preparation import (
+    BYTES,
+    DOCUMENTS,
+    decoded,
+    write_parquet,
+    write_source,
+)
+
+
+def test_a_source_can_be_a_pattern_or_a_file(tmp_path: Path) -> None:
+    source_dir = write_source("jsonl", tmp_path / "source")
+    by_pattern = find_documents(f"{source_dir}/[ab].jsonl")
+    assert [shard.name for shard in by_pattern.shards] == ["a.jsonl", "b.jsonl"]
+    assert [shard.name for shard in find_documents(f"{tmp_path}/*/b*").shards] == ["source/b.jsonl"]
+    prepare_dataset(find_documents(source_dir / "a.jsonl"), tmp_path / "out", BYTES)
+    assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[:50][:-1]
+
+
+def test_the_identity_of_a_file_changes_with_its_size_or_time(tmp_path: Path) -> None:
+    folder = write_parquet(tmp_path / "source", ["a", "b"], ["c"])
+    before = find_documents(folder)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), folder / "001.parquet")
+    after = find_documents(folder)
+    assert before.shards[0].identity == after.shards[0].identity
+    assert before.shards[1].identity != after.shards[1].identity
+
+
+def test_only_txt_files_of_a_directory_are_documents(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.TXT", "README.md", "convert.py"):
+        (tmp_path / name).write_text("x")
+    os.mkfifo(tmp_path / "c.txt")
+    assert find_documents(tmp_path).shards[0].facts().num_documents == 2
+    assert find_documents(f"{tmp_path}/*.py").shards[0].facts().num_documents == 1
+
+
+def test_hidden_directories_and_token_datasets_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    for path in ("a.txt", "b.TXT", ".git/c.txt"):
+        (tmp_path / path).write_text("text")
+    prepare_dataset(find_documents(tmp_path), tmp_path / "out", BYTES)  # writes a README.md
+    assert find_documents(tmp_path).shards[0].facts().num_documents == 2
+
+
+def test_file_names_of_any_bytes_and_broken_links(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in (b"\xff.jsonl", b"two\nlines.jsonl"):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text('{"text": "a"}\n')
+    prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    (folder / "z.jsonl").symlink_to("nothing")
+    with pytest.raises(UserError, match="z.jsonl: is a broken link"):
+        find_documents(folder)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda d: None, "no documents; wanted files ending in"),
+    (lambda d: (d / "one.txt").write_text("x"), r"1 document\(s\) found; wanted at least 2"),
+    (lambda d: (d / "a.parquet").write_bytes(b"PAR1 no"), "a.parquet: not a complete parquet file"),
+    (lambda d: pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"]}), d / "a.parquet"),
+     "has no column 'text'; name one of its columns .*: body"),
+    (lambda d: pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), d / "a.parquet"),
+     "column 'text' is of type int64; name a column of text"),
+    (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
+     "contains both JSON lines and parquet"),
+])
+def test_sources_that_cannot_be_used(tmp_path: Path, make, message: str) -> None:
+    source_dir = tmp_path / "source"
+    source_dir.mkdir()
+    make(source_dir)
+    with pytest.raises(UserError, match=message) as caught:
+        prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_source(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere: no such file or directory, and not the owner"):
+        find_documents(tmp_path / "nowhere")
+
+
+def test_the_documents_of_the_standard_library_are_always_the_same() -> None:
+    first, second = (python_stdlib().shards[0] for _ in range(2))
+    assert first.identity == second.identity
+    text = "".join(piece.text for task in first.tasks() for piece in task.pieces())
+    assert len(text) > 5_000_000 and "def " in text
+    assert "The \"if\" statement" in text, "the reference documentation is missing"

@@ -1,0 +1,113 @@
+"""Run prepare_dataset.py in the process of the test, and read the datasets that it writes."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from safetensors.numpy import load_file
+
+import prepare_dataset as command
+from preparation.documents import Source, TextsShard
+from preparation.pipeline import prepare_dataset
+from preparation.planning import PrepareOptions
+from preparation.readers import Task
+
+DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
+BYTES = PrepareOptions(tokenizer="bytes")
+
+
+def prepare(*arguments: str) -> CompletedProcess[str]:
+    """Run prepare_dataset.py in this process, with one worker unless it imports tokens."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    workers = [] if "--import" in arguments else ["--workers", "1"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+        patch.setattr(command, "start_fork_server", lambda _: None)  # one worker needs none
+        with pytest.raises(SystemExit) as caught:
+            command.main([*arguments, *workers], prog_name="prepare_dataset.py")
+    return CompletedProcess(arguments, caught.value.code or 0, stdout.getvalue(),
+                            stderr.getvalue())
+
+
+def tokens_in(dataset_dir: Path) -> dict[str, np.ndarray]:
+    """Return the tokens of a dataset by split."""
+    return {split: load_file(dataset_dir / f"{split}.safetensors")["tokens"]
+            for split in ("train", "validation")}
+
+
+def decoded(path: Path) -> list[str]:
+    """Return the documents of a token file of the tokenizer `bytes`."""
+    tokens = load_file(path)["tokens"]
+    assert tokens.dtype == np.uint16
+    ends = np.flatnonzero(tokens == 256)
+    assert ends[-1] == len(tokens) - 1, "the last document has no end-of-text token"
+    return [bytes(d[:-1].astype(np.uint8)).decode() for d in np.split(tokens, ends + 1)[:-1]]
+
+
+def contents(dataset_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(dataset_dir.iterdir())}
+
+
+def texts_source(*shards: list[str]) -> Source:
+    return Source("texts", [TextsShard(f"shard {i}", texts) for i, texts in enumerate(shards)])
+
+
+def write_parquet(folder: Path, *parts: list[str | None]) -> Path:
+    """Write one parquet file for each part, with a column of ids next to the text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, part in enumerate(parts):
+        table = pyarrow.table({"text": pyarrow.array(part, pyarrow.string()),
+                               "id": [str(n) for n in range(len(part))]})
+        pyarrow.parquet.write_table(table, folder / f"{i:03}.parquet")
+    return folder
+
+
+def write_source(kind: str, source_dir: Path) -> Path:
+    """Write DOCUMENTS to a directory of parquet, JSON lines or text files."""
+    source_dir.mkdir()
+    if kind == "parquet":
+        write_parquet(source_dir / "sample" / "10BT", DOCUMENTS[:100],
+                      [text or None for text in DOCUMENTS[100:]])
+        (source_dir / "README.md").write_text("not a document")
+    elif kind == "jsonl":
+        lines = [json.dumps({"text": text}) for text in DOCUMENTS]
+        (source_dir / "a.jsonl").write_text("\n".join(lines[:50]) + "\n\n")
+        (source_dir / "b.jsonl").write_text("\n".join(lines[50:]))
+    else:
+        for i, text in enumerate(DOCUMENTS):
+            (source_dir / f"{i:04}.txt").write_text(text)
+    return source_dir
+
+
+def corrupt(path: Path, *, footer: bool) -> None:
+    """Damage the data or the footer of a parquet file."""
+    content = bytearray(path.read_bytes())
+    start = len(content) - 6 if footer else 8
+    content[start:start + 40] = b"\xff" * len(content[start:start + 40])
+    path.write_bytes(content)
+
+
+class Stopped(Exception):
+    """Raised by a test in the middle of a preparation."""
+
+
+def leave_unfinished(source: Source, out: Path, options: PrepareOptions = BYTES) -> None:
+    """Prepare all shards of texts but the last."""
+    original, last_shard = TextsShard.tasks, source.shards[-1].name
+
+    def tasks(shard: TextsShard) -> Iterator[Task]:
+        if shard.name == last_shard:
+            raise Stopped
+        return original(shard)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(TextsShard, "tasks", tasks)
+        prepare_dataset(source, out, options)
