@@ -202,11 +202,12 @@ def _num_validations(run: Run, plan: BatchPlan) -> int:
 
 def num_checkpoints(run: Run, plan: BatchPlan) -> int:
     """Return the number of steps after which a run saves a checkpoint."""
-    intervals = (run.train.validation_interval, run.train.checkpoint_interval)
-    saved = {plan.num_steps}
-    for interval in filter(None, intervals):
-        saved |= set(range(interval, plan.num_steps + 1, interval))
-    return len(saved)
+    steps, train = plan.num_steps, run.train
+    intervals = list(filter(None, (train.validation_interval, train.checkpoint_interval)))
+    count = sum(steps // interval for interval in intervals)
+    if len(intervals) == 2:
+        count -= steps // math.lcm(*intervals)  # one checkpoint serves both
+    return count + all(steps % interval for interval in intervals)  # the last step is always saved
 
 
 def _machine_lines(run: Run, estimates: list[Estimate], *, budget: float | None) -> list[str]:
