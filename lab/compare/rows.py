@@ -157,7 +157,7 @@ def _mark_differences(rows: list[Row]) -> tuple[list[Row], str]:
                                      and config[key] != common.get(key)})
               for row, config in zip(rows, configs, strict=True)]
     values = " ".join(f"{key}={value}" for key, value in common.items())
-    return marked, f"settings of all other runs: {values}" if values else ""
+    return marked, f"settings, unless a row shows another value: {values}" if values else ""
 
 
 def _settings(row: Row) -> dict[str, str]:
