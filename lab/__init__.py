@@ -1,1 +1,1 @@
-"""What surrounds a train: `uv run lab <verb>`."""
+"""The `lab` command: plan, evaluate, compare, tune and publish runs."""

@@ -1,4 +1,4 @@
-"""The `lab` command. Each verb is a module of this package, loaded when it is called."""
+"""The `lab` command. The module of a subcommand is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 
 import click
 
-from basics.errors import UserError, print_error
+from basics.errors import BAD_INPUT, UserError, print_error
 
-VERBS = {
+MODULES = {
     "compare": "lab.compare.compare",
     "evaluate": "lab.evaluate.evaluate",
     "generate": "lab.generate",
@@ -22,29 +22,29 @@ VERBS = {
 }
 
 
-class VerbGroup(click.Group):
-    """A group whose commands are the modules named in `VERBS`, each with a `command`."""
+class LazyGroup(click.Group):
+    """A group whose subcommands are the `command` of each module in `MODULES`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
-        return importlib.import_module(VERBS[cmd_name]).command
+        module = MODULES.get(cmd_name)
+        return importlib.import_module(module).command if module else None
 
 
-@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Work with trained runs."""
+    """Plan, evaluate, compare, tune and publish runs."""
 
 
 def main() -> None:
+    """Run the command line; print errors that the user can correct as one line."""
     try:
         cli(prog_name="lab")
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)  # by then torchrun ends this process, where rank 0 has said the same
+            time.sleep(5)  # rank 0 prints the same error; torchrun then stops this process
         print_error(error.line())
         sys.exit(error.status)
     except (RuntimeError, MemoryError) as error:
@@ -52,11 +52,11 @@ def main() -> None:
             raise
         print_error(UserError("out of memory; set a smaller --microbatch-size, --batch-size or"
                               " --samples").line())
-        sys.exit(2)
+        sys.exit(BAD_INPUT)
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Recognise it on a GPU and on a CPU, without importing torch."""
+    """Recognise an out-of-memory error of a GPU or a CPU without importing torch."""
     return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             or "can't allocate memory" in str(error))
 

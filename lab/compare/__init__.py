@@ -1,1 +1,1 @@
-"""`lab compare`: runs side by side."""
+"""`lab compare`: compare runs in one table and in charts."""

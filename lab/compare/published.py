@@ -1,4 +1,4 @@
-"""What the original system measured, as rows for `lab compare`."""
+"""The published results of the original system, as rows for `lab compare`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Any
 
 from basics.errors import UserError
 from lab.compare.run_figures import Figures
-from lab.compare.run_results import Result, slice_of
+from lab.compare.run_results import PUBLISHED, Result, slice_of
 
 PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
-PUBLISHED = "published"  # their status
 
 
 def read_published(path: Path = PUBLISHED_PATH) -> list[Result]:
-    """Read the rows that come with the project. Raises: UserError if the file cannot be read."""
+    """Read the published results. Raises: UserError if the file cannot be read."""
     try:
         published = json.loads(path.read_text(encoding="utf-8"))
         return [_result(row, slice_of(published["test_slice"])) for row in published["rows"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}); it comes with the"
-                        " project: fetch it again") from None
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}); it is part of the"
+                        " project: download it again") from None
 
 
 def _result(row: dict[str, Any], test_slice: str) -> Result:
-    """Make one row; its dollars follow from seconds and the machine's price."""
+    """Convert one published row; compute dollars from its seconds and the machine's price."""
     known = {name: row[name] for name in Figures.__dataclass_fields__ if name in row}
     for key, seconds in (("usd", "seconds"), ("validation_usd", "validation_seconds")):
         if seconds in row and "usd_per_hour" in row:
             known[key] = row[seconds] / 3600 * row["usd_per_hour"]
-    # As the original fitted it: one point a train, of two checkpoints the best.
+    # The original's fit has one point per run: of two checkpoints the best.
     is_in_fit = row.get("dataset") == "FineWeb" and row.get("checkpoint") != "latest"
     return Result(
         name=row["name"], status=PUBLISHED, figures=Figures(**known), notes=row.get("notes", ""),

@@ -1,4 +1,4 @@
-"""Results to rows: repeated seeds together, the best first, with what sets each apart."""
+"""Rows of a comparison: seeds merged, sorted by loss, with the settings that differ."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
-from lab.compare.published import PUBLISHED
 from lab.compare.run_figures import Figures
-from lab.compare.run_results import FINISHED, Result, shown
+from lab.compare.run_results import FINISHED, PUBLISHED, Result, shown
 
 LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
-              "train_loss": "training loss"}  # the first that all rows have decides
+              "train_loss": "training loss"}  # in order of preference
 SEED = "random_seed"
 LONGEST_NAME = 40  # characters, in a chart
-# Student's t: within it lie 95 of 100 differences, by degrees of freedom from 1 on.
+# Critical values of Student's t (two-sided, 95%), for 1, 2, 3, ... degrees of freedom.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run, one published row, or the mean of runs that differ in their seed alone.
+    """One run, one published row, or the mean of runs that differ only in their seed.
 
     Attributes:
-        spread: sample standard deviation of each loss over the seeds, where there are several.
-        settings: those in which the compared runs differ, without what most have in common.
+        spread: sample standard deviation of each loss over the seeds, if there are several.
+        settings: settings in which the runs differ, except values that most runs have.
     """
 
     results: tuple[Result, ...]
@@ -59,14 +58,14 @@ class Row:
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
     def loss(self, kind: str) -> float | None:
-        """Give a loss if it can be set beside those of the other rows."""
-        is_foreign = kind == "test_loss" and self.is_of_other_slice
-        return None if is_foreign else getattr(self.figures, kind)
+        """Return a loss if it can be compared with those of the other rows."""
+        is_incomparable = kind == "test_loss" and self.is_of_other_slice
+        return None if is_incomparable else getattr(self.figures, kind)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows, the best first, and what a reader has to know of them.
+    """Rows, the best first, and notes for the reader.
 
     Attributes:
         sorted_by: a key of `LOSS_NAMES`.
@@ -78,20 +77,20 @@ class Comparison:
 
 
 def compare(results: list[Result]) -> Comparison:
-    """Set results beside each other."""
+    """Group results into rows, sort the rows and write the notes."""
     rows = _mark_slices(_group_seeds(_with_test_losses(results)))
-    rows, common = _mark_differences(rows)
+    rows, common_note = _mark_differences(rows)
     kind = deciding_loss(rows)
-    rows, within = _mark_within_spread(sorted(rows, key=_order(kind)), kind)
+    rows, spread_note = _mark_within_spread(sorted(rows, key=_order(kind)), kind)
     return Comparison(rows, kind, [note for note in (
-        _sorting_note(rows, kind), common, within, *_slice_notes(rows), _published_note(rows)
-    ) if note])
+        _sorting_note(rows, kind), common_note, spread_note, *_slice_notes(rows),
+        _published_note(rows)) if note])
 
 
 def _with_test_losses(results: list[Result]) -> list[Result]:
-    """Give each result its loss on the slice that most have, of equals on the longest.
+    """Choose each result's test loss: on the published slice, else on the most common one.
 
-    The slice of published rows comes first.
+    Of equally common slices the longest is chosen.
     """
     counts = Counter(test_slice for result in results for test_slice in result.tests)
     published = {test_slice for result in results if result.status == PUBLISHED
@@ -105,24 +104,24 @@ def _with_test_losses(results: list[Result]) -> list[Result]:
 
 
 def _group_seeds(results: list[Result]) -> list[Row]:
-    """Put runs together that differ in nothing but their seed.
+    """Group runs that differ only in their seed.
 
-    A seed that comes twice, trained to the same end, is no second sample: it gets a row of its own.
+    A second run with the same seed and length is not another sample: it gets its own row.
     """
     groups: dict[object, list[Result]] = {}
     times_seen: Counter[object] = Counter()
-    for place, result in enumerate(results):
+    for index, result in enumerate(results):
         figures, config = result.figures, {k: shown(v) for k, v in result.config.items()}
         seed = config.pop(SEED, None)
         key = (tuple(sorted(config.items())), result.status, result.machine, figures.steps,
                figures.global_batch_size)
         times_seen[key, seed] += 1
-        groups.setdefault((key, times_seen[key, seed]) if config else place, []).append(result)
+        groups.setdefault((key, times_seen[key, seed]) if config else index, []).append(result)
     return [_row(tuple(group)) for group in groups.values()]
 
 
 def _row(results: tuple[Result, ...]) -> Row:
-    """Make one row; of several seeds the means, of what each of them has."""
+    """Return one row; for several seeds the means of the figures that all of them have."""
     if len(results) == 1:
         return Row(results, results[0].figures)
     columns = {field.name: [getattr(result.figures, field.name) for result in results]
@@ -135,7 +134,7 @@ def _row(results: tuple[Result, ...]) -> Row:
 
 
 def _mark_slices(rows: list[Row]) -> list[Row]:
-    """Mark test losses of other tokens than the published ones, or than most."""
+    """Mark test losses on other tokens than the published rows, or than most rows."""
     tested = [row for row in rows if row.figures.test_loss is not None]
     standard = [row for row in tested if row.is_published] or tested
     usual = Counter(row.first.test_slice for row in standard).most_common(1)
@@ -144,7 +143,7 @@ def _mark_slices(rows: list[Row]) -> list[Row]:
 
 
 def _mark_differences(rows: list[Row]) -> tuple[list[Row], str]:
-    """Note in which settings the runs differ; what more than half have in common is said once."""
+    """Set the settings in which rows differ; values of more than half of them go into a note."""
     configs = [_settings(row) for row in rows]
     known = [config for config in configs if config]
     keys = [key for key in dict.fromkeys(key for config in known for key in config)
@@ -157,8 +156,8 @@ def _mark_differences(rows: list[Row]) -> tuple[list[Row], str]:
     marked = [replace(row, settings={key: config[key] for key in keys if key in config
                                      and config[key] != common.get(key)})
               for row, config in zip(rows, configs, strict=True)]
-    said = " ".join(f"{key}={value}" for key, value in common.items())
-    return marked, f"where nothing else is said: {said}" if said else ""
+    values = " ".join(f"{key}={value}" for key, value in common.items())
+    return marked, f"settings, unless a row shows another value: {values}" if values else ""
 
 
 def _settings(row: Row) -> dict[str, str]:
@@ -168,18 +167,18 @@ def _settings(row: Row) -> dict[str, str]:
 
 
 def deciding_loss(rows: list[Row]) -> str:
-    """Choose the loss to sort by: test before validation before training, if all rows have it.
+    """Choose the loss to sort by: the one that most rows have; test, then validation, if equal.
 
-    Else the one that most have. Runs that have not ended have a say only where none has.
+    Runs that have not ended count only if no run has ended.
     """
     measured = [row for row in rows if any(row.loss(kind) is not None for kind in LOSS_NAMES)]
     ended = [row for row in measured if row.first.status in (FINISHED, PUBLISHED)] or measured
     counts = {kind: sum(row.loss(kind) is not None for row in ended) for kind in LOSS_NAMES}
-    return max(LOSS_NAMES, key=lambda kind: counts[kind])  # of equals the first
+    return max(LOSS_NAMES, key=lambda kind: counts[kind])  # the first of equals
 
 
 def _order(kind: str) -> Callable[[Row], tuple]:
-    """Give the key to sort by: that loss, and behind all that have it, the others."""
+    """Return a sort key: this loss, then the others; rows without it come last."""
     def key(row: Row) -> tuple:
         losses = [row.loss(name) for name in (kind, *LOSS_NAMES)]
         return (*((loss is None, loss or 0.0) for loss in losses), row.name)
@@ -187,8 +186,7 @@ def _order(kind: str) -> Callable[[Row], tuple]:
 
 
 def seed_spread(rows: list[Row], kind: str) -> tuple[float, int]:
-    """Pool the standard deviations of all rows with several seeds; give their degrees of freedom.
-    """
+    """Return the standard deviation pooled over rows with several seeds; its degrees of freedom."""
     groups = [(row.spread[kind], len(row.results) - 1) for row in rows
               if kind in row.spread and row.loss(kind) is not None]
     freedom = sum(free for _, free in groups)
@@ -197,12 +195,12 @@ def seed_spread(rows: list[Row], kind: str) -> tuple[float, int]:
 
 
 def _mark_within_spread(rows: list[Row], kind: str) -> tuple[list[Row], str]:
-    """Mark what lies so near the best row that seeds alone may be the difference.
+    """Mark rows whose difference from the best row may be due to the seeds alone.
 
-    Two means of n1 and n2 seeds differ by s * sqrt(1/n1 + 1/n2) (one standard deviation) when
-    nothing but the seed does, s being pooled over all rows with several seeds: it is taken to be
-    the same for all, also for a row with one seed. Within t times that lie 95 of 100 such
-    differences. As the best row was chosen for being the best, the mark comes rather too seldom.
+    If only the seeds differ, the difference of two means of n1 and n2 seeds has the standard
+    deviation s * sqrt(1/n1 + 1/n2); s is pooled over all rows with several seeds and assumed to be
+    equal for all rows, even those with one seed. 95% of such differences are below t times that.
+    As the best row was selected for its loss, rather too few rows are marked.
 
     Source: Student's t-test of two means with pooled variance (Student 1908, Biometrika 6).
     """
@@ -218,28 +216,27 @@ def _mark_within_spread(rows: list[Row], kind: str) -> tuple[list[Row], str]:
         marked.append(replace(row, is_within_spread=loss is not None and loss - best <= limit))
     known = f"(standard deviation {spread:.4f}, {freedom} degrees of freedom, 95%)"
     if any(row.is_within_spread for row in marked):
-        return marked, ("≈ within the seed spread of the best row: other seeds alone make as much"
-                        f" of a difference {known}")
-    return marked, f"no row lies within the seed spread of the best one {known}"
+        return marked, ("≈ within the seed spread of the best row: the difference may be due to the"
+                        f" seeds alone {known}")
+    return marked, f"no row is within the seed spread of the best row {known}"
 
 
 def _sorting_note(rows: list[Row], kind: str) -> str:
     missing = sum(row.loss(kind) is None for row in rows)
-    behind = {0: "", 1: "; the row without one comes last"}.get(
-        missing, f"; the {missing} rows without one come last")
+    last = f"; rows without it come last ({missing})" if missing else ""
     seeds = "; mean ± standard deviation over n seeds" if any(row.spread for row in rows) else ""
-    return f"sorted by {LOSS_NAMES[kind]} (nats a token), best first{behind}{seeds}"
+    return f"sorted by {LOSS_NAMES[kind]} (nats per token), best first{last}{seeds}"
 
 
 def _slice_notes(rows: list[Row]) -> list[str]:
-    """Say what the test losses are of, and that validation losses are not of the same tokens."""
+    """Describe the tokens of the test losses; warn if validation losses are of different tokens."""
     notes = []
-    for is_other, start in ((False, "test loss: of"), (True, "† not to be compared: of")):
+    for is_other, start in ((False, "test loss on"), (True, "† not comparable: test loss on")):
         slices = {row.first.test_slice for row in rows if row.figures.test_loss is not None
                   and row.is_of_other_slice == is_other}
         notes += [f"{start} {'; '.join(sorted(slices))}"] if slices else []
     if len({_validation_slice(row) for row in rows if row.figures.validation_loss is not None}) > 1:
-        notes.append("the validation losses are of different tokens: see what differs")
+        notes.append("validation losses were measured on different tokens: see the differences")
     return notes
 
 
@@ -254,5 +251,5 @@ def _validation_slice(row: Row) -> tuple[str, ...]:
 def _published_note(rows: list[Row]) -> str:
     if not any(row.is_published for row in rows):
         return ""
-    return ("* published: measured by the original system, not here; dollars from its seconds and"
-            " prices, those of validation an estimate; IFT: a judge's score, 0 to 100")
+    return ("* published results of the original system; US$ computed from its seconds and prices,"
+            " for validation an estimate; IFT: score of a judge model, 0 to 100")

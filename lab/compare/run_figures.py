@@ -1,7 +1,7 @@
-"""Figures out of what a run writes, as far as that can be read.
+"""Figures of a run, read from the files that it writes.
 
-A run may still be training, or have been killed; its files may be damaged, or of an older version.
-What cannot be read, and what no run can have measured, is None.
+The run may still be training or may have been killed; its files may be damaged, or written by an
+older version. A value that cannot be read, or that no run can have measured, is None.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1e15  # number that a run could have measured
+from reporting.metrics_file import read_metrics
+
+LARGEST = 1e15  # the largest number that a run could have measured
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run was measured by."""
+    """The measured results of a run, or their means over several seeds."""
 
     global_batch_size: float | None = None
     microbatch_size: float | None = None
@@ -29,8 +31,8 @@ class Figures:
     train_loss: float | None = None
     validation_loss: float | None = None
     test_loss: float | None = None
-    ift_score: float | None = None  # 0 to 100: a judge's, after instruction fine-tuning
-    seconds: float | None = None  # of all phases
+    ift_score: float | None = None  # 0 to 100: a judge model's score after instruction fine-tuning
+    seconds: float | None = None  # all phases
     validation_seconds: float | None = None
     tokens_per_second: float | None = None  # while training
     usd: float | None = None
@@ -38,11 +40,11 @@ class Figures:
 
     @property
     def seconds_without_validation(self) -> float | None:
-        return _less(self.seconds, self.validation_seconds)
+        return _difference(self.seconds, self.validation_seconds)
 
     @property
     def usd_without_validation(self) -> float | None:
-        return _less(self.usd, self.validation_usd)
+        return _difference(self.usd, self.validation_usd)
 
     @property
     def usd_per_megatoken(self) -> float | None:
@@ -55,11 +57,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Written:
-    """What a run has written so far.
+    """The contents of the files that a run has written so far.
 
     Attributes:
-        summary: of a run that has not ended, only what earlier starts had spent.
-        records: lines of `metrics.jsonl` that say their step.
+        summary: `summary.json`; of a run that has not ended, only the cost of earlier launches.
+        records: lines of `metrics.jsonl`.
         evaluations: lines of `evaluations.jsonl` with a loss on validation tokens.
     """
 
@@ -69,21 +71,20 @@ class Written:
 
     @classmethod
     def read(cls, run_dir: Path) -> Written:
-        """Read a run's files, also while it trains."""
-        records = (record for record in _read_lines(run_dir / "metrics.jsonl")
-                   if number(record.get("global_step")) is not None)
-        evaluations = (line for line in _read_lines(run_dir / "evaluations.jsonl")
-                       if number(line.get("loss")) is not None
-                       and line.get("split") == "validation")  # of others a run may have learnt
-        return cls(summary=_object(read_text(run_dir / "summary.json")), records=tuple(records),
-                   evaluations=tuple(evaluations))
+        """Read a run's files; it may still be training."""
+        evaluations = map(_object, read_text(run_dir / "evaluations.jsonl").split("\n"))
+        return cls(summary=_object(read_text(run_dir / "summary.json")),
+                   records=tuple(read_metrics(run_dir / "metrics.jsonl")),
+                   evaluations=tuple(line for line in evaluations  # not of tokens trained on
+                                     if number(line.get("loss")) is not None
+                                     and line.get("split") == "validation"))
 
     @property
-    def is_at_an_end(self) -> bool:
+    def has_ended(self) -> bool:
         return "global_step" in self.summary
 
     def latest(self, key: str) -> float | None:
-        """Give the summary's number; of a run that has not ended, the last one recorded."""
+        """Return the summary's number; of a run that has not ended, the last recorded one."""
         if key in self.summary:
             return number(self.summary[key])
         return number(next((r[key] for r in reversed(self.records) if key in r), None))
@@ -92,24 +93,24 @@ class Written:
         return [n for record in self.records if (n := number(record.get(key))) is not None]
 
     def part(self, name: str) -> Record:
-        """Give an object in the summary, empty where there is none."""
+        """Return an object of the summary; empty if it is missing."""
         found = self.summary.get(name)
         return found if isinstance(found, dict) else {}
 
     def phases(self, kind: str) -> dict[str, float]:
-        """Give seconds or usd by phase; nothing where one of them is no number."""
+        """Return seconds or US dollars by phase; empty if one of them is not a number."""
         found = self.part(kind)
         return found if all(number(n) is not None for n in found.values()) else {}
 
 
 def number(value: Any) -> float | None:
-    """Give a number as it is; None for all else, and for what no run can have measured."""
+    """Return a number that a run can have measured unchanged, and None for everything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and 0 <= value <= LARGEST else None
 
 
 def read_text(path: Path) -> str:
-    """Give a file's text, none where it cannot be read."""
+    """Return a file's text; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError:
@@ -117,6 +118,7 @@ def read_text(path: Path) -> str:
 
 
 def _object(text: str) -> Record:
+    """Parse a JSON object; return an empty one if the text is damaged or only partly written."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -124,12 +126,7 @@ def _object(text: str) -> Record:
     return values if isinstance(values, dict) else {}
 
 
-def _read_lines(path: Path) -> list[Record]:
-    """Give the whole lines; one that is only half written is left out."""
-    return [record for line in read_text(path).split("\n") if (record := _object(line))]
-
-
-def _less(whole: float | None, part: float | None) -> float | None:
+def _difference(whole: float | None, part: float | None) -> float | None:
     return None if whole is None or part is None else whole - part
 
 
@@ -138,11 +135,11 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def figures_of(written: Written, config: dict[str, Any]) -> Figures:
-    """Gather a run's figures, without its test loss. Losses are its last ones, not its best."""
+    """Return a run's figures without its test loss. Losses are the last ones, not the best."""
     step, tokens = written.latest("global_step"), written.latest("tokens")
     steps = None if step is None else step + 1
     rate = written.latest("tokens_per_second")
-    if not written.is_at_an_end and (rates := written.recorded("tokens_per_second")):
+    if not written.has_ended and (rates := written.recorded("tokens_per_second")):
         rate = statistics.median(rates)
     planned = written.part("batch").get("microbatch_size")
     return Figures(
@@ -151,19 +148,19 @@ def figures_of(written: Written, config: dict[str, Any]) -> Figures:
         tokens=tokens, steps=steps, tokens_per_second=rate,
         train_loss=written.latest("train_loss"),
         validation_loss=written.latest("validation_loss"),
-        **(_spent(written) if written.is_at_an_end else _spent_so_far(written)),
+        **(_spent(written) if written.has_ended else _spent_so_far(written)),
     )
 
 
 def _batch_size(written: Written, config: dict[str, Any],
                 tokens_per_step: float | None) -> float | None:
-    """Give the sequences in a global step: as planned, else as trained, else as wanted."""
+    """Return the sequences per global step: as planned, else as measured, else as configured."""
     planned = [number(written.part("batch").get(key)) for key in
                ("microbatch_size", "gradient_accumulation_steps", "world_size")]
     if all(planned):
         return number(math.prod(planned))
-    trained = _ratio(tokens_per_step, number(config.get("context_length")))
-    return round(trained) if trained else number(config.get("global_batch_size"))
+    measured = _ratio(tokens_per_step, number(config.get("context_length")))
+    return round(measured) if measured else number(config.get("global_batch_size"))
 
 
 def _spent(written: Written) -> dict[str, float | None]:
@@ -174,7 +171,7 @@ def _spent(written: Written) -> dict[str, float | None]:
 
 
 def _spent_so_far(written: Written) -> dict[str, float | None]:
-    """Give what a run has spent that has not ended: the dollars of validation by its time."""
+    """Return the cost so far of a run that has not ended; validation's dollars by its time."""
     earlier = sum(written.phases("seconds").values()), written.phases("usd").get("total", 0.0)
     seconds, usd = (max([before, *written.recorded(key)[-1:]]) or None
                     for before, key in zip(earlier, ("seconds", "usd"), strict=True))

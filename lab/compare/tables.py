@@ -1,4 +1,4 @@
-"""A comparison as a table: for the terminal, in Markdown, CSV or HTML."""
+"""A comparison as a table for the terminal, or in Markdown, CSV or HTML."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tabulate import tabulate
 from lab.compare.rows import LOSS_NAMES, Comparison, Row
 
 UNKNOWN = "-"
-NARROWEST = {"run": 20, "differs": 28}  # characters of the columns that can be broken into lines
-LEFT_OUT_FIRST = (  # where the terminal has no room
+MIN_WIDTHS = {"run": 20, "differs": 28}  # characters, of the columns whose text can be wrapped
+HIDDEN_FIRST = (  # in a terminal that is too narrow
     "microbatch_size", "usd_per_megatoken_without_validation", "ift_score", "steps",
     "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss",
     "seconds_without_validation", "tokens", "seconds", "usd", "validation_loss",
@@ -51,8 +51,8 @@ class Column:
     """A column of the table.
 
     Attributes:
-        key: its name in CSV.
-        show: words a row's cell; None stands for what is not known.
+        key: the column's name in CSV.
+        show: formats the cell of a row; None if the value is not known.
     """
 
     key: str
@@ -61,26 +61,26 @@ class Column:
     align: str = "right"
 
 
-def _figure(key: str, form: Callable[[float], str]) -> Callable[[Comparison, Row], str | None]:
+def _figure(key: str, text: Callable[[float], str]) -> Callable[[Comparison, Row], str | None]:
     def show(_: Comparison, row: Row) -> str | None:
         value = getattr(row.figures, key)
-        return None if value is None else form(value)
+        return None if value is None else text(value)
     return show
 
 
 def _loss(comparison: Comparison, row: Row, key: str) -> str | None:
-    """Word a loss, with marks; a published one with no more digits than it has."""
+    """Format a loss with its marks; a published one with no more digits than were published."""
     loss = getattr(row.figures, key)
     if loss is None:
         return None
     text = f"{loss:.4f}" if loss < 1000 else f"{loss:.4g}"
     text = text.removesuffix("0") if row.is_published else text
-    is_deciding = key == comparison.sorted_by
+    is_sorted_by = key == comparison.sorted_by
     return "".join([
         text,
         f" ± {row.spread[key]:.4f} (n={len(row.results)})"
-        if is_deciding and key in row.spread else "",
-        " ≈" if is_deciding and row.is_within_spread else "",
+        if is_sorted_by and key in row.spread else "",
+        " ≈" if is_sorted_by and row.is_within_spread else "",
         " †" if key == "test_loss" and row.is_of_other_slice else "",
     ])
 
@@ -102,7 +102,7 @@ def _dollars(value: float) -> str:
 
 COLUMNS = (
     Column("run", "run", lambda _, row: row.name, "left"),
-    Column("differs", "what differs", lambda _, row: row.differs or row.first.notes or None,
+    Column("differs", "differences", lambda _, row: row.differs or row.first.notes or None,
            "left"),
     Column("global_batch_size", "global\nbatch", _figure("global_batch_size", _whole)),
     Column("microbatch_size", "micro-\nbatch", _figure("microbatch_size", _whole)),
@@ -115,94 +115,89 @@ COLUMNS = (
     Column("seconds", "seconds", _figure("seconds", _whole)),
     Column("seconds_without_validation", "seconds,\nno val.",
            _figure("seconds_without_validation", _whole)),
-    Column("tokens_per_second", "tokens\na sec.", _figure("tokens_per_second", _whole)),
+    Column("tokens_per_second", "tokens\nper s", _figure("tokens_per_second", _whole)),
     Column("usd", "US$", _figure("usd", _dollars)),
     Column("usd_without_validation", "US$,\nno val.",
            _figure("usd_without_validation", _dollars)),
-    Column("usd_per_megatoken", "US$ a\nMtoken", _figure("usd_per_megatoken", "{:.4f}".format)),
-    Column("usd_per_megatoken_without_validation", "US$ a\nMtoken,\nno val.",
+    Column("usd_per_megatoken", "US$ per\nMtoken", _figure("usd_per_megatoken", "{:.4f}".format)),
+    Column("usd_per_megatoken_without_validation", "US$ per\nMtoken,\nno val.",
            _figure("usd_per_megatoken_without_validation", "{:.4f}".format)),
 )
-CSV_FIGURES = (
-    "global_batch_size", "microbatch_size", "tokens", "steps", "train_loss", "validation_loss",
-    "test_loss", "ift_score", "seconds", "seconds_without_validation", "tokens_per_second", "usd",
-    "usd_without_validation", "usd_per_megatoken", "usd_per_megatoken_without_validation",
-)
+CSV_FIGURES = tuple(column.key for column in COLUMNS if column.key not in MIN_WIDTHS)
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Columns and what stands in them."""
+    """Columns of a table and the texts of its cells."""
 
     columns: list[Column]
     rows: list[list[str]]
 
     @classmethod
     def of(cls, comparison: Comparison) -> Cells:
-        """Word a comparison; columns in which nothing is known are left out."""
+        """Format a comparison, without columns in which no value is known."""
         known = [column for column in COLUMNS
                  if any(column.show(comparison, row) for row in comparison.rows)]
         return cls(known, [[column.show(comparison, row) or UNKNOWN for column in known]
                            for row in comparison.rows])
 
     def without(self, key: str) -> Cells:
-        kept = [place for place, column in enumerate(self.columns) if column.key != key]
-        return Cells([self.columns[place] for place in kept],
-                     [[row[place] for place in kept] for row in self.rows])
+        kept = [i for i, column in enumerate(self.columns) if column.key != key]
+        return Cells([self.columns[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
 
     def widths(self) -> list[int]:
-        return [max(max(map(len, column.head.split("\n"))), *(len(row[place]) for row in self.rows))
-                for place, column in enumerate(self.columns)]
+        return [max(map(len, [*column.head.split("\n"), *(row[i] for row in self.rows)]))
+                for i, column in enumerate(self.columns)]
 
     def table(self, form: str) -> str:
-        """Lay the cells out in one of tabulate's formats."""
+        """Format the cells in one of tabulate's formats."""
         heads = [column.head.replace("-\n", "").replace("\n", " ") for column in self.columns]
         return tabulate(self.rows, headers=heads, tablefmt=form, disable_numparse=True,
                         colalign=[column.align for column in self.columns])
 
     def narrow_table(self, limits: list[int]) -> str:
-        """Lay the cells out in columns no wider than need be, nor than the limits."""
-        # Heads are rows here: tabulate would make every column wider than its head.
-        rules = ["-" * min(*both) for both in zip(self.widths(), limits, strict=True)]
+        """Format the cells in columns of at most these widths, in characters."""
+        # The heads are rows: tabulate makes a column two characters wider than its head.
+        lines = ["-" * min(*both) for both in zip(self.widths(), limits, strict=True)]
         rows = [["\n".join(wrap(cell, limit, break_on_hyphens=False))
                  for cell, limit in zip(row, limits, strict=True)] for row in self.rows]
-        return tabulate([[column.head for column in self.columns], rules, *rows],
+        return tabulate([[column.head for column in self.columns], lines, *rows],
                         tablefmt="plain", disable_numparse=True,
                         colalign=[column.align for column in self.columns])
 
 
 def terminal_table(comparison: Comparison, *, width: int) -> str:
-    """Lay a comparison out for a terminal of so many characters, with its notes."""
-    cells, left_out = Cells.of(comparison), []
-    candidates = [key for key in LEFT_OUT_FIRST if key in [c.key for c in cells.columns]]
-    while _room_for_words(cells, width) < sum(NARROWEST.values()) and candidates:
-        left_out.append(candidates.pop(0))
-        cells = cells.without(left_out[-1])
+    """Format a comparison and its notes for a terminal of `width` characters."""
+    cells, hidden = Cells.of(comparison), []
+    candidates = [key for key in HIDDEN_FIRST if key in [c.key for c in cells.columns]]
+    while _text_width(cells, width) < sum(MIN_WIDTHS.values()) and candidates:
+        hidden.append(candidates.pop(0))
+        cells = cells.without(hidden[-1])
     notes = list(comparison.notes)
-    if left_out:
-        notes.append(f"no room for {', '.join(left_out)}: see --csv, or make the terminal wider")
-    table = cells.narrow_table(_limits(cells, _room_for_words(cells, width)))
+    if hidden:
+        notes.append(f"hidden columns: {', '.join(hidden)}; use --csv or a wider terminal")
+    table = cells.narrow_table(_limits(cells, _text_width(cells, width)))
     return "\n".join([table, "", *notes])
 
 
-def _room_for_words(cells: Cells, width: int) -> int:
-    """Give the characters that are left for the columns of words."""
+def _text_width(cells: Cells, width: int) -> int:
+    """Return the characters that are left for the columns whose text can be wrapped."""
     others = sum(width for width, column in zip(cells.widths(), cells.columns, strict=True)
-                 if column.key not in NARROWEST)
+                 if column.key not in MIN_WIDTHS)
     return width - others - 2 * (len(cells.columns) - 1)
 
 
-def _limits(cells: Cells, room: int) -> list[int]:
-    """Share the room between names and settings: names may take what settings leave, or half."""
+def _limits(cells: Cells, text_width: int) -> list[int]:
+    """Return the largest width of each column; names get half of the text, or what is left over."""
     widths = dict(zip([column.key for column in cells.columns], cells.widths(), strict=True))
-    names = min(widths["run"], max(room // 2, room - widths.get("differs", 0)))
-    names = max(NARROWEST["run"], min(names, room - NARROWEST["differs"]))
-    widths |= {"run": names, "differs": max(NARROWEST["differs"], room - names)}
+    names = min(widths["run"], max(text_width // 2, text_width - widths.get("differs", 0)))
+    names = max(MIN_WIDTHS["run"], min(names, text_width - MIN_WIDTHS["differs"]))
+    widths |= {"run": names, "differs": max(MIN_WIDTHS["differs"], text_width - names)}
     return [widths[column.key] for column in cells.columns]
 
 
 def markdown_table(comparison: Comparison) -> str:
-    """Lay a comparison out in Markdown; a cell cannot end its column, or be taken for HTML."""
+    """Format a comparison in Markdown; special characters in cells are escaped."""
     cells = Cells.of(comparison)
     escaped = [[cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
                 for cell in row] for row in cells.rows]
@@ -211,7 +206,7 @@ def markdown_table(comparison: Comparison) -> str:
 
 
 def csv_table(comparison: Comparison) -> str:
-    """Give plain numbers with all their digits, in columns that are always the same."""
+    """Format a comparison as CSV: numbers with all digits, always the same columns."""
     spreads = {key: key.replace("loss", "loss_spread") for key in LOSS_NAMES}
     names = ["run", "status", "differs", "num_seeds", *CSV_FIGURES, *spreads.values(),
              "sorted_by", "is_within_spread", "test_slice"]
@@ -233,14 +228,14 @@ def csv_table(comparison: Comparison) -> str:
 
 
 def _plain(value: float | None) -> str:
-    """Write a number without an exponent where it is whole; nothing where it is not known."""
+    """Format a number, a whole one without an exponent; empty if it is not known."""
     if value is None:
         return ""
     return str(int(value)) if value == int(value) else repr(value)
 
 
 def html_page(comparison: Comparison, charts: list[Path]) -> str:
-    """Make one page that needs no other file: the table, its notes, and the charts in it."""
+    """Format a comparison as one HTML page, with the charts embedded."""
     notes = "\n".join(f"<p>{html.escape(note)}</p>" for note in comparison.notes)
     images = [f'<img alt="{path.stem}" src="data:image/png;base64,'
               f'{base64.b64encode(path.read_bytes()).decode()}">' for path in charts]

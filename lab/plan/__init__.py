@@ -1,1 +1,1 @@
-"""`lab plan`: memory, hours and dollars of a run before it starts."""
+"""`lab plan`: estimate the memory, hours and dollars of a run before it is launched."""

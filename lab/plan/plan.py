@@ -1,4 +1,4 @@
-"""`lab plan`: what a run takes, in memory, hours and dollars, before it starts."""
+"""`lab plan`: estimate the memory, hours and dollars of a run before it is launched."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import click
+from tabulate import tabulate
 
 from basics.errors import UserError
 from lab.plan.machines import Machine, known_machines, parse_machine
@@ -18,45 +19,59 @@ from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 PART_NAMES = {
-    "weights": "weights", "optimizer": "optimizer", "gradients": "gradients",
-    "buckets": "buckets, with the gradients in them", "weight_copies": "weights in low precision",
-    "activations": "activations", "logits": "logits, loss and their gradients",
+    "weights": "weights", "optimizer": "optimizer state", "gradients": "gradients",
+    "buckets": "DDP buckets, which hold the gradients",
+    "weight_copies": "weight copies in low precision", "activations": "activations",
+    "logits": "logits, loss and their gradients",
 }
-FORWARD_SHARE = 1 / 3  # of a training token's work is the forward pass, all that validation does
-NO_DATASET_IS_LONGER = 2**62  # tokens: the plan asks for min_train_tokens, not for a file
+MACHINE_HEADS = ["machine", "US$\nper hour", "microbatch x\naccumulation", "largest\nmicrobatch",
+                 "global\nbatch", "steps", "checkpoints,\nin total", "hours", "US$"]
+MACHINE_NOTES = [
+    "Hours and US$ are estimates, with validation, without startup. The low end is the best public",
+    "MFU for such models on that GPU; the high end is the MFU that the original system reached,",
+    "and a slow disk. The largest microbatch is the one expected to fit. Prices are those of",
+    "December 2025, or of --machine.",
+]
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
+UNLIMITED_TOKENS = 2**62  # where min_train_tokens sets the length, the file's does not matter
+NEVER = (math.inf, math.inf)
 
 
 @click.command()
 @click.argument("run")
 @click.option("--machine", "machines", multiple=True, metavar="NAME=COUNTxGPU@USD",
-              help="A machine to add to the table: box=8xH100@23.92, dollars an hour.")
+              help="Add a machine to the table, with its price in US$ per hour, for example"
+                   " box=8xH100@23.92.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="USD",
-              help="Say which machines train the run for so much.")
+              help="Show which machines can train the run within this budget.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N",
-              help="Training tokens of the dataset, where min_train_tokens is -1.")
+              help="Training tokens of the dataset; needed if min_train_tokens is -1.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: int | None,
             runs_dir: Path) -> None:
-    """Say what RUN takes in memory, hours and dollars. Needs no GPU and no data."""
+    """Estimate the memory, hours and dollars of RUN. Needs no GPU and no dataset."""
     loaded = load_run(runs_dir, run)
-    takes_all = loaded.train.min_train_tokens == -1
-    if takes_all and tokens is None:
-        raise UserError(f"{loaded.train_path}: min_train_tokens is -1, all that the dataset has;"
-                        " say with --tokens how many those are")
-    if tokens is not None and not takes_all:
-        raise UserError(f"{loaded.train_path}: min_train_tokens says how many tokens; --tokens is"
-                        " for a run in which it is -1")
+    uses_all_tokens = loaded.train.min_train_tokens == -1
+    if uses_all_tokens and tokens is None:
+        raise UserError(f"{loaded.train_path}: min_train_tokens is -1 (all tokens of the dataset);"
+                        " set their number with --tokens")
+    if tokens is not None and not uses_all_tokens:
+        raise UserError(f"{loaded.train_path}: min_train_tokens is not -1, so --tokens has no"
+                        " effect; drop --tokens")
     if budget is not None and not math.isfinite(budget):
-        raise UserError(f"--budget is {budget}; wanted dollars")
+        raise UserError(f"--budget is {budget}; wanted US dollars")
     table = [*known_machines(), *map(parse_machine, machines)]
-    for line in [*_run_lines(loaded, tokens), "", *_memory_lines(loaded), "",
-                 *_machine_lines(loaded, table, tokens=tokens, budget=budget)]:
-        click.echo(line.rstrip())
+    estimates = sorted((estimate(loaded, machine, tokens=tokens) for machine in table),
+                       key=lambda found: found.usd)
+    sections = [_run_lines(loaded, tokens), _memory_lines(loaded), _card_lines(loaded),
+                _machine_lines(loaded, estimates, budget=budget),
+                MACHINE_NOTES + _budget_lines(estimates, budget)]
+    click.echo("\n\n".join("\n".join(lines) for lines in sections))
 
 
 def _precision(train: TrainConfig) -> Precision:
-    """Give the precision that a run has on a GPU with bf16, as all in the table are."""
+    """Return the precision of a run on a GPU that supports bf16, as all GPUs in the table do."""
     return train.precision or ("bf16" if train.use_amp else "fp32")
 
 
@@ -66,10 +81,10 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
     chinchilla = CHINCHILLA_TOKENS_PER_PARAMETER
     return [
         f"{run.name}: {parameters:,} parameters; {num_tokens:,} tokens,"
-        f" {num_tokens / parameters:.1f} for each (Chinchilla: {chinchilla} ="
-        f" {chinchilla * parameters:,})",
-        f"{per_token / 1e6:,.1f} MFLOP a token, forward and backward;"
-        f" {per_token * num_tokens:.3g} FLOP in all, validation not counted",
+        f" {num_tokens / parameters:.1f} per parameter (Chinchilla: {chinchilla}, or"
+        f" {chinchilla * parameters:,} tokens)",
+        f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
+        f" {per_token * num_tokens:.3g} FLOP in total, without validation",
         f"a checkpoint takes {_checkpoint_bytes(run) / 1e9:,.2f} GB on disk",
     ]
 
@@ -78,35 +93,56 @@ def _checkpoint_bytes(run: Run) -> int:
     return BYTES_PER_PARAMETER_SAVED * num_parameters(run.model)
 
 
+def _settings(run: Run) -> list[Setting]:
+    """Return the settings of the two columns: one GPU, and several (computed for 8)."""
+    return [Setting(run.model, run.train, _precision(run.train), num_processes=n) for n in (1, 8)]
+
+
 def _memory_lines(run: Run) -> list[str]:
-    """Show the peak by part for the run's own microbatch, and what would fit on which card."""
-    size, precision = run.train.microbatch_size, _precision(run.train)
-    settings = [Setting(run.model, run.train, precision, num_processes=n) for n in (1, 8)]
-    peaks = [peak_memory(setting, size) for setting in settings]
-    lines = [f"{f'GiB at the peak, {precision}, microbatch {size}':40}"
-             f"{'one GPU':>10}{'several':>10}"]
-    for field in fields(Memory):
-        one, several = (getattr(peak, field.name) / 2**30 for peak in peaks)
-        lines.append(f"  {PART_NAMES[field.name]:38}{one:>10.2f}{several:>10.2f}")
-    one, several = (peak.total / 2**30 for peak in peaks)
-    lines.append(f"  {'in all, at the fullest moment':38}{one:>10.2f}{several:>10.2f}")
-    lines += ["", f"{'largest microbatch on a card of':40}{'one GPU':>10}{'several':>10}"]
-    for card in CARDS_GIB:
-        largest = [largest_microbatch(setting, usable_gib(card)) for setting in settings]
-        shown = "".join(f"{size or 'none':>10}" for size in largest)
-        lines.append(f"  {f'{card} GiB':38}{shown}")
-    return [*lines, "counted for code that is not compiled; the search measures what is"]
+    """Show the memory peak by part, for the run's own microbatch."""
+    size = run.train.microbatch_size
+    peaks = [peak_memory(setting, size) for setting in _settings(run)]
+    title = f"GiB at the peak, {_precision(run.train)}, microbatch {size}"
+    parts = {PART_NAMES[field.name]: [getattr(peak, field.name) for peak in peaks]
+             for field in fields(Memory)} | {"total": [peak.total for peak in peaks]}
+    return _table([[title, "one GPU", "several GPUs"],
+                   *([name, *(f"{size / 2**30:.2f}" for size in sizes)]
+                     for name, sizes in parts.items())])
+
+
+def _card_lines(run: Run) -> list[str]:
+    """Show the largest microbatch that is expected to fit on cards of several sizes."""
+    settings = _settings(run)
+    sizes = [[f"{card} GiB", *(str(largest_microbatch(setting, usable_gib(card)) or "none")
+                               for setting in settings)] for card in CARDS_GIB]
+    return [*_table([["largest microbatch, by card", "one GPU", "several GPUs"], *sizes]),
+            "computed for code that is not compiled; ddp_train.py --find-max-microbatch measures"
+            " the code that will run"]
+
+
+def _table(rows: list[list[str]], *, last_align: str = "right") -> list[str]:
+    """Align cells in columns, the first one to the left. The first row holds the heads."""
+    align = ["left", *["right"] * (len(rows[0]) - 2), last_align]
+    table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
+    return [line.rstrip() for line in table.splitlines()]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes on one machine."""
+    """The resources that a run needs on one machine.
+
+    Attributes:
+        largest: the largest microbatch that is expected to fit.
+        plan: None if the run cannot be trained on this machine.
+        reason: why it cannot; empty if it can.
+        hours: the lowest and the highest estimate.
+    """
 
     machine: Machine
-    largest: int  # microbatch that is expected to fit
-    plan: BatchPlan | None  # none where the run cannot be trained there
-    hindrance: str
-    hours: tuple[float, float]  # if fast, and if slow
+    largest: int
+    plan: BatchPlan | None = None
+    reason: str = ""
+    hours: tuple[float, float] = NEVER
 
     @property
     def usd(self) -> tuple[float, float]:
@@ -115,15 +151,18 @@ class Estimate:
 
 
 def estimate(run: Run, machine: Machine, *, tokens: int | None) -> Estimate:
-    """Lay a run out on a machine: the run's microbatch, or what keeps its global batch."""
+    """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
+
+    Args:
+        tokens: training tokens of the dataset, where `min_train_tokens` is -1.
+    """
     setting = Setting(run.model, run.train, _precision(run.train), machine.num_gpus)
     largest = largest_microbatch(setting, usable_gib(machine.gpu.memory_gib))
     size, batch = run.train.microbatch_size, run.train.global_batch_size
     if batch and batch % machine.num_gpus == 0 and largest:
         size, _ = nearest_divisors(batch // machine.num_gpus, largest)
-    never = (float("inf"), float("inf"))
     if size > largest:
-        return Estimate(machine, largest, None, "does not fit in memory", never)
+        return Estimate(machine, largest, reason="does not fit in memory")
     train = run.train.model_copy(update={"microbatch_size": size})
     sized = Run(run.name, run.run_dir, run.model, train)
     try:
@@ -132,22 +171,21 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None) -> Estimate:
     except UserError as error:
         is_uneven = batch and batch % machine.num_gpus
         reason = "batch not divisible" if is_uneven else str(error).split(": ", 1)[1]
-        return Estimate(machine, largest, None, reason, never)
+        return Estimate(machine, largest, reason=reason)
     saving = num_checkpoints(run, plan) * _checkpoint_bytes(run) / SLOW_DISK_BYTES_PER_SECOND
-    fast, slow = (_hours(run, plan, machine, mfu=mfu)
-                  for mfu in (machine.gpu.high_mfu, machine.gpu.low_mfu))
-    return Estimate(machine, largest, plan, "", (fast, slow + saving / 3600))
+    low, high = (_hours(run, plan, machine, mfu=mfu)
+                 for mfu in (machine.gpu.high_mfu, machine.gpu.low_mfu))
+    return Estimate(machine, largest, plan, hours=(low, high + saving / 3600))
 
 
 def _file_tokens(run: Run, tokens: int | None) -> int:
     if run.train.min_train_tokens != -1:
-        return NO_DATASET_IS_LONGER
+        return UNLIMITED_TOKENS
     return run.train.start_train_token + tokens + 1
 
 
 def _hours(run: Run, plan: BatchPlan, machine: Machine, *, mfu: float) -> float:
-    """Give the hours of training, and of validation: on one GPU while the others wait, or on all.
-    """
+    """Return the hours of training plus validation; one GPU validates, or all of them do."""
     flops = mfu * machine.gpu.peak(_precision(run.train))
     per_token = flops_per_token(run.model)
     training = plan.num_tokens * per_token / (flops * machine.num_gpus)
@@ -163,63 +201,47 @@ def _num_validations(run: Run, plan: BatchPlan) -> int:
 
 
 def num_checkpoints(run: Run, plan: BatchPlan) -> int:
-    """Count the steps of a run after which it is saved."""
-    intervals = (run.train.validation_interval, run.train.checkpoint_interval)
-    saved = {plan.num_steps}
-    for interval in filter(None, intervals):
-        saved |= set(range(interval, plan.num_steps + 1, interval))
-    return len(saved)
+    """Return the number of steps after which a run saves a checkpoint."""
+    steps, train = plan.num_steps, run.train
+    intervals = list(filter(None, (train.validation_interval, train.checkpoint_interval)))
+    count = sum(steps // interval for interval in intervals)
+    if len(intervals) == 2:
+        count -= steps // math.lcm(*intervals)  # one checkpoint serves both
+    return count + all(steps % interval for interval in intervals)  # the last step is always saved
 
 
-def _machine_lines(run: Run, machines: list[Machine], *, tokens: int | None,
-                   budget: float | None) -> list[str]:
-    estimates = sorted((estimate(run, machine, tokens=tokens) for machine in machines),
-                       key=lambda found: found.usd)
-    head = ["machine", "$/hour", "micro x acc", "largest", "batch", "steps", "checkpoints", "hours",
-            "US$", "" if budget is None else f"${budget:,.2f}"]
-    lines = [
-        *_aligned([head, *(_row(run, found, budget) for found in estimates)]),
-        "",
-        "micro x acc: microbatch and accumulation; largest: microbatch expected to fit. Hours and"
-        " US$ are estimates:",
-        "from the best public MFU for such models on that GPU to what the original system reached"
-        " (a slow disk included);",
-        "with validation, without start-up. Prices: December 2025, or your own.",
-    ]
-    if budget is not None:
-        fitting = [e.machine.name for e in estimates if e.usd[1] <= budget]
-        perhaps = [e.machine.name for e in estimates if e.usd[0] <= budget < e.usd[1]]
-        lines.append(f"Within ${budget:,.2f}: {', '.join(fitting) or 'none'}; only if fast:"
-                     f" {', '.join(perhaps) or 'none'}.")
-    return lines
+def _machine_lines(run: Run, estimates: list[Estimate], *, budget: float | None) -> list[str]:
+    heads = [*MACHINE_HEADS, "" if budget is None else f"budget\n${budget:,.2f}"]
+    return _table([heads, *(_machine_cells(run, found, budget) for found in estimates)],
+                  last_align="left")
 
 
-def _row(run: Run, found: Estimate, budget: float | None) -> list[str]:
+def _machine_cells(run: Run, found: Estimate, budget: float | None) -> list[str]:
     machine, plan = found.machine, found.plan
-    start = [machine.name, f"{machine.usd_per_hour:.2f}"]
+    first = [machine.name, f"{machine.usd_per_hour:.2f}"]
     if plan is None:
-        return [*start, "-", f"{found.largest}", "-", "-", "-", "-", "-", found.hindrance]
+        return [*first, "-", f"{found.largest}", "-", "-", "-", "-", "-", found.reason]
     count = num_checkpoints(run, plan)
     return [
-        *start, f"{plan.microbatch_size} x {plan.gradient_accumulation_steps}",
+        *first, f"{plan.microbatch_size} x {plan.gradient_accumulation_steps}",
         f"{found.largest}", f"{plan.global_batch_size:,}", f"{plan.num_steps:,}",
-        f"{count:,} = {count * _checkpoint_bytes(run) / 1e9:,.0f} GB",
+        f"{count:,} ({count * _checkpoint_bytes(run) / 1e9:,.0f} GB)",
         *(f"{low:,.2f} to {high:,.2f}" for low, high in (found.hours, found.usd)),
         _verdict(found, budget),
     ]
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Lay cells out in columns: the first and the last to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]),
-                       *(cell.rjust(width) for cell, width
-                         in zip(row[1:-1], widths[1:-1], strict=True)), row[-1]]).rstrip()
-            for row in rows]
 
 
 def _verdict(found: Estimate, budget: float | None) -> str:
     if budget is None:
         return ""
     low, high = found.usd
-    return "fits" if high <= budget else "fits if fast" if low <= budget else "too dear"
+    return "fits" if high <= budget else "fits if fast" if low <= budget else "too expensive"
+
+
+def _budget_lines(estimates: list[Estimate], budget: float | None) -> list[str]:
+    if budget is None:
+        return []
+    names = {verdict: ", ".join(found.machine.name for found in estimates
+                                if _verdict(found, budget) == verdict) or "none"
+             for verdict in ("fits", "fits if fast")}
+    return [f"Within ${budget:,.2f}: {names['fits']}; only if fast: {names['fits if fast']}."]

@@ -19,20 +19,20 @@ from click.testing import CliRunner, Result
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from basics.errors import UserError
 from lab.__main__ import cli
 from lab.compare import charts as comparison_charts
-from lab.compare.charts import draw_comparison
-from lab.compare.points import loss_panels, loss_points, memory_points
+from lab.compare.charts import draw_comparison, loss_panels, loss_points, memory_points
 from lab.compare.published import PUBLISHED_PATH, read_published
 from lab.compare.rows import Comparison, Row, compare, seed_spread
 from lab.compare.run_results import find_results
 from lab.compare.tables import csv_table, html_page, markdown_table, terminal_table
-from run_config import UserError
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_MODEL,
     TINY_TRAIN,
     Workplace,
+    draw_bare,
     run_command,
     succeeded,
 )
@@ -44,7 +44,7 @@ HOSTILE = ['"text"', "NaN", "-Infinity", "null", "[]", '{"a": 1}', "true", "-1",
 
 
 class Runs:
-    """Writes runs as the trainer leaves them: 12 steps of 8 sequences of 16 tokens."""
+    """Writes the files of trained runs: 12 steps of 8 sequences of 16 tokens."""
 
     def __init__(self, workplace: Workplace) -> None:
         self.dir, self._workplace = workplace.runs_dir, workplace
@@ -52,7 +52,7 @@ class Runs:
     def add(self, name: str, *, losses: tuple[float | None, ...] = (3.2, 3.1, None),
             train: dict[str, Any] | None = None, model: dict[str, Any] | None = None,
             summary: dict[str, Any] | None = None) -> Path:
-        """Add a finished run; of its losses the third is from `lab evaluate`, if it is one."""
+        """Add a finished run with training, validation and test loss (from `lab evaluate`)."""
         run_dir = self._workplace.add_run(name, train=train, model=model)
         train_loss, validation_loss, test_loss = losses
         config = {k: v for k, v in (TINY_TRAIN | (train or {})).items() if v is not None}
@@ -77,7 +77,7 @@ class Runs:
         return run_dir
 
     def record(self, name: str, *, tokens: int = 1536, usd: float | None = None) -> None:
-        """Write the metrics of 12 steps, with a validation after the sixth and the twelfth."""
+        """Write the metrics of 12 steps, with validations after steps 6 and 12."""
         lines = []
         for step in range(12):
             record = {"global_step": step, "tokens": tokens * (step + 1) // 12,
@@ -124,7 +124,7 @@ def row_of(comparison: Comparison, name: str) -> Row:
 
 
 def cells_of(comparison: Comparison, name: str) -> dict[str, str]:
-    """Read one row of the Markdown table by its heads."""
+    """Return one row of the Markdown table, by column head."""
     lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
              for line in markdown_table(comparison).splitlines() if line.startswith("|")]
     return next(dict(zip(lines[0], line, strict=True)) for line in lines if name in line[0])
@@ -135,7 +135,7 @@ def everything(comparison: Comparison) -> str:
                       csv_table(comparison), html_page(comparison, [])])
 
 
-def test_a_run_is_a_row_of_its_figures(runs: Runs) -> None:
+def test_csv_row_has_all_figures_of_a_run(runs: Runs) -> None:
     runs.add("one", losses=(3.25, 3.125, 3.0625))
     row = csv_rows(runs.compare())["one"]
     assert {key: float(row[key]) for key in row if key not in (
@@ -147,23 +147,24 @@ def test_a_run_is_a_row_of_its_figures(runs: Runs) -> None:
         "usd_without_validation": 0.9, "usd_per_megatoken": 1 / 0.001536,
         "usd_per_megatoken_without_validation": 0.9 / 0.001536})
     assert row["status"] == "finished" and row["ift_score"] == ""
-    assert row["test_slice"] == "tiny/validation, 400 tokens from 0 on"
+    assert row["test_slice"] == "tiny/validation, 400 tokens from token 0"
 
 
-def test_what_differs_is_said_against_the_rest(runs: Runs) -> None:
+def test_differences_are_shown_relative_to_most_runs(runs: Runs) -> None:
     for name in ("base", "same", "wide", "clipped"):
         runs.add(name, train={"clipping_max_norm": 3.5 if name == "clipped" else None},
                  model={"emb_dim": 32 if name == "wide" else 16})
     comparison = runs.compare()
     assert {row.name: row.differs for row in comparison.rows} == {
         "base": "", "same": "", "wide": "emb_dim=32", "clipped": "clipping_max_norm=3.5"}
-    assert "where nothing else is said: emb_dim=16 clipping_max_norm=none" in comparison.notes
+    assert ("settings, unless a row shows another value: emb_dim=16 clipping_max_norm=none"
+            in comparison.notes)
     assert {row.name: row.differs for row in runs.compare("base", "wide").rows} == {
         "base": "emb_dim=16", "wide": "emb_dim=32"}
-    assert cells_of(runs.compare("base"), "base").get("what differs") is None
+    assert cells_of(runs.compare("base"), "base").get("differences") is None
 
 
-def test_a_key_that_an_older_summary_does_not_know_is_no_difference(runs: Runs) -> None:
+def test_setting_missing_in_an_older_summary_is_not_a_difference(runs: Runs) -> None:
     runs.add("old", train={"clipping_max_norm": None})
     new = TINY_TRAIN | {"max_skipped_steps": 20, "clipping_max_norm": None, "weight_decay": 0.10,
                         "warmup_period_percent": 0.0}
@@ -171,7 +172,16 @@ def test_a_key_that_an_older_summary_does_not_know_is_no_difference(runs: Runs) 
     assert [row.differs for row in runs.compare().rows] == ["", ""]
 
 
-def test_without_a_summary_the_settings_are_those_of_the_json_files(runs: Runs) -> None:
+def test_settings_resolved_by_the_device_are_not_differences(runs: Runs) -> None:
+    resolved = {"precision": "bf16", "compile": True, "residual_dtype": "bf16"}
+    runs.add("on a gpu", train={"precision": None}, summary={"train": TINY_TRAIN | resolved})
+    runs.add("on a cpu", train={"precision": None}, summary={"train": TINY_TRAIN})
+    runs.add("chosen", train={"precision": "bf16"})
+    assert {row.name: row.differs for row in runs.compare().rows} == {
+        "on a gpu": "", "on a cpu": "", "chosen": "precision=bf16"}
+
+
+def test_settings_come_from_the_json_files_if_there_is_no_summary(runs: Runs) -> None:
     runs.add("a", train={"weight_decay": 0.25})
     runs.add("b")
     (runs.dir / "a" / "summary.json").unlink()
@@ -181,23 +191,23 @@ def test_without_a_summary_the_settings_are_those_of_the_json_files(runs: Runs) 
     assert row.name == "a (no summary)" and row.differs == ""
 
 
-@pytest.mark.parametrize(("a", "b", "order", "said"), [
+@pytest.mark.parametrize(("a", "b", "order", "note"), [
     ((3.0, 3.0, 3.2), (4.0, 4.0, 3.1), ["b", "a"], "sorted by test loss"),
     ((3.0, 3.3, None), (4.0, 3.1, 3.0), ["b", "a"], "sorted by validation loss"),
     ((3.0, 3.3, 3.0), (2.0, None, None), ["b", "a"], "sorted by training loss"),
-    ((3.0, 3.3, 3.1), (None, None, None), ["a", "b"], "the row without one comes last"),
+    ((3.0, 3.3, 3.1), (None, None, None), ["a", "b"], "rows without it come last (1)"),
 ])
-def test_rows_are_sorted_by_the_loss_that_all_have(
-    runs: Runs, a: tuple, b: tuple, order: list[str], said: str
+def test_rows_are_sorted_by_the_loss_that_all_rows_have(
+    runs: Runs, a: tuple, b: tuple, order: list[str], note: str
 ) -> None:
     runs.add("a", losses=a)
     runs.add("b", losses=b)
     comparison = runs.compare()
     assert names_of(comparison) == order
-    assert said in comparison.notes[0]
+    assert note in comparison.notes[0]
 
 
-def test_a_run_that_still_trains_does_not_decide_what_is_sorted_by(runs: Runs) -> None:
+def test_running_run_does_not_change_the_loss_that_rows_are_sorted_by(runs: Runs) -> None:
     runs.add("a", losses=(3.0, 3.0, 3.2))
     runs.add("b", losses=(3.0, 3.1, 3.1))
     runs.add("busy", losses=(2.0, 2.0, None), summary={"status": "running"})
@@ -205,7 +215,7 @@ def test_a_run_that_still_trains_does_not_decide_what_is_sorted_by(runs: Runs) -
     assert names_of(runs.compare()) == ["b", "a", "busy (running)", "nothing yet"]
 
 
-def test_test_losses_of_other_tokens_are_marked_and_not_sorted_by(runs: Runs) -> None:
+def test_test_losses_on_other_tokens_are_marked_and_not_sorted_by(runs: Runs) -> None:
     for name, validation, test in (("a", 3.3, 3.0), ("b", 3.2, 3.1), ("c", 3.1, 3.2)):
         runs.add(name, losses=(3.0, validation, test))
     assert names_of(runs.compare()) == ["a", "b", "c"]
@@ -215,10 +225,11 @@ def test_test_losses_of_other_tokens_are_marked_and_not_sorted_by(runs: Runs) ->
     assert names_of(comparison) == ["c", "b", "a"]  # by validation
     assert cells_of(comparison, "b")["test loss"] == "2.0000 †"
     assert cells_of(comparison, "a")["test loss"] == "3.0000"
-    assert "† not to be compared: of tiny/validation, 400 tokens from 100 on" in comparison.notes
+    assert ("† not comparable: test loss on tiny/validation, 400 tokens from token 100"
+            in comparison.notes)
 
 
-def test_the_newest_evaluation_counts_and_half_a_line_is_none(runs: Runs) -> None:
+def test_newest_evaluation_is_used_and_a_partial_line_is_ignored(runs: Runs) -> None:
     runs.add("a", losses=(3.0, 3.0, 5.0))
     runs.evaluate("a", 4.5)
     with (runs.dir / "a" / "evaluations.jsonl").open("a") as file:
@@ -227,13 +238,13 @@ def test_the_newest_evaluation_counts_and_half_a_line_is_none(runs: Runs) -> Non
 
 
 @pytest.mark.parametrize("value", ["NaN", "null", '"2.0"', "-1"])
-def test_a_test_loss_that_is_no_number_is_passed_over(runs: Runs, value: str) -> None:
+def test_test_loss_that_is_not_a_number_is_ignored(runs: Runs, value: str) -> None:
     path = runs.add("a", losses=(3.0, 3.0, 4.5)) / "evaluations.jsonl"
     path.write_text(path.read_text() + path.read_text().replace("4.5", value))
     assert runs.compare().rows[0].figures.test_loss == 4.5
 
 
-def test_only_what_a_run_has_not_learnt_is_its_test(runs: Runs) -> None:
+def test_loss_on_the_train_split_is_not_a_test_loss(runs: Runs) -> None:
     runs.add("a", losses=(3.0, 3.0, 4.5))
     runs.evaluate("a", 2.0, split="train")
     assert runs.compare().rows[0].figures.test_loss == 4.5
@@ -256,7 +267,7 @@ EARLY = {"checkpoint": "early-iteration-4", "global_step": 4}
     ({"best": None, "global_step": None}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 4.0),
     ({"best": "?", "global_step": None}, [(3.5, {}), (5.0, EARLY)], 3.5),
 ])
-def test_the_test_loss_is_that_of_the_best_checkpoint_or_the_last(
+def test_test_loss_is_that_of_the_best_checkpoint_else_of_the_last(
     runs: Runs, summary: dict, measured: list[tuple[float, dict]], loss: float | None
 ) -> None:
     runs.add("a", losses=(3.0, 3.0, None), summary=summary)
@@ -265,7 +276,7 @@ def test_the_test_loss_is_that_of_the_best_checkpoint_or_the_last(
     assert runs.compare().rows[0].figures.test_loss == loss
 
 
-def test_of_several_slices_the_test_loss_is_of_the_one_that_most_rows_have(runs: Runs) -> None:
+def test_test_loss_is_on_the_slice_that_most_rows_have(runs: Runs) -> None:
     for name in ("a", "b"):
         runs.add(name, losses=(3.0, 3.0, None))
         runs.evaluate(name, 3.5)
@@ -276,11 +287,11 @@ def test_of_several_slices_the_test_loss_is_of_the_one_that_most_rows_have(runs:
     rows = csv_rows(runs.compare())
     assert {name: row["test_loss"] for name, row in rows.items()} == {"a": "3.5", "b": "3.5"}
     assert {row["test_slice"] for row in rows.values()} == {
-        "tiny/validation, 400 tokens from 0 on"}
+        "tiny/validation, 400 tokens from token 0"}
     assert not any(row.is_of_other_slice for row in runs.compare().rows)
 
 
-def test_beside_published_rows_their_slice_is_preferred(runs: Runs) -> None:
+def test_published_slice_is_preferred_in_a_comparison_with_published_rows(runs: Runs) -> None:
     for name in ("mine", "other"):
         runs.add(name, losses=(3.0, 3.0, None))
         runs.evaluate(name, 3.5, num_tokens=10**9)
@@ -291,7 +302,7 @@ def test_beside_published_rows_their_slice_is_preferred(runs: Runs) -> None:
     assert cells_of(comparison, "other")["test loss"] == "3.5000 †"
 
 
-def test_runs_that_differ_in_their_seed_are_one_row(runs: Runs) -> None:
+def test_runs_that_differ_only_in_their_seed_are_one_row(runs: Runs) -> None:
     for seed, loss in ((1, 3.0), (2, 3.1), (3, 3.2)):
         runs.add(f"seed-{seed}", losses=(loss + 1, loss, None), train={"random_seed": seed},
                  summary={"usd": {"validation": 0.0, "total": float(seed)}})
@@ -308,7 +319,7 @@ def test_runs_that_differ_in_their_seed_are_one_row(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("train", "summary"), [
-    ({"random_seed": 1}, {}),  # the same again is no second sample
+    ({"random_seed": 1}, {}),  # an identical run is not another sample
     ({"random_seed": 2, "weight_decay": 0.5}, {}),
     ({"random_seed": 2}, {"status": "stopped"}),
     ({"random_seed": 2}, {"global_step": 5}),
@@ -316,7 +327,7 @@ def test_runs_that_differ_in_their_seed_are_one_row(runs: Runs) -> None:
     ({"random_seed": 2}, {"batch": {"microbatch_size": 2, "gradient_accumulation_steps": 2,
                                     "world_size": 4, "context_length": 16, "num_steps": 12}}),
 ])
-def test_runs_that_differ_in_more_than_their_seed_are_not_one_row(
+def test_runs_that_differ_in_more_than_their_seed_are_separate_rows(
     runs: Runs, train: dict, summary: dict
 ) -> None:
     runs.add("a", train={"random_seed": 1})
@@ -325,7 +336,7 @@ def test_runs_that_differ_in_more_than_their_seed_are_not_one_row(
 
 
 @pytest.mark.parametrize(("loss", "is_within"), [(3.59, True), (3.60, False)])
-def test_a_difference_within_the_seed_spread_is_marked(
+def test_difference_within_the_seed_spread_is_marked(
     runs: Runs, loss: float, is_within: bool
 ) -> None:
     for seed in (1, 2, 3):
@@ -337,11 +348,11 @@ def test_a_difference_within_the_seed_spread_is_marked(
     assert ("≈" in cells_of(comparison, "other")["val. loss"]) == is_within
     assert not comparison.rows[0].is_within_spread
     assert csv_rows(comparison)["other"]["is_within_spread"] == str(is_within).lower()
-    said = "≈ within the seed spread of the best row" if is_within else "no row lies within"
-    assert any(said in note and "0.1000, 2 degrees" in note for note in comparison.notes)
+    text = "≈ within the seed spread of the best row" if is_within else "no row is within"
+    assert any(text in note and "0.1000, 2 degrees" in note for note in comparison.notes)
 
 
-def test_the_spread_is_pooled_over_all_rows_with_several_seeds(runs: Runs) -> None:
+def test_seed_spread_is_pooled_over_all_rows_with_several_seeds(runs: Runs) -> None:
     for weight_decay, losses in ((0.1, (3.0, 3.1, 3.2)), (0.5, (3.5, 3.9))):
         for seed, loss in enumerate(losses):
             runs.add(f"{weight_decay}-{seed}", losses=(3.0, loss, None),
@@ -354,14 +365,14 @@ def test_the_spread_is_pooled_over_all_rows_with_several_seeds(runs: Runs) -> No
     assert not comparison.rows[1].is_within_spread
 
 
-def test_without_repeated_seeds_nothing_is_marked(runs: Runs) -> None:
+def test_nothing_is_marked_without_repeated_seeds(runs: Runs) -> None:
     runs.add("a", losses=(3.0, 3.0, None))
     runs.add("b", losses=(3.0, 3.0, None), train={"weight_decay": 0.5})
     text = everything(runs.compare())
     assert "≈" not in text and "seed spread" not in text
 
 
-def test_a_run_that_trains_shows_what_it_has_so_far(runs: Runs) -> None:
+def test_running_run_shows_its_figures_so_far(runs: Runs) -> None:
     run_dir = runs.add("busy")
     runs.record("busy", usd=2.0)
     (run_dir / "summary.json").write_text(json.dumps(
@@ -378,21 +389,21 @@ def test_a_run_that_trains_shows_what_it_has_so_far(runs: Runs) -> None:
     assert figures.tokens_per_second == 15.5  # the median
 
 
-def test_a_run_whose_heartbeat_stands_still_is_silent(runs: Runs) -> None:
+def test_running_run_with_an_old_heartbeat_is_marked(runs: Runs) -> None:
     run_dir = runs.add("a", summary={"status": "running"})
     beat = run_dir / "heartbeat.json"
     beat.write_text("{}")
     assert names_of(runs.compare()) == ["a (running)"]
     os.utime(beat, (time.time() - 3600,) * 2)
-    assert names_of(runs.compare()) == ["a (silent)"]
+    assert names_of(runs.compare()) == ["a (no heartbeat)"]
 
 
 @pytest.mark.parametrize(("text", "status"), [
     ('{"run": "a", "status": "failed", "reason": "ended with status 1"}', "failed"),
-    ('{"run": "a", "status": "stopped"}', "stopped"), ("{", "summary damaged"), ("[]", "summary dam"
-     "aged"), ('{"status": 3}', "summary damaged"), (None, "no summary"),
+    ('{"run": "a", "status": "stopped"}', "stopped"), ("{", "summary damaged"),
+    ("[]", "summary damaged"), ('{"status": 3}', "summary damaged"), (None, "no summary"),
 ])
-def test_however_a_run_stands_it_is_shown(runs: Runs, text: str | None, status: str) -> None:
+def test_run_is_shown_with_its_status(runs: Runs, text: str | None, status: str) -> None:
     path = runs.add("a") / "summary.json"
     path.unlink()
     if text is not None:
@@ -402,7 +413,7 @@ def test_however_a_run_stands_it_is_shown(runs: Runs, text: str | None, status: 
     assert comparison.rows[0].figures.train_loss == pytest.approx(3.9)
 
 
-def test_the_summary_of_the_first_version_is_read(runs: Runs) -> None:
+def test_summary_of_the_first_version_can_be_read(runs: Runs) -> None:
     run_dir = runs.add("old")
     summary = json.loads((run_dir / "summary.json").read_text())
     for key in ("reason", "usd"):
@@ -412,24 +423,24 @@ def test_the_summary_of_the_first_version_is_read(runs: Runs) -> None:
     assert (row["seconds"], row["usd"], row["status"]) == ("100", "", "finished")
 
 
-def test_runs_that_are_not_there_or_not_trained_are_one_line(runs: Runs) -> None:
-    with pytest.raises(UserError, match="no run has been trained there"):
+def test_missing_or_untrained_runs_are_user_errors(runs: Runs) -> None:
+    with pytest.raises(UserError, match="holds no trained run"):
         runs.run()
     runs.add("trained")
     runs._workplace.add_run("fresh")
     assert names_of(runs.compare()) == ["trained"]
     for name in ("missing", "../runs/trained", "trained/."):
-        with pytest.raises(UserError, match="no run .* these have been trained: trained"):
+        with pytest.raises(UserError, match="no run .*; trained runs: trained"):
             runs.run(name)
     with pytest.raises(UserError, match="has not been trained yet; train it with: .* fresh"):
         runs.run("trained", "fresh")
-    with pytest.raises(UserError, match="No such file.*; name the directory .* --runs-dir"):
+    with pytest.raises(UserError, match="No such file.*; set the directory .* --runs-dir"):
         find_results(runs.dir / "nowhere", ())
     assert names_of(runs.compare("trained", "trained")) == ["trained"]
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_hostile_values_show_as_not_known(runs: Runs, value: str) -> None:
+def test_hostile_values_are_shown_as_unknown(runs: Runs, value: str) -> None:
     run_dir = runs.add("bad", losses=(3.0, 3.0, 3.0))
     runs.add("good", losses=(3.0, 3.0, 3.0))
     for name in ("summary.json", "metrics.jsonl", "evaluations.jsonl"):
@@ -460,7 +471,10 @@ def test_hostile_files_do_not_stop_a_comparison(runs: Runs, text: str) -> None:
     assert names_of(comparison)[0] == "good" and len(comparison.rows) == 1 + bool(text.strip())
 
 
-def test_charts_are_drawn_of_hostile_records_too(runs: Runs, tmp_path: Path) -> None:
+def test_charts_can_be_drawn_with_hostile_records(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison_charts, "draw_by_hand", draw_bare)
     run_dir = runs.add("a$\\frac{$", summary={"machine": {"peak_memory_gib": 1e14}})
     with (run_dir / "metrics.jsonl").open("a") as file:
         for value in HOSTILE:
@@ -490,16 +504,17 @@ def test_published_rows_are_marked_and_have_their_figures(runs: Runs) -> None:
         "usd_per_megatoken": repr(13904 / 3600 * 10.32 / 3260.19072),
         "usd_per_megatoken_without_validation":
             published["8x A100 40 GiB"]["usd_per_megatoken_without_validation"],
-        "test_slice": "gpjt/fineweb-gpt2-tokens/validation, 19,660,800 tokens from 50,000,000 on"}
+        "test_slice": "gpjt/fineweb-gpt2-tokens/validation, 19,660,800 tokens from token"
+                      " 50,000,000"}
     for name, usd in (("8x A100 40 GiB", 35.56), ("8x B200 160 GiB", 39.14)):  # as published
         assert float(published[name]["usd_without_validation"]) == pytest.approx(usd, abs=0.005)
     cells = cells_of(comparison, "8x A100 80 GiB")
     assert cells["test loss"] == "3.730" and cells["run"].endswith("GiB*")
-    assert any(note.startswith("* published: ") for note in comparison.notes)
+    assert any(note.startswith("* published results ") for note in comparison.notes)
     assert not any(row.is_published for row in runs.compare().rows)
 
 
-def test_a_run_on_the_published_slice_stands_among_the_published_rows(runs: Runs) -> None:
+def test_run_on_the_published_slice_is_sorted_among_the_published_rows(runs: Runs) -> None:
     runs.add("mine", losses=(3.0, 3.0, None))
     runs.evaluate("mine", 3.7, dataset="gpjt/fineweb-gpt2-tokens", start_token=50_000_000,
                   num_tokens=19_660_800)
@@ -511,7 +526,7 @@ def test_a_run_on_the_published_slice_stands_among_the_published_rows(runs: Runs
     assert row_of(comparison, "elsewhere").is_of_other_slice
 
 
-def test_the_published_losses_over_the_batch_are_fitted_and_drawn() -> None:
+def test_published_losses_over_the_batch_size_are_fitted_and_drawn() -> None:
     comparison = compare(read_published())
     (points,) = loss_points(comparison.rows, "test_loss")
     found = dict(zip(points.x, points.y, strict=True))
@@ -529,14 +544,14 @@ def test_the_published_losses_over_the_batch_are_fitted_and_drawn() -> None:
     assert f"at a batch of {lowest:.0f}" in line_of(figure, "minimum: ").get_label()
 
 
-def test_the_published_memory_over_the_microbatch_is_fitted_and_drawn() -> None:
+def test_published_memory_over_the_microbatch_is_fitted_and_drawn() -> None:
     (points,) = memory_points(compare(read_published()).rows)
     found = dict(zip(points.x, points.y, strict=True))
     assert found == {6: 24, 13: 40, 28: 80, 27: 80, 64: 160} and len(points.x) == 5
     figure = Figure()
     comparison_charts._plot_memory(figure, [points])
     slope, intercept = np.polyfit(list(found), list(found.values()), 1)
-    line = line_of(figure, f"{intercept:.2f} GiB + {slope:.3f} GiB a sequence")
+    line = line_of(figure, f"{intercept:.2f} GiB + {slope:.3f} GiB per sequence")
     x, y = line.get_data()
     np.testing.assert_allclose(y, intercept + slope * np.array(x))
 
@@ -545,31 +560,31 @@ def line_of(figure: Figure, label: str) -> Any:
     return next(line for line in figure.axes[0].lines if label in line.get_label())
 
 
-def test_runs_of_like_settings_make_one_curve_over_the_batch(runs: Runs) -> None:
+def test_runs_with_equal_settings_form_one_curve_over_the_batch_size(runs: Runs) -> None:
     for size in (1, 2, 4):
         runs.add(f"batch-{size}", train={"microbatch_size": size},
                  losses=(3.0, 3 + 0.1 * np.log(size) ** 2, None))
     runs.add("clipped", train={"clipping_max_norm": 9.0})
     runs.add("stopped", train={"microbatch_size": 8}, summary={"status": "stopped"})
-    alike, others = loss_points(runs.compare().rows, "validation_loss")
-    assert sorted(alike.x) == [4, 8, 16] and alike.has_curve
+    similar, others = loss_points(runs.compare().rows, "validation_loss")
+    assert sorted(similar.x) == [4, 8, 16] and similar.has_curve
     assert others.names == ["clipped"] and not others.has_curve
-    assert "too few alike" in others.label
+    assert "too few similar runs" in others.label
     figure = Figure()
-    comparison_charts._plot_losses(figure, {"validation_loss": [alike, others]})
+    comparison_charts._plot_losses(figure, {"validation_loss": [similar, others]})
     assert "minimum: 3.000 at a batch of 4" in line_of(figure, "minimum").get_label()
 
 
-def test_a_minimum_outside_of_what_was_tried_is_not_claimed(runs: Runs) -> None:
+def test_minimum_outside_of_the_measured_batch_sizes_is_not_shown(runs: Runs) -> None:
     for size in (1, 2, 4):
         runs.add(f"batch-{size}", train={"microbatch_size": size},
                  losses=(3.0, 3 - 0.1 * np.log(size) + 0.01 * np.log(size) ** 2, None))
     figure = Figure()
     comparison_charts._plot_losses(figure, loss_panels(runs.compare().rows))
-    assert line_of(figure, "no minimum among these batches")
+    assert line_of(figure, "no minimum in the range of these batch sizes")
 
 
-def test_memory_of_different_models_and_precisions_is_not_one_line(runs: Runs) -> None:
+def test_different_models_and_precisions_are_separate_lines_in_the_memory_chart(runs: Runs) -> None:
     def add(name: str, size: int, gib: float, *, width: int = 16, precision: str = "bf16") -> None:
         runs.add(name, train={"microbatch_size": size}, model={"emb_dim": width}, summary={
             "machine": {"device": "H100", "precision": precision, "processes": 2,
@@ -586,14 +601,14 @@ def test_memory_of_different_models_and_precisions_is_not_one_line(runs: Runs) -
     assert [group.has_curve for group in groups] == [True, True, False]
 
 
-def test_published_losses_stand_apart_where_the_runs_have_no_test_loss(runs: Runs) -> None:
+def test_published_losses_get_their_own_panel_if_runs_have_no_test_loss(runs: Runs) -> None:
     runs.add("mine", losses=(3.0, 2.0, None))
     panels = loss_panels(runs.compare(published=True).rows)
     assert [group.names for group in panels["validation_loss"]] == [["mine"]]
     assert [len(group.x) for group in panels["test_loss"]] == [5]
 
 
-def test_csv_comes_back_with_the_same_columns_whatever_is_known(runs: Runs) -> None:
+def test_csv_always_has_the_same_columns(runs: Runs) -> None:
     runs.add('a, "b"', losses=(3.0, 1234.5, None))
     output = runs.run("--csv").stdout
     rows = list(csv.DictReader(io.StringIO(output)))
@@ -604,10 +619,10 @@ def test_csv_comes_back_with_the_same_columns_whatever_is_known(runs: Runs) -> N
     assert not (runs.dir / "comparison").exists()
 
 
-def test_markdown_and_html_take_names_as_text(runs: Runs) -> None:
+def test_names_are_escaped_in_markdown_and_html(runs: Runs) -> None:
     name = "<b>|x"
     runs.add(name, train={"dataset": "<script>"})
-    runs.add("same", train={"dataset": "<script>"})  # it stands in a note, too
+    runs.add("same", train={"dataset": "<script>"})  # the value is then also in a note
     runs.add("other")
     markdown = runs.run("--markdown").stdout
     assert "&lt;b>\\|x" in markdown and "<script>" not in markdown
@@ -620,13 +635,13 @@ def test_markdown_and_html_take_names_as_text(runs: Runs) -> None:
     assert "<script>" not in page and name not in page
 
 
-def test_a_name_cannot_write_to_the_terminal(runs: Runs) -> None:
+def test_control_characters_in_names_are_not_printed(runs: Runs) -> None:
     runs.add("a\x1b[31m\nb")
     assert "\x1b" not in everything(runs.compare())
 
 
 @pytest.mark.parametrize("width", [100, 160, 250])
-def test_the_terminal_table_fits_and_says_what_it_leaves_out(runs: Runs, width: int) -> None:
+def test_terminal_table_fits_and_names_its_hidden_columns(runs: Runs, width: int) -> None:
     for seed in (1, 2, 3):
         runs.add(f"a-rather-long-name-of-a-run-{seed}", train={"random_seed": seed},
                  losses=(3.0, 3.0, 3.0 + seed / 100))
@@ -636,7 +651,7 @@ def test_the_terminal_table_fits_and_says_what_it_leaves_out(runs: Runs, width: 
     text = terminal_table(runs.compare(published=True), width=width)
     table, notes = text.split("\n\n")
     assert max(map(len, table.splitlines())) <= width
-    assert ("no room for microbatch_size" in notes) == (width < 250)
+    assert ("hidden columns: microbatch_size" in notes) == (width < 250)
     assert "3.0200 ± 0.0100 (n=3)" in table
 
 
@@ -678,7 +693,7 @@ def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(
     assert text.count("<tr>") == 1 + 3 + 14 and "http" not in text
 
 
-def test_what_there_is_nothing_to_draw_of_is_said_and_an_old_chart_goes(
+def test_missing_charts_are_reported_and_old_charts_are_deleted(
     runs: Runs, tmp_path: Path
 ) -> None:
     runs.add("a", summary={"status": "stopped"})
@@ -692,12 +707,12 @@ def test_what_there_is_nothing_to_draw_of_is_said_and_an_old_chart_goes(
         ["not drawn", name] for name in CHARTS]
     assert not list(charts.iterdir())
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file.*: cannot be written .* name another place"):
+    with pytest.raises(UserError, match="file.*: cannot be written .* set another place"):
         runs.run("--charts", str(tmp_path / "file" / "charts"))
 
 
 @pytest.mark.parametrize("reason", [OSError(errno.EFBIG, "File too large"), OSError("encoder")])
-def test_a_chart_that_cannot_be_written_leaves_nothing_and_names_its_place(
+def test_failed_write_of_a_chart_leaves_no_file_and_names_the_path(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: OSError
 ) -> None:
     def savefig(_: Figure, path: Path, **__: Any) -> None:
@@ -714,19 +729,20 @@ def test_a_chart_that_cannot_be_written_leaves_nothing_and_names_its_place(
     assert not list(charts.iterdir())
 
 
-def test_a_page_that_cannot_be_written_is_named(
+def test_failed_write_of_the_html_page_names_the_path(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_text(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     runs.add("a")
+    monkeypatch.setattr(comparison_charts, "draw_by_hand", draw_bare)
     monkeypatch.setattr(Path, "write_text", write_text)
     with pytest.raises(UserError, match="page.html: cannot be written .No space.* with --html"):
         runs.run("--html", str(tmp_path / "page.html"))
 
 
-def test_dollars_are_drawn_where_a_price_was_known(runs: Runs) -> None:
+def test_dollar_axis_is_empty_without_a_price(runs: Runs) -> None:
     runs.add("a")
     for usd, x in ((None, 0), (3.0, 3.0)):
         runs.record("a", usd=usd)
@@ -736,11 +752,11 @@ def test_dollars_are_drawn_where_a_price_was_known(runs: Runs) -> None:
         ends = {key: max([0, *(max(line.get_xdata(), default=0) for line in axes.lines)])
                 for key, axes in panels.items()}
         assert ends == pytest.approx({"step": 12, "tokens": 1536, "minutes": 100 / 60, "usd": x})
-        said = [text.get_text() for text in panels["usd"].texts]
-        assert said == (["no run has recorded US$"] if usd is None else [])
+        texts = [text.get_text() for text in panels["usd"].texts]
+        assert texts == (["no run has recorded US$"] if usd is None else [])
 
 
-def test_it_needs_no_torch(runs: Runs) -> None:
+def test_compare_does_not_import_torch(runs: Runs) -> None:
     runs.add("a")
     code = ("import json, sys; sys.argv[1:1] = ['compare', '--published', '--runs-dir']\n"
             "from lab.__main__ import cli\n"
@@ -751,9 +767,9 @@ def test_it_needs_no_torch(runs: Runs) -> None:
     assert "torch" not in modules and "matplotlib" in modules
 
 
-def test_the_published_rows_come_with_the_project(tmp_path: Path) -> None:
+def test_published_rows_are_part_of_the_wheel(tmp_path: Path) -> None:
     build = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert PUBLISHED_PATH.exists()
     assert f"/{PUBLISHED_PATH.relative_to(PROJECT_DIR)}" in build["targets"]["wheel"]["include"]
-    with pytest.raises(UserError, match="cannot be read .* comes with the project"):
+    with pytest.raises(UserError, match="cannot be read .* part of the project"):
         read_published(tmp_path / "published.json")
