@@ -61,7 +61,8 @@ def test_the_test_group_is_not_installed_by_default() -> None:
 def test_judge_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch,
                                                    tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
-    monkeypatch.delitem(sys.modules, "lab.instruct.judging", raising=False)
+    for module in ("judging", "judgements"):
+        monkeypatch.delitem(sys.modules, f"lab.instruct.{module}", raising=False)
     answers = tmp_path / "answers.json"
     answers.write_text("[]")
     monkeypatch.setattr("lab.instruct.judge._by_name", lambda files: {})

@@ -48,9 +48,8 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     """
     questions = list(_questions(_by_name(files)))
     # Imported here so that --help does not wait for the client.
-    from lab.instruct.judgements import Judgements
-
     try:
+        from lab.instruct.judgements import Judgements
         from lab.instruct.judging import Judge, compare
     except ModuleNotFoundError as error:
         if error.name != "openai":
