@@ -34,24 +34,24 @@ def machine(tmp_path: Path) -> dict[str, str]:
     fake_command(commands, "sudo", f'echo "sudo $*" >> {calls}; shift; "$@"')
     fake_command(commands, "apt-get", f'echo "apt-get $*" >> {calls}')
     fake_command(commands, "curl", f'echo "curl $*" >> {calls}; echo "mkdir -p $HOME/.local/bin; '
-             f'cp {tmp_path}/uv $HOME/.local/bin/uv"')
+                 f'cp {tmp_path}/uv $HOME/.local/bin/uv"')
     (commands / "cp").symlink_to(shutil.which("cp"))
     fake_command(tmp_path, "uv", f'echo "uv $*" >> {calls}; '
-             '[ "$2" = python ] && [ "$3" = -c ] && echo 8; exit 0')
+                 '[ "$2" = python ] && [ "$3" = -c ] && echo 8; exit 0')
     return {"PATH": str(commands), "HOME": str(tmp_path / "home"), "root": str(tmp_path)}
 
 
 def run_setup(machine: dict[str, str]) -> subprocess.CompletedProcess[str]:
     (Path(machine["root"]) / "calls").write_text("")
     return subprocess.run(["bash", f"{machine['root']}/setup_lambda.sh"], capture_output=True,
-                          text=True, env=box, timeout=60)
+                          text=True, env=machine, timeout=60)
 
 
 def calls(machine: dict[str, str]) -> str:
     return (Path(machine["root"]) / "calls").read_text()
 
 
-def test_a_fresh_machine_is_set_up_and_a_second_run_changes_nothing(machine: dict[str, str]) -> None:
+def test_a_fresh_machine_can_be_set_up_twice(machine: dict[str, str]) -> None:
     first = run_setup(machine)
     assert first.returncode == 0, first.stderr
     assert "curl" in calls(machine) and "fonts-humor-sans" in calls(machine)
@@ -66,7 +66,7 @@ def test_pip_is_used_if_the_official_installer_fails(machine: dict[str, str]) ->
     commands = Path(machine["PATH"])
     fake_command(commands, "curl", "exit 6")
     fake_command(commands, "python3", f'echo "python3 $*" >> {machine["root"]}/calls; '
-             f'mkdir -p {machine["HOME"]}/.local/bin; cp {machine["root"]}/uv {machine["HOME"]}/.local/bin/uv')
+                 f'mkdir -p $HOME/.local/bin; cp {machine["root"]}/uv $HOME/.local/bin/uv')
     result = run_setup(machine)
     assert result.returncode == 0, result.stderr
     assert "python3 -m pip install --user uv" in calls(machine)
