@@ -7,11 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
-
-from basics.errors import UserError
-from lab.instruct.judge import command as judge
 from tests.support.workplace import PROJECT_DIR
 
 PYPROJECT = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
@@ -56,17 +51,3 @@ def test_the_test_group_is_not_installed_by_default() -> None:
     assert set(PYPROJECT["dependency-groups"]) == {"test"}
     ci = (PROJECT_DIR / ".ci/run").read_text()
     assert "--group test pytest" in ci and "--group test ruff" in ci
-
-
-def test_judge_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch,
-                                                   tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    for module in ("judging", "judgements"):
-        monkeypatch.delitem(sys.modules, f"lab.instruct.{module}", raising=False)
-    answers = tmp_path / "answers.json"
-    answers.write_text("[]")
-    monkeypatch.setattr("lab.instruct.judge._by_name", lambda files: {})
-    monkeypatch.setattr("lab.instruct.judge._questions", lambda files: iter(()))
-    result = CliRunner().invoke(judge, [str(answers), "--model", "m"])
-    assert isinstance(result.exception, UserError)
-    assert "uv run --extra judge lab judge" in result.exception.line()

@@ -48,14 +48,8 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     """
     questions = list(_questions(_by_name(files)))
     # Imported here so that --help does not wait for the client.
-    try:
-        from lab.instruct.judgements import Judgements
-        from lab.instruct.judging import Judge, compare
-    except ModuleNotFoundError as error:
-        if error.name != "openai":
-            raise
-        raise UserError("lab judge needs the openai package, which is not installed by default;"
-                        " run it as: uv run --extra judge lab judge ...") from None
+    from lab.instruct.judgements import Judgements
+    from lab.instruct.judging import Judge, compare
 
     comparisons = [compare(question, answers, judge_model=model, seed=seed)
                    for question, answers in questions]
