@@ -17,7 +17,7 @@ import pytest
 from transformers import pipeline
 
 from run_config import ModelConfig, TrainConfig
-from tests.lab.test_evaluate import write_hellaswag_task
+from tests.support.hellaswag_task import write_hellaswag_task
 from tests.support.hub_server import Hub, serving
 from tests.support.upload_server import taking_uploads
 from tests.support.workplace import PROJECT_DIR, read_lines, run_command, succeeded

@@ -19,7 +19,7 @@ from lab.weight_formats import gpt2_config, to_gpt2
 from tokens.tokenizer import END_OF_TEXT_IDS
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
-         "special_tokens_map.json", "tokens.tokenizer.json", "tokenizer_config.json", "vocab.json",
+         "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
          "merges.txt", *CHARTS}
 
 

@@ -24,7 +24,7 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
                                               encoding="utf-8")
     else:
         vocabulary, merges = {letter: byte for byte, letter in enumerate(byte_letters())}, []
-    _write_json(directory / "tokens.tokenizer.json",
+    _write_json(directory / "tokenizer.json",
                 _pipeline(vocabulary, merges, END_OF_TEXT_IDS[tokenizer_name],
                           splits_words=tokenizer_name == "gpt2"))
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)

@@ -25,7 +25,7 @@ from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
-            "special_tokens_map.json", "tokens.tokenizer.json", "tokenizer_config.json"}
+            "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
 CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
 
 
