@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -30,7 +29,7 @@ from tests.support.hellaswag_task import write_hellaswag_task
 from tests.support.hub_server import Hub, serving
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.models import export, random_model
-from tests.support.workplace import Workplace, forked, read_lines, run_command, write_tokens
+from tests.support.workplace import Workplace, forked, read_lines, write_tokens
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
@@ -338,23 +337,25 @@ def test_questions_are_downloaded_from_the_hub(trained: Workplace, tmp_path: Pat
     assert normalised.split(" ± ")[1] == "0.0000"
 
 
-def test_lm_eval_gives_an_export_the_same_score(tmp_path: Path) -> None:
+def test_lm_eval_gives_an_export_the_same_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # read at the first import
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     target = Target("x", random_model(vocab_size=257, context_length=64), "bytes")
     directory = write_export(target, tmp_path / "export", "a card")
     task = write_hellaswag_task(tmp_path / "tasks")
-    harness = str(Path(sys.executable).with_name("lm_eval"))
-    ran = process_succeeded(run_command(
-        harness, "run", "--model", "hf", "--model_args", f"pretrained={directory},dtype=float32",
-        "--tasks", task, "--include_path", str(tmp_path / "tasks"), "--device", "cpu",
-        "--output_path", str(tmp_path / "out"), HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)))
-    result_path, = (tmp_path / "out").rglob("results*.json")
-    theirs = json.loads(result_path.read_text())["results"][task]
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    theirs = simple_evaluate("hf", {"pretrained": str(directory), "dtype": "float32"}, [task],
+                             device="cpu", task_manager=manager)["results"][task]
     (_, accuracy, normalised, _), = rows_of(
         lab_evaluate(Workplace(tmp_path), str(directory), "--benchmark", "hellaswag",
                      str(tmp_path / "tasks/val.jsonl")))
     for ours, key in ((accuracy, "acc"), (normalised, "acc_norm")):
-        wanted = f"{theirs[f'{key},none']:.4f} ± {theirs[f'{key}_stderr,none']:.4f}"
-        assert ours == wanted, ran.stdout
+        assert ours == f"{theirs[f'{key},none']:.4f} ± {theirs[f'{key}_stderr,none']:.4f}"
     assert accuracy != normalised  # or a mix-up would not show
     questions = read_questions(str(tmp_path / "tasks/val.jsonl"))
     assert len({score(target, questions, microbatch_size=size, share=ALONE)
