@@ -1,9 +1,9 @@
-"""Text with a key-value cache and without: tokens a second of both, on an untrained GPT-2 small.
+"""Tokens per second with and without a key-value cache, on an untrained GPT-2 small.
 
     python -m benchmarks.generation --rounds 3
 
-Both draw the same tokens; that is checked each time. The rounds are interleaved, the medians
-compared.
+Checks each time that both generate the same tokens. The rounds are interleaved, and the medians
+are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GPT2_SMALL = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_h
 
 @torch.inference_mode()
 def without_cache(model: GPTModel, prompt: list[int], count: int) -> list[int]:
-    """Take the likeliest token every time; the whole context passes the layers for each."""
+    """Pick the most likely token each time, with a forward pass over the whole context."""
     token_ids = torch.tensor([prompt], device=model.token_embedding.weight.device)
     for _ in range(count):
         last = model.final_norm(model.transform(model.embed(token_ids))[:, -1])
@@ -50,16 +50,16 @@ def main() -> None:
     for length in options.lengths:
         seconds: dict[str, list[float]] = {"without": [], "with": []}
         for _ in range(options.rounds):
-            drawn = []
+            generated = []
             for name, run in (("without", without_cache), ("with", with_cache)):
                 began = time.perf_counter()
-                drawn.append(run(model, prompt, length))
+                generated.append(run(model, prompt, length))
                 seconds[name].append(time.perf_counter() - began)
-            if drawn[0] != drawn[1]:
-                raise SystemExit(f"the cache changes one of {length} tokens")
+            if generated[0] != generated[1]:
+                raise SystemExit(f"with the cache, one of {length} tokens differs")
         without, cached = (statistics.median(seconds[name]) for name in ("without", "with"))
-        print(f"{length:5} tokens: {length / without:8.1f} a second without, {length / cached:8.1f}"
-              f" with a cache: {without / cached:.1f} times", flush=True)
+        print(f"{length:5} tokens: {length / without:8.1f} per second without a cache,"
+              f" {length / cached:8.1f} with: {without / cached:.1f} times", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,34 +22,35 @@ if TYPE_CHECKING:
 @click.argument("target")
 @click.option("--checkpoint", default="best", show_default=True,
               help="Of a run: latest, best or a checkpoint directory's name.")
-@click.option("--prompt", default="", help="Text to go on from.  [default: a new document]")
+@click.option("--prompt", default="", help="Text to continue.  [default: start a new document]")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option("--samples", "num_samples", type=click.IntRange(1, 1024), default=1,
-              show_default=True, help="How many texts, side by side.")
+              show_default=True, help="Number of texts, drawn in one batch.")
 @click.option("--stop", "stops", multiple=True, metavar="TEXT",
-              help="End before this text; may be given several times.")
+              help="End before this text; may be repeated.")
 @click.option("--temperature", type=click.FloatRange(0, 1e6), default=0.8, show_default=True,
-              help="0 takes the likeliest token every time.")
+              help="0 always picks the most likely token.")
 @click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True,
-              help="Draw from the K likeliest tokens only; 0 draws from all.")
+              help="Draw from the K most likely tokens only; 0 draws from all.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**62), default=42, show_default=True,
-              help="Of the first text; the others count up from it.")
+              help="Seed of the first text; each further text adds 1.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], runs_dir: Path,
             **sampling: Any) -> None:
-    """Print text that a model makes up.
+    """Generate text from a model.
 
     TARGET is a run, a directory of GPT-2 weights, or a model on the Hugging Face hub
-    (owner/name). One text is shown as it comes; of several, each when all are done. A text ends
-    with its document, or before a --stop. A context that is full loses its older half.
+    (owner/name). A single text is printed while it is generated, several when all are complete. A
+    text ends at the end-of-text token, or before a --stop. When the context is full, its older
+    half is dropped.
     """
     # Imported here so that --help does not wait for torch.
     from lab.targets import load_target
     from reporting.sampling import SamplingOptions
 
     if math.isnan(sampling["temperature"]):
-        raise UserError("--temperature: nan is no number; wanted one from 0 on")
+        raise UserError("--temperature: nan is not a number; give 0 or more")
     model = load_target(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
     options = SamplingOptions(**sampling)
     pieces = stream_texts(model, prompt, options, stops=stops)
@@ -68,9 +69,9 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
 
 def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
                  stops: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """Continue a prompt: yield what each sample's text gains by a token, often nothing.
+    """Continue a prompt: yield, token by token, the new text of each sample, which may be empty.
 
-    An empty prompt starts a new document. A text ends where its document does.
+    An empty prompt starts a new document. A text ends at the end-of-text token.
 
     Raises:
         UserError: the model's tokenizer is not known.
@@ -81,9 +82,9 @@ def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
     tokenizer = load_tokenizer(target.needs_tokenizer())
     options = replace(options, stop_token=tokenizer.eot_token)
     prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    texts = [GrowingText(stops) for _ in range(options.num_samples)]
+    texts = [StreamedText(stops) for _ in range(options.num_samples)]
     for token_ids in stream_tokens(target.model, prompt_ids, options):
-        yield [text.grow(tokenizer.decode_single_token_bytes(token_id))
+        yield [text.add(tokenizer.decode_single_token_bytes(token_id))
                if token_id is not None and token_id < tokenizer.n_vocab else ""
                for text, token_id in zip(texts, token_ids, strict=True)]
         if all(text.is_stopped for text in texts):
@@ -91,10 +92,10 @@ def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
     yield [text.rest() for text in texts]
 
 
-class GrowingText:
-    """Text that comes in bytes, and ends before the first of its stops.
+class StreamedText:
+    """Text that arrives as bytes and ends before the first of its stop strings.
 
-    What may yet turn out to be a stop, or is not a whole character, is held back.
+    The beginning of a possible stop string, and an incomplete character, are held back.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -103,19 +104,19 @@ class GrowingText:
         self._held = ""
         self.is_stopped = False
 
-    def grow(self, new: bytes) -> str:
-        """Take bytes in; give the text that is certain by now."""
+    def add(self, new: bytes) -> str:
+        """Add bytes; return the text that can be shown now."""
         if self.is_stopped:
             return ""
         return self._release(self._decoder.decode(new))
 
     def rest(self) -> str:
-        """Give what was held back, where nothing more comes."""
+        """Return the text that was held back, after the last byte."""
         if self.is_stopped:
             return ""
-        certain = self._release(self._decoder.decode(b"", final=True))
+        shown = self._release(self._decoder.decode(b"", final=True))
         held, self._held = self._held, ""
-        return certain if self.is_stopped else certain + held
+        return shown + held
 
     def _release(self, text: str) -> str:
         held = self._held + text

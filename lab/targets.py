@@ -1,4 +1,4 @@
-"""A model to look at: of a run, out of a directory of weights, or from the hub."""
+"""Load a model by name: of a run, from a directory of weights, or from the hub."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from pydantic import ValidationError
+from trainer.checkpoint_loading import DAMAGE, load_weights, reason_of
 
 from basics.errors import UserError
 from basics.files import check_tensor_header
@@ -21,7 +22,6 @@ from preparation.hub import ask_hub
 from run_config import RUN_NAME, ModelConfig, Run, describe, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import END_OF_TEXT_IDS
-from trainer.checkpoint_loading import DAMAGE, load_weights, reason_of
 from trainer.resuming import check_weights_fit
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -34,9 +34,9 @@ class Target:
     """A model with its weights, float32, on its device and in eval mode.
 
     Attributes:
-        name: as it was typed.
-        tokenizer_name: none where neither a checkpoint nor the vocabulary tells.
-        run: the run it is of, if it was named by one; so too its checkpoint.
+        name: as given on the command line.
+        tokenizer_name: None if neither a checkpoint nor the vocabulary size determines it.
+        run: set only if the target is a run; likewise its checkpoint.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Target:
         return self.model.token_embedding.weight.device
 
     def needs_tokenizer(self) -> str:
-        """Give the tokenizer's name. Raises: UserError if it is not known."""
+        """Return the tokenizer's name. Raises: UserError if it is not known."""
         if self.tokenizer_name is None:
-            raise UserError(f"{self.name}: names no tokenizer, and none has"
-                            f" {self.model.config.vocab_size:,} words; wanted"
-                            f" {' or '.join(END_OF_TEXT_IDS)}")
+            raise UserError(f"{self.name}: its tokenizer is not known, and no known one has a"
+                            f" vocabulary of {self.model.config.vocab_size:,}; name a model that"
+                            f" uses {' or '.join(END_OF_TEXT_IDS)}")
         return self.tokenizer_name
 
 
@@ -66,13 +66,13 @@ def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
     original system with its `model.json` beside it or two directories above.
 
     Raises:
-        UserError: there is none of that name, it is damaged, or it is no GPT-2.
+        UserError: there is no such model, it is damaged, or it is not a GPT-2.
     """
     check_name(name, runs_dir)
     if is_run(name, runs_dir):
         target = _of_run(name, runs_dir, checkpoint_name)
     else:
-        target = _of_directory(name, Path(name) if Path(name).is_dir() else _fetched(name))
+        target = _of_directory(name, Path(name) if Path(name).is_dir() else _download(name))
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target.model.to(device).eval()
@@ -80,13 +80,13 @@ def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
 
 
 def check_name(name: str, runs_dir: Path) -> None:
-    """Refuse what names no run, no directory and nothing on the hub. Raises: UserError."""
+    """Check that a name is a run, a directory, or owner/name. Raises: UserError."""
     if not (is_run(name, runs_dir) or Path(name).is_dir() or HUB_NAME.fullmatch(name)):
-        load_run(runs_dir, name)  # says which runs there are
+        load_run(runs_dir, name)  # its error lists the runs
 
 
 def is_run(name: str, runs_dir: Path) -> bool:
-    """Tell if a target's name is that of a run."""
+    """Return whether a target's name is that of a run."""
     return bool(RUN_NAME.fullmatch(name)) and (runs_dir / name).is_dir()
 
 
@@ -127,10 +127,10 @@ def _of_directory(name: str, directory: Path) -> Target:
         ours = {key: weight.float() for key, weight in ours.items()}
         model.load_state_dict(ours, assign=True)
     except KeyError as error:
-        raise UserError(f"{directory}: has no weights {error.args[0]}; wanted those of a GPT-2, as"
-                        " transformers names them") from None
+        raise UserError(f"{directory}: has no weights {error.args[0]}; give a GPT-2 whose tensors"
+                        " are named as in transformers") from None
     except ValidationError as error:
-        raise UserError(f"{directory}: not a GPT-2: {_what_is_wrong(error)}") from None
+        raise UserError(f"{directory}: not a GPT-2: {_first_error(error)}") from None
     except DAMAGE as error:
         raise UserError(f"{directory}: not a GPT-2: {reason_of(error)}") from None
     return Target(name, model, _tokenizer_of(config, end_of_text))
@@ -139,27 +139,28 @@ def _of_directory(name: str, directory: Path) -> Target:
 def _check_shapes(directory: Path, found: Weights, wanted: Weights) -> None:
     for name, weight in wanted.items():
         if found[name].shape != weight.shape:
-            raise UserError(f"{directory}: not a GPT-2: {name} is {tuple(found[name].shape)}, its"
-                            f" config makes it {tuple(weight.shape)}")
+            raise UserError(f"{directory}: not a GPT-2: {name} has shape"
+                            f" {tuple(found[name].shape)}; its config needs"
+                            f" {tuple(weight.shape)}")
 
 
 def _read_weights(directory: Path) -> Weights:
-    """Read `model.safetensors`, or the files that an index names instead."""
+    """Read `model.safetensors`, or the files that its index lists."""
     index_path, names = directory / "model.safetensors.index.json", ["model.safetensors"]
     if index_path.exists():
         weight_map = read_json_object(index_path, needed_by=NEEDED_BY).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise UserError(f"{index_path}: has no weight_map; fetch the directory again")
+            raise UserError(f"{index_path}: has no weight_map; download the directory again")
         names = sorted(set(map(str, weight_map.values())))
         for name in names:
             if not re.fullmatch(r"model-[\w-]+\.safetensors", name):
-                raise UserError(f"{index_path}: names {name[:60]!r}, which is no file of weights"
-                                " beside it; fetch the directory again")
+                raise UserError(f"{index_path}: lists {name[:60]!r}, which is not a weight file in"
+                                " the same directory; download the directory again")
     weights: Weights = {}
     for name in names:
         try:
             if (directory / name).exists() and not (directory / name).is_file():
-                raise OSError("no file")  # a pipe, say, that would never end
+                raise OSError("is not a file")  # reading a pipe could block forever
             check_tensor_header(directory / name)
             weights |= safetensors.torch.load_file(directory / name)
         except FileNotFoundError:
@@ -167,7 +168,7 @@ def _read_weights(directory: Path) -> Weights:
                             " weights such as pytorch_model.bin are not read)") from None
         except DAMAGE as error:
             raise UserError(f"{directory / name}: not a whole safetensors file"
-                            f" ({reason_of(error)}); fetch or export it again") from None
+                            f" ({reason_of(error)}); download or export it again") from None
     return weights
 
 
@@ -176,11 +177,11 @@ def _gpt2_config(path: Path) -> Gpt2Config:
     try:
         return Gpt2Config.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{path}: not a GPT-2: {_what_is_wrong(error)}") from None
+        raise UserError(f"{path}: not a GPT-2: {_first_error(error)}") from None
 
 
 def _original_config(directory: Path) -> ModelConfig:
-    """Find the shape of an original checkpoint: in its run, or in what was published of it."""
+    """Read the config of an original checkpoint: from its run, or from its published config."""
     if (directory / "config.json").exists():
         path = directory / "config.json"
         published = read_json_object(path, needed_by=NEEDED_BY).get("cfg")
@@ -191,23 +192,23 @@ def _original_config(directory: Path) -> ModelConfig:
 
 def _tokenizer_of(config: ModelConfig, end_of_text: int | None) -> str | None:
     by_end = {token_id: name for name, token_id in END_OF_TEXT_IDS.items()
-              if token_id < config.vocab_size}  # a vocabulary may have been padded
+              if token_id < config.vocab_size}  # vocabularies may be padded
     return TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or by_end.get(end_of_text)
 
 
-def _fetched(repository: str) -> Path:
-    """Bring a model's files from the hub into its client's cache, or find them there."""
+def _download(repository: str) -> Path:
+    """Download a model's files into the hub client's cache, unless they are there."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # the client tells of each of its attempts
+    logging.set_verbosity_error()  # the client warns about each of its retries
     config_path = Path(ask_hub(repository, lambda: hf_hub_download(repository, "config.json"),
                                pauses=()))
     if "cfg" not in read_json_object(config_path, needed_by=NEEDED_BY):
-        _gpt2_config(config_path)  # before gigabytes of something else are fetched
+        _gpt2_config(config_path)  # refuse other architectures before downloading gigabytes
     return Path(ask_hub(repository, lambda: snapshot_download(
         repository, revision=config_path.parent.name, allow_patterns=WEIGHT_FILES)))
 
 
-def _what_is_wrong(error: ValidationError) -> str:
-    return describe(error).removesuffix("; change it")  # it is as it was trained
+def _first_error(error: ValidationError) -> str:
+    return describe(error).removesuffix("; change it")  # a trained model cannot be changed

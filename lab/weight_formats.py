@@ -1,4 +1,4 @@
-"""GPT-2's weights as others store them, in and out: names and layouts, no files.
+"""Convert weights to and from other formats of GPT-2: names and layouts, no files.
 
 A linear layer here has its matrix as (out, in); GPT-2's code, and `transformers` after it, keeps
 (in, out). Source: Radford et al. 2019 for the architecture; the names are those of the published
@@ -20,7 +20,7 @@ from tokens.tokenizer import END_OF_TEXT_IDS
 
 Weights = dict[str, Tensor]
 
-# Ours to GPT-2's and to the original system's names.
+# Our names, GPT-2's names, and the original system's names.
 OUTER = {
     "token_embedding": ("wte", "tok_emb"),
     "position_embedding": ("wpe", "pos_emb"),
@@ -33,13 +33,13 @@ INNER = {
     "mlp.up": ("mlp.c_fc", "ff.layers.0"),
     "mlp.output": ("mlp.c_proj", "ff.layers.2"),
 }
-NORM_PARTS = {"weight": "scale", "bias": "shift"}  # as the original calls them
-EXPRESSED = {"vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate",
-             "qkv_bias", "tie_weights", "init"}  # levers that GPT-2 has, or need not know of
+NORM_PARTS = {"weight": "scale", "bias": "shift"}  # in the original system
+SUPPORTED = {"vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate",
+             "qkv_bias", "tie_weights", "init"}  # options that GPT-2 has or does not need
 
 
 class Gpt2Config(BaseModel):
-    """What `config.json` of a GPT-2 says of it; other values would be another architecture."""
+    """The `config.json` of a GPT-2; other values would mean another architecture."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -60,10 +60,10 @@ class Gpt2Config(BaseModel):
     eos_token_id: int | None = 50256
 
     def as_model_config(self, *, qkv_bias: bool) -> ModelConfig:
-        """Give the shape in this project's words; one dropout rate stands for GPT-2's three.
+        """Return this project's config; one dropout rate stands for GPT-2's three.
 
         Raises:
-            ValueError: it is no shape of a GPT-2.
+            ValueError: no GPT-2 has these sizes.
         """
         if self.n_inner not in (None, 4 * self.n_embd):
             raise ValueError(f"n_inner is {self.n_inner}; wanted 4 x n_embd = {4 * self.n_embd}")
@@ -75,11 +75,11 @@ class Gpt2Config(BaseModel):
 
 
 def gpt2_config(model: ModelConfig, tokenizer_name: str | None) -> dict[str, Any]:
-    """Give `config.json` for `transformers`. Raises: UserError naming a lever GPT-2 has not."""
-    for lever, value in model.model_dump().items():
-        if lever not in EXPRESSED and value != type(model).model_fields[lever].default:
-            raise UserError(f"model.json: {lever} is {value}, which a GPT-2 cannot express; only a"
-                            " model without it can be exported")
+    """Return `config.json` for `transformers`. Raises: UserError for an option GPT-2 lacks."""
+    for option, value in model.model_dump().items():
+        if option not in SUPPORTED and value != type(model).model_fields[option].default:
+            raise UserError(f"model.json: {option} is {value}, which a GPT-2 does not support; only"
+                            " a model without it can be exported")
     end_of_text = END_OF_TEXT_IDS.get(tokenizer_name or "")
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
@@ -94,26 +94,26 @@ def gpt2_config(model: ModelConfig, tokenizer_name: str | None) -> dict[str, Any
 
 
 def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
-    """Name and lay out this project's weights as GPT-2's, biases of zero where it has none."""
+    """Rename and transpose this project's weights to GPT-2's; missing biases become zeros."""
     ours = dict(weights)
     if not model.qkv_bias:
         for layer in range(model.n_layers):
             ours[f"blocks.{layer}.attention.qkv.bias"] = torch.zeros(3 * model.emb_dim)
-    theirs = {f"transformer.{gpt2}": _turned(ours[name], turns)
-              for name, gpt2, turns in _gpt2_names(model.n_layers)}
+    theirs = {f"transformer.{gpt2}": _transposed(ours[name], transpose)
+              for name, gpt2, transpose in _gpt2_names(model.n_layers)}
     return theirs if model.tie_weights else theirs | {"lm_head.weight": ours["head.weight"]}
 
 
 def from_gpt2(weights: Weights, config: Gpt2Config) -> tuple[ModelConfig, Weights]:
-    """Read GPT-2's weights. Raises: KeyError for one that is not there; ValueError of a shape."""
+    """Convert GPT-2's weights. Raises: KeyError: one is missing; ValueError: wrong sizes."""
     theirs = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     if f"h.{config.n_layer}.ln_1.weight" in theirs:
         raise ValueError(f"it has more layers than n_layer, {config.n_layer}")
-    ours = {name: _turned(theirs[gpt2], turns)
-            for name, gpt2, turns in _gpt2_names(config.n_layer)}
+    ours = {name: _transposed(theirs[gpt2], transpose)
+            for name, gpt2, transpose in _gpt2_names(config.n_layer)}
     biases = [name for name in ours if name.endswith("qkv.bias")]
     model = config.as_model_config(qkv_bias=any(ours[name].any() for name in biases))
-    if not model.qkv_bias:  # zeros, written because GPT-2 always has them
+    if not model.qkv_bias:  # zeros, stored because GPT-2 always has them
         ours = {name: weight for name, weight in ours.items() if name not in biases}
     if not model.tie_weights:
         ours["head.weight"] = theirs["lm_head.weight"]
@@ -121,9 +121,9 @@ def from_gpt2(weights: Weights, config: Gpt2Config) -> tuple[ModelConfig, Weight
 
 
 def from_original(weights: Weights, model: ModelConfig) -> Weights:
-    """Read a checkpoint of the original system; its masks are not weights. Raises: KeyError."""
+    """Convert the original system's weights; its masks are left out. Raises: KeyError."""
     theirs = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    if model.tie_weights:  # of two names for one tensor its files keep either
+    if model.tie_weights:  # its files keep one of the two names of a shared tensor
         theirs.setdefault("tok_emb.weight", theirs.get("out_head.weight"))
     ours = {}
     for name, original in _original_names(model.n_layers):
@@ -136,12 +136,12 @@ def from_original(weights: Weights, model: ModelConfig) -> Weights:
 
 
 def is_original(names: set[str]) -> bool:
-    """Tell if tensor names are the original system's."""
+    """Return whether these are tensor names of the original system."""
     return any(name.removeprefix("model.") == "pos_emb.weight" for name in names)
 
 
 def _gpt2_names(n_layers: int) -> Iterator[tuple[str, str, bool]]:
-    """Give our name, GPT-2's, and whether the matrix has to be turned."""
+    """Yield our name, GPT-2's, and whether to transpose the matrix."""
     for ours, (gpt2, _) in OUTER.items():
         for part in _parts(ours):
             yield f"{ours}.{part}", f"{gpt2}.{part}", False
@@ -149,8 +149,8 @@ def _gpt2_names(n_layers: int) -> Iterator[tuple[str, str, bool]]:
     for layer in range(n_layers):
         for ours, gpt2 in inner.items():
             for part in _parts(ours):
-                turns = part == "weight" and "norm" not in ours
-                yield f"blocks.{layer}.{ours}.{part}", f"h.{layer}.{gpt2}.{part}", turns
+                transpose = part == "weight" and "norm" not in ours
+                yield f"blocks.{layer}.{ours}.{part}", f"h.{layer}.{gpt2}.{part}", transpose
 
 
 def _original_names(n_layers: int) -> Iterator[tuple[str, str]]:
@@ -173,5 +173,5 @@ def _original_part(ours: str, part: str) -> str:
     return NORM_PARTS[part] if "norm" in ours else part
 
 
-def _turned(weight: Tensor, turns: bool) -> Tensor:
-    return weight.T.contiguous() if turns else weight
+def _transposed(weight: Tensor, transpose: bool) -> Tensor:
+    return weight.T.contiguous() if transpose else weight

@@ -21,7 +21,7 @@ from lab.targets import Target
 from processes.launch import Process
 from reporting.sampling import SamplingOptions, generate_tokens, try_to_write_samples
 from run_config import ModelConfig, TrainConfig
-from tests.lab.test_weight_formats import random_model
+from tests.support.models import random_model
 from tests.support.workplace import Workplace, read_lines, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, prefetch

@@ -1,1 +1,1 @@
-"""`lab evaluate`: loss on held-out text, and benchmarks."""
+"""`lab evaluate`: loss on held-out tokens, and benchmarks."""

@@ -1,90 +1,80 @@
-"""A command's work, shared among the processes that torchrun has started, if it has."""
+"""Divide a command's work among the processes that torchrun started, or one process."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
+from tqdm import tqdm
 
-from basics.errors import UserError
 from processes.launch import Process, share_cpu_cores, started_by_torchrun, this_process
+from processes.startup_agreement import Agreement
 
-LONGEST_WAIT = timedelta(days=2)  # for a process that fetches something large
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Share:
-    """This process's part of some work."""
+    """The part of the work that belongs to this process.
 
-    process: Process
+    The processes exchange text through torchrun's store, so no collective can time out while one
+    of them downloads. All ranks must call the same methods in the same order.
 
-    def of(self, num_items: int) -> range:
-        """Give the items that are this process's own."""
+    Args:
+        agreement: between the processes; by default, that of a single process.
+    """
+
+    def __init__(self, process: Process, agreement: Agreement | None = None) -> None:
+        self.process = process
+        self._agreement = agreement or Agreement.in_one_process()
+        self._numbers = itertools.count()
+
+    def indices(self, num_items: int) -> range:
+        """Return the indices of the items that this process works on."""
         return range(self.process.rank, num_items, self.process.world_size)
 
+    def progress(self, batches: range, *, desc: str) -> tqdm:
+        """Show a progress bar on rank 0, if stderr is a terminal."""
+        return tqdm(batches, desc=desc, unit="batch", leave=False,
+                    disable=None if self.process.is_main else True)
+
     def sum(self, *values: float) -> list[float]:
-        """Add up what all processes have found, in float64. A collective: every rank."""
-        total = torch.tensor(values, dtype=torch.float64)
-        if self.process.world_size > 1:
-            dist.all_reduce(total)
-        return total.tolist()
+        """Add up the values of all processes, in float64. Every rank."""
+        texts = self._agreement.gather(self._next_step(), json.dumps(values))
+        return [sum(column) for column in zip(*map(json.loads, texts), strict=True)]
 
-    def on(self, work: Callable[[], T]) -> T:
-        """Do this process's part of a step. A collective: every rank.
+    def run(self, work: Callable[[], T]) -> T:
+        """Do this process's part of a step. Every rank.
 
         Raises:
-            UserError: on every rank, the mistake of the lowest rank that has one.
+            UserError: on every rank, the error of the lowest rank that has one.
         """
-        result, failure = None, None
-        try:
-            result = work()
-        except UserError as error:
-            failure = str(error)
-        failures: list[str | None] = [failure]
-        if self.process.world_size > 1:
-            failures *= self.process.world_size
-            dist.all_gather_object(failures, failure)
-        if any(failures):
-            raise UserError(next(filter(None, failures)))
-        return result
+        return self._agreement.run(self._next_step(), work)
 
-    def one_by_one(self, work: Callable[[], T]) -> T:
-        """Do what may fetch something: one process of each machine before the others. Every rank.
+    def run_first_on_each_node(self, work: Callable[[], T]) -> T:
+        """Run work that may download: on each node one process goes first. Every rank.
 
         Raises:
-            UserError: as `on`.
+            UserError: as `run`.
         """
-        if self.process.world_size == 1:
-            return self.on(work)
         is_first = self.process.is_main_of_node
-        early = self.on(lambda: work() if is_first else None)
-        late = self.on(lambda: None if is_first else work())
+        early = self.run(lambda: work() if is_first else None)
+        late = self.run(lambda: None if is_first else work())
         return early if is_first else late
 
+    def _next_step(self) -> str:
+        return f"step {next(self._numbers)}"
 
-@contextmanager
-def sharing() -> Iterator[Share]:
-    """Join with the other processes, where there are any. Every rank."""
+
+def join_processes() -> Share:
+    """Meet the other processes, if torchrun started this one. Every rank. Raises: UserError."""
     if not started_by_torchrun():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        yield Share(Process(rank=0, local_rank=0, world_size=1, device=device))
-        return
-    process = this_process()
+        return Share(Process(rank=0, local_rank=0, world_size=1, device=device))
+    agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    process = agreement.run("process", this_process)
     share_cpu_cores(process)
-    dist.init_process_group("gloo", timeout=LONGEST_WAIT)  # what travels are a few numbers
-    try:
-        yield Share(process)
-    finally:
-        dist.destroy_process_group()
-
-
-def speaks() -> bool:
-    """Tell if this process is the one that prints; needs no process group."""
-    return os.environ.get("RANK", "0") == "0"
+    return Share(process, agreement)

@@ -1,4 +1,4 @@
-"""Instructions with their outputs, the prompts made of them, and models' answers to them."""
+"""Instruction data, the prompts made from it, and files of models' answers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from basics.errors import UserError
 DEFAULT_URL = ("https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/"
                "ch07/01_main-chapter-code/instruction-data.json")
 DEFAULT_NAME = "instruction-data.json"
-DOWNLOAD_SECONDS = 30  # without a byte
-FEWEST_ENTRIES = 10  # that leave one for the test
+DOWNLOAD_SECONDS = 30  # timeout without any data
+MIN_ENTRIES = 10  # leaves one for the test
 MAX_FILE_BYTES = 2**30
 T = TypeVar("T")
 
 
 class Entry(BaseModel):
-    """One entry of an Alpaca-style file. Keys that are not needed are left unread."""
+    """One entry of an Alpaca-style file. Other keys are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -33,21 +33,21 @@ class Entry(BaseModel):
     output: str
 
     def prompt(self) -> str:
-        """Give what a model gets to see; its response follows. The template is Alpaca's."""
-        given = f"\n\n### Input:\n{self.input}" if self.input else ""
+        """Return the prompt that the response follows, in Alpaca's template."""
+        input_part = f"\n\n### Input:\n{self.input}" if self.input else ""
         return ("Below is an instruction that describes a task. Write a response that"
                 " appropriately completes the request."
-                f"\n\n### Instruction:\n{self.instruction}{given}\n\n### Response:\n")
+                f"\n\n### Instruction:\n{self.instruction}{input_part}\n\n### Response:\n")
 
 
 class AnsweredEntry(Entry):
-    """An entry, and what one model answers. `output` is the answer to compare with."""
+    """An entry with one model's answer. `output` is the reference answer."""
 
     answer: str
 
 
 class AnswersFile(BaseModel):
-    """What `lab judge` needs of a file that `lab tune` has written."""
+    """The parts of a file written by `lab tune` that `lab judge` needs."""
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
@@ -57,7 +57,7 @@ class AnswersFile(BaseModel):
 
 @dataclass(frozen=True)
 class Split:
-    """Entries by what they are for, in the order in which they stand in the file."""
+    """Entries by purpose, in the order of the file."""
 
     train: list[Entry]
     test: list[Entry]
@@ -65,31 +65,31 @@ class Split:
 
 
 def split_entries(entries: list[Entry]) -> Split:
-    """Take the first 85% to train on, the next 10% as the test, the rest to validate on."""
+    """Split off the first 85% for training, the next 10% for the test, the rest for validation."""
     num_train, num_test = int(len(entries) * 0.85), int(len(entries) * 0.1)
     return Split(entries[:num_train], entries[num_train : num_train + num_test],
                  entries[num_train + num_test :])
 
 
 def load_entries(path: Path) -> list[Entry]:
-    """Read an Alpaca-style file. Raises: UserError if it is not one, or too short to split."""
+    """Read an Alpaca-style file. Raises: UserError if it is invalid or too short to split."""
     entries = _load(path, TypeAdapter(list[Entry]))
-    if len(entries) < FEWEST_ENTRIES:
-        raise UserError(f"{path}: has {len(entries)} entries; wanted {FEWEST_ENTRIES} or more, to"
-                        " train, validate and test on")
+    if len(entries) < MIN_ENTRIES:
+        raise UserError(f"{path}: has {len(entries)} entries; give {MIN_ENTRIES} or more, for"
+                        " training, validation and test")
     return entries
 
 
 def load_answers(path: Path) -> AnswersFile:
-    """Read one model's answers. Raises: UserError if the file does not hold them."""
+    """Read one model's answers. Raises: UserError if the file is invalid."""
     return _load(path, TypeAdapter(AnswersFile))
 
 
 def fetch_default_entries(datasets_dir: Path) -> Path:
-    """Give the place of the book's entries, downloaded if they are not there yet.
+    """Return the path of the book's entries; download them first if they are missing.
 
     Raises:
-        UserError: they cannot be downloaded, or what comes is something else.
+        UserError: they cannot be downloaded, or the download is not valid.
     """
     path = datasets_dir / DEFAULT_NAME
     if path.exists():
@@ -99,12 +99,12 @@ def fetch_default_entries(datasets_dir: Path) -> Path:
         datasets_dir.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(DEFAULT_URL, timeout=DOWNLOAD_SECONDS) as response:
             partial.write_bytes(response.read())
-        load_entries(partial)  # a login page is not to take the place of the data
+        load_entries(partial)  # do not save a login page as the data
         partial.replace(path)
     except (OSError, http.client.HTTPException, UserError) as error:
         reason = str(error).removeprefix(f"{partial}: ")[:60]
-        raise UserError(f"{DEFAULT_URL}: cannot be fetched into {datasets_dir} ({reason}); fetch it"
-                        " by other means, and give it with --data FILE") from None
+        raise UserError(f"{DEFAULT_URL}: cannot be downloaded into {datasets_dir} ({reason});"
+                        " download it by other means and name it with --data FILE") from None
     finally:
         partial.unlink(missing_ok=True)
     return path
@@ -120,12 +120,12 @@ def _load(path: Path, kind: TypeAdapter[T]) -> T:
     try:
         return kind.validate_json(content)
     except ValidationError as error:
-        raise UserError(f"{path}: {_first_mistake(error)}; correct it") from None
+        raise UserError(f"{path}: {_first_error(error)}; correct it") from None
 
 
-def _first_mistake(error: ValidationError) -> str:
+def _first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     place = " ".join(f"entry {part + 1}" if isinstance(part, int) else f'"{part}"'
                      for part in first["loc"])
-    said = "is missing" if first["type"] == "missing" else first["msg"]
-    return f"{place} {said}".strip() if place else f"the file: {said}"
+    problem = "is missing" if first["type"] == "missing" else first["msg"]
+    return f"{place} {problem}".strip() if place else f"the file: {problem}"

@@ -1,4 +1,4 @@
-"""`lab judge`: a language model's scores of what other models answer."""
+"""`lab judge`: a language model scores the answers of other models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from urllib.parse import urlsplit
 import click
 
 from basics.errors import UserError, one_line
+from lab.instruct.comparison import Comparison, UnusableReplyError, compare
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
+from lab.instruct.judgements import Judgements
 
 if TYPE_CHECKING:
-    from lab.instruct.judgements import Judgements
-    from lab.instruct.judging import Comparison, Judge
+    from lab.instruct.judging import Judge
 
-MAX_RETRIES = 5  # the client's: it waits as long as the server says, or up to 8 seconds each
+MAX_RETRIES = 5  # by the client, which waits as long as the server asks, or up to 8 seconds each
 REQUEST_SECONDS = 300.0
 NUM_RESAMPLES = 2_000
 INTERVAL_PERCENT = (2.5, 97.5)
@@ -28,29 +29,25 @@ INTERVAL_PERCENT = (2.5, 97.5)
 @click.command()
 @click.argument("files", metavar="FILE...", nargs=-1, required=True,
                 type=click.Path(path_type=Path))
-@click.option("--model", required=True, help="The judge, as its endpoint calls it.")
+@click.option("--model", required=True, help="The judge's name at its endpoint.")
 @click.option("--base-url", envvar="OPENAI_BASE_URL", metavar="URL",
               help="An OpenAI-compatible endpoint: http://localhost:8000/v1.  [default: OpenAI's]")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
-              help="Where judgements are kept.  [default: judgements.jsonl beside the first FILE]")
+              help="Save judgements here.  [default: judgements.jsonl beside the first FILE]")
 @click.option("--concurrency", type=click.IntRange(1, 64), default=4, show_default=True,
-              help="Requests at a time.")
+              help="Number of concurrent requests.")
 @click.option("--seed", type=click.IntRange(min=0), default=42, show_default=True,
-              help="Of the order of the answers, and of the intervals.")
+              help="Seed of the order of the answers and of the intervals.")
 def command(files: tuple[Path, ...], model: str, base_url: str | None, output: Path | None,
             concurrency: int, seed: int) -> None:
     """Have a judge score the answers in each FILE, as `lab tune` writes them.
 
-    All models' answers to a question go to the judge at once, in shuffled order and without their
-    names. The key is read from OPENAI_API_KEY; a server of your own may need none. Each judgement
-    is kept as it comes: the same command goes on where an earlier one has stopped, and asks again
-    what has failed.
+    The judge sees all models' answers to a question in one request, in shuffled order and without
+    the models' names. The key is read from OPENAI_API_KEY; your own server may need none. Each
+    judgement is saved at once: the same command continues where an earlier one stopped, and
+    repeats the questions that failed.
     """
     questions = list(_questions(_by_name(files)))
-    # Imported here so that --help does not wait for the client.
-    from lab.instruct.judgements import Judgements
-    from lab.instruct.judging import Judge, compare
-
     comparisons = [compare(question, answers, judge_model=model, seed=seed)
                    for question, answers in questions]
     judgements = Judgements(output or files[0].parent / "judgements.jsonl")
@@ -58,11 +55,24 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     reason = ""
     if missing:
         judgements.check_writable()
-        judge = Judge(_client_options(base_url), model)
+        judge = _new_judge(base_url, model)
         judge.check_reachable()
         reason = judge_all(judge, missing.values(), judgements, concurrency=concurrency)
     for line in _report(comparisons, judgements, model=model, reason=reason, seed=seed):
         click.echo(line)
+
+
+def _new_judge(base_url: str | None, model: str) -> Judge:
+    """Return the judge. Raises: UserError: a bad key or address, or no openai package."""
+    options = _client_options(base_url)
+    try:
+        from lab.instruct.judging import Judge  # needs an optional package
+    except ModuleNotFoundError as error:
+        if error.name != "openai":
+            raise
+        raise UserError("lab judge needs the openai package: run `uv sync --extra judge`"
+                        " (or pip install \"ddp-train[judge]\")") from None
+    return Judge(options, model)
 
 
 def _client_options(base_url: str | None) -> dict[str, Any]:
@@ -71,9 +81,9 @@ def _client_options(base_url: str | None) -> dict[str, Any]:
         raise UserError("OPENAI_API_KEY is not set: set it to your key, or name a server that needs"
                         " none with --base-url")
     if not key.isascii():
-        raise UserError("OPENAI_API_KEY holds characters that no key has; set it to your key")
+        raise UserError("OPENAI_API_KEY contains non-ASCII characters; set it to your key")
     if base_url is not None and not _is_address(base_url):
-        raise UserError(f"--base-url is {base_url[:60]!r}; wanted an address such as"
+        raise UserError(f"--base-url is {base_url[:60]!r}; give an address such as"
                         " http://localhost:8000/v1")
     return {"api_key": key or "none", "base_url": base_url, "max_retries": MAX_RETRIES,
             "timeout": REQUEST_SECONDS}
@@ -83,15 +93,15 @@ def _is_address(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no port
+    except ValueError:  # the port is invalid
         return False
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
-    """Read all files. A model that is in several of them goes by the file's path."""
+    """Read all files, by model name; by path if several files are of the same model."""
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise UserError(f"{twice}: is named twice; name each file once")
+        raise UserError(f"{twice}: is given twice; give each file once")
     loaded = [(path, load_answers(path)) for path in paths]
     names = [answers.model for _, answers in loaded]
     return {str(path) if names.count(answers.model) > 1 else answers.model: (path, answers)
@@ -101,7 +111,7 @@ def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
 def _questions(
     files: dict[str, tuple[Path, AnswersFile]]
 ) -> Iterator[tuple[Entry, dict[str, str]]]:
-    """Give each question with the answers to it, by model.
+    """Yield each question with the answers to it, by model.
 
     Raises:
         UserError: a file has other questions than the first one.
@@ -114,8 +124,8 @@ def _questions(
     for number, question in enumerate(first.answers):
         for path, other in files.values():
             if _asked(other.answers[number]) != _asked(question):
-                raise UserError(f"{path}: question {number + 1} is not that of {first_path}; tune"
-                                " all models on the same data")
+                raise UserError(f"{path}: question {number + 1} differs from that of {first_path};"
+                                " tune all models on the same data")
         yield question, {name: other.answers[number].answer for name, (_, other) in files.items()}
 
 
@@ -125,14 +135,12 @@ def _asked(entry: Entry) -> tuple[str, str, str]:
 
 def judge_all(judge: Judge, comparisons: Iterable[Comparison], judgements: Judgements, *,
               concurrency: int) -> str:
-    """Ask what has to be asked, several at a time; give the reason of the first that failed.
+    """Judge all comparisons concurrently; return the reason of the first failure, or "".
 
     Raises:
-        UserError: nothing more can be judged. What was, or was under way, is kept.
+        UserError: nothing more can be judged. Completed requests and those in flight are saved.
     """
     from tqdm import tqdm
-
-    from lab.instruct.judging import Unusable
 
     reason = ""
     pool = ThreadPoolExecutor(concurrency)
@@ -142,21 +150,21 @@ def judge_all(judge: Judge, comparisons: Iterable[Comparison], judgements: Judge
                            desc="judging", disable=None, leave=False):
             try:
                 judgements.add(asked[future], future.result(), judge_model=judge.model)
-            except Unusable as error:
+            except UnusableReplyError as error:
                 reason = reason or str(error)
             del asked[future]
-    finally:  # after an error, or Ctrl-C, nothing more is asked
+    finally:  # after an error or Ctrl-C, send no more requests
         judge.stop()
         pool.shutdown(wait=False, cancel_futures=True)
-        _keep_rest(asked, judgements, judge)
+        _save_rest(asked, judgements, judge)
     return reason
 
 
-def _keep_rest(asked: dict[Future, Comparison], judgements: Judgements, judge: Judge) -> None:
-    """Keep what comes after asking has ended early: it is paid for."""
+def _save_rest(asked: dict[Future, Comparison], judgements: Judgements, judge: Judge) -> None:
+    """Save the replies that arrive after an early stop: they are paid for."""
     rest = [future for future in asked if not future.cancelled()]
     if num_missing := sum(not future.done() for future in rest):
-        click.echo(f"waiting for {num_missing} answers under way", err=True)
+        click.echo(f"waiting for {num_missing} requests in flight", err=True)
     for future in as_completed(rest):
         if future.exception() is None:
             judgements.add(asked[future], future.result(), judge_model=judge.model)
@@ -164,33 +172,34 @@ def _keep_rest(asked: dict[Future, Comparison], judgements: Judgements, judge: J
 
 def _report(comparisons: list[Comparison], judgements: Judgements, *, model: str, reason: str,
             seed: int) -> Iterator[str]:
-    """Show what there is. Raises: UserError if that is nothing."""
+    """Yield the lines to print. Raises: UserError if no question was judged."""
     judged = [scores for c in comparisons if (scores := judgements.scores(c)) is not None]
     if not judged:
-        raise UserError(f"not one of {len(comparisons)} questions was judged; the first: {reason}")
+        raise UserError(f"none of {len(comparisons)} questions was judged; the first failure:"
+                        f" {reason}")
     yield _table(judged, seed=seed)
     yield ""
     yield (f"{len(judged)} of {len(comparisons)} questions judged by {model},"
            f" {len(comparisons) - len(judged)} failed; judgements in {judgements.path}")
     if reason:
-        yield f"the first that failed: {one_line(reason)}; the same command asks again"
+        yield f"first failure: {one_line(reason)}; run the same command to repeat it"
 
 
 def _table(judged: list[dict[str, float]], *, seed: int) -> str:
     from tabulate import tabulate
 
-    scored = [summarise(model, [scores[model] for scores in judged], seed=seed)
-              for model in judged[0]]
+    found = [summarise(model, [scores[model] for scores in judged], seed=seed)
+             for model in judged[0]]
     rows = [(one_line(found.model), found.mean,
              "{:.2f} to {:.2f}".format(*found.interval) if found.interval else "-")
-            for found in sorted(scored, key=lambda found: (-found.mean, found.model))]
+            for found in sorted(found, key=lambda found: (-found.mean, found.model))]
     return tabulate(rows, headers=["model", "mean score", "95% interval"], floatfmt=".2f",
                     disable_numparse=[0, 2])
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's place in the table; a single question gives no interval."""
+    """A model's result; the interval is None for a single question."""
 
     model: str
     mean: float
@@ -198,7 +207,7 @@ class Scored:
 
 
 def summarise(model: str, scores: list[float], *, seed: int) -> Scored:
-    """Give the mean, and where it might lie with other questions of the kind: the bootstrap.
+    """Return the mean and its 95% bootstrap confidence interval.
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", section 13.3.
     """

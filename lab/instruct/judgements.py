@@ -1,4 +1,4 @@
-"""What a judge has said so far: a line each in a file, so that no question is paid for twice."""
+"""Saved judgements, one line each, so that no question is paid for twice."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from basics.errors import UserError
-from lab.instruct.judging import HIGHEST_SCORE, Comparison
+from lab.instruct.comparison import HIGHEST_SCORE, Comparison
 
-LINE_START = b'{"key":"'  # of every line that was written here
+LINE_START = b'{"key":"'  # of every line that this module writes
 
 
 class Judgement(BaseModel):
-    """A line of the file: what one comparison has led to."""
+    """A line of the file: the result of one comparison."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     key: str
     judge: str
     instruction: str
-    order: list[str]  # the models, as the judge got to see their answers
+    order: list[str]  # the models, in the order in which the judge saw their answers
     scores: dict[str, Annotated[float, Field(ge=0, le=HIGHEST_SCORE)]]  # by model
 
 
 class Judgements:
-    """The judgements in a file. One thread only."""
+    """The judgements in a file. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file, if there is one; a line that a kill has cut short is left out.
+        """Read the file, if it exists; skip a line that a kill has cut short.
 
         Raises:
             UserError: it cannot be read, or holds something else.
         """
         self.path = path
         try:
-            if path.exists() and not path.is_file():  # to read a pipe would be to wait for ever
-                raise OSError("is no plain file")
+            if path.exists() and not path.is_file():  # reading a pipe could block forever
+                raise OSError("is not a plain file")
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}; name another file"
@@ -46,7 +46,7 @@ class Judgements:
         self._by_key = {}
         for number, line in enumerate(content.splitlines(), start=1):
             if not (line.startswith(LINE_START) or LINE_START.startswith(line)):
-                raise UserError(f"{path}: line {number} is no judgement; name another file with"
+                raise UserError(f"{path}: line {number} is not a judgement; name another file with"
                                 " --output")
             try:
                 judgement = Judgement.model_validate_json(line)
@@ -56,8 +56,8 @@ class Judgements:
         self._is_cut = bool(content) and not content.endswith(b"\n")
 
     def check_writable(self) -> None:
-        """Find out before anything is paid for. Raises: UserError if it cannot be written."""
-        is_new = not os.path.lexists(self.path)  # a link to nowhere is not ours to take away
+        """Check before any request is paid for. Raises: UserError if it cannot be written."""
+        is_new = not os.path.lexists(self.path)  # do not delete a broken link of the user
         try:
             self.path.open("ab").close()
             if is_new:
@@ -66,18 +66,18 @@ class Judgements:
             raise self._not_written(error) from None
 
     def _not_written(self, error: OSError) -> UserError:
-        return UserError(f"{self.path}: cannot be written: {error.strerror or error}; make room, or"
-                         " name another file with --output")
+        return UserError(f"{self.path}: cannot be written: {error.strerror or error}; free disk"
+                         " space, or name another file with --output")
 
     def scores(self, comparison: Comparison) -> dict[str, float] | None:
-        """Give the score of each model's answer; None where there is no judgement yet."""
+        """Return the score of each model's answer; None if there is no judgement yet."""
         found = self._by_key.get(comparison.key)
         if found is None or found.scores.keys() != comparison.answers.keys():
             return None
         return found.scores
 
     def add(self, comparison: Comparison, scores: dict[str, float], *, judge_model: str) -> None:
-        """Keep what a judge has said. Raises: UserError if the file cannot be written."""
+        """Save a judgement. Raises: UserError if the file cannot be written."""
         judgement = Judgement(key=comparison.key, judge=judge_model, scores=scores,
                               instruction=comparison.question.instruction,
                               order=list(comparison.order))

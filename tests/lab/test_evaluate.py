@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -13,43 +14,41 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import Result
 
 from basics.errors import UserError
+from lab import __main__
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.hellaswag import read_questions, score
 from lab.evaluate.sharing import Share
+from lab.publish.export import write_export
 from lab.targets import Target, load_target
 from processes.launch import Process
-from tests.lab.test_weight_formats import export, random_model
+from processes.startup_agreement import Agreement
+from tests.support.hellaswag_task import write_hellaswag_task
 from tests.support.hub_server import Hub, serving
-from tests.support.workplace import (
-    Workplace,
-    forked,
-    read_lines,
-    run_command,
-    succeeded,
-    train_tiny,
-    write_tokens,
-)
+from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.models import export, random_model
+from tests.support.workplace import Workplace, forked, read_lines, write_tokens
+from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
+from tokens.tokenizer import load_tokenizer
 
 ALONE = Share(Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    return train_tiny(tmp_path_factory.mktemp("evaluated"), validation_batches=15)
+def lab_evaluate(workplace: Workplace, *arguments: str, **environment: str) -> Result:
+    return run_lab(*workplace.arguments("evaluate", *arguments), **environment)
 
 
-def lab_evaluate(workplace: Workplace, *arguments: str, num_processes: int | None = None,
-                 **environment: str) -> CompletedProcess[str]:
-    return forked("lab/__main__.py", workplace.arguments("evaluate", *arguments),
-                  num_processes=num_processes, environment=environment)
+def torchrun_evaluate(workplace: Workplace, *arguments: str) -> CompletedProcess[str]:
+    return forked("lab/__main__.py", workplace.arguments("evaluate", *arguments), num_processes=2)
 
 
-def rows_of(result: CompletedProcess[str]) -> list[list[str]]:
-    """The cells of the table that was printed."""
-    _, _, *lines = succeeded(result).stdout.splitlines()
+def rows_of(result: Result | CompletedProcess[str]) -> list[list[str]]:
+    """Return the cells of the printed table."""
+    result = succeeded(result) if isinstance(result, Result) else process_succeeded(result)
+    _, _, *lines = result.stdout.splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
 
 
@@ -58,16 +57,20 @@ def token_file(path: Path, tokens: np.ndarray, **metadata: str) -> TokenFile:
     return TokenFile(path)
 
 
+def raise_(error: Exception) -> None:
+    raise error
+
+
 @torch.no_grad()
-def test_loss_perplexity_and_bits_a_byte_are_what_they_are_called(tmp_path: Path) -> None:
+def test_loss_perplexity_and_bits_per_byte_match_their_definitions(tmp_path: Path) -> None:
     model = random_model(vocab_size=257, context_length=8)
     tokens = np.random.default_rng(0).integers(0, 256, size=100)
     tokens[10:60:7] = 256  # ends of text: eight among the targets
     file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="bytes")
-    stretch = choose_slice(file, "mine", start_token=3, num_tokens=64)
-    found = evaluate(Target("x", model, "bytes"), file, stretch, microbatch_size=3, share=ALONE)
-    wide = torch.from_numpy(tokens[3:68])
-    losses = [F.cross_entropy(model(wide[i : i + 8][None])[0].double(), wide[i + 1 : i + 9],
+    token_slice = choose_slice(file, "mine", start_token=3, num_tokens=64)
+    found = evaluate(Target("x", model, "bytes"), file, token_slice, microbatch_size=3, share=ALONE)
+    ids = torch.from_numpy(tokens[3:68])
+    losses = [F.cross_entropy(model(ids[i : i + 8][None])[0].double(), ids[i + 1 : i + 9],
                               reduction="sum").item() for i in range(0, 64, 8)]
     assert found.loss == pytest.approx(sum(losses) / 64, abs=1e-6)
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / 64), rel=1e-5)
@@ -76,35 +79,32 @@ def test_loss_perplexity_and_bits_a_byte_are_what_they_are_called(tmp_path: Path
     assert found.bits_per_byte == pytest.approx(sum(losses) / math.log(2) / num_bytes, rel=1e-6)
 
 
-def test_gpt2_tokens_have_the_bytes_of_their_text(tmp_path: Path) -> None:
-    from tokens.tokenizer import load_tokenizer
-
+def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("gpt2")
     text = "Every effort moves you — naïve 😀 text, again and again and again"
     tokens = np.array([*tokenizer.encode_ordinary(text), tokenizer.eot_token])
     file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="gpt2")
     model = random_model(vocab_size=50257, context_length=1)
-    stretch = choose_slice(file, "mine", start_token=0, num_tokens=None)
-    found = evaluate(Target("x", model, "gpt2"), file, stretch, microbatch_size=4, share=ALONE)
-    num_bytes = len(text.encode()) - len("Every")  # the first is not predicted
-    assert stretch.num_tokens == len(tokens) - 1
+    token_slice = choose_slice(file, "mine", start_token=0, num_tokens=None)
+    found = evaluate(Target("x", model, "gpt2"), file, token_slice, microbatch_size=4, share=ALONE)
+    num_bytes = len(text.encode()) - len("Every")  # the first token is not a target
+    assert token_slice.num_tokens == len(tokens) - 1
     assert found.bits_per_byte == pytest.approx(
-        found.loss * stretch.num_tokens / math.log(2) / num_bytes)
+        found.loss * token_slice.num_tokens / math.log(2) / num_bytes)
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 3, 7, 100])
-def test_the_microbatch_does_not_show(microbatch_size: int, tmp_path: Path) -> None:
+def test_the_microbatch_size_does_not_change_the_loss(tmp_path: Path) -> None:
     model = random_model(vocab_size=257, context_length=8)
     tokens = np.random.default_rng(0).integers(0, 257, size=2000)
     file = token_file(tmp_path / "validation.safetensors", tokens)
-    stretch = choose_slice(file, "mine", start_token=None, num_tokens=None)
-    assert (stretch.start_token, stretch.num_tokens) == (0, 1999)  # the last sequence has seven
-    losses = [evaluate(Target("x", model, None), file, stretch, microbatch_size=size,
-                       share=ALONE).loss for size in (microbatch_size, 4)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    token_slice = choose_slice(file, "mine", start_token=None, num_tokens=None)
+    assert (token_slice.start_token, token_slice.num_tokens) == (0, 1999)  # the last sequence has 7
+    losses = [evaluate(Target("x", model, None), file, token_slice, microbatch_size=size,
+                       share=ALONE).loss for size in (1, 3, 4, 7, 100)]
+    assert losses == pytest.approx([losses[0]] * 5, abs=1e-6)
 
 
-def test_the_slice_of_the_published_figures_is_the_default() -> None:
+def test_the_default_slice_is_that_of_the_published_results() -> None:
     class Long:
         path, num_tokens = Path("validation.safetensors"), 100_000_000
 
@@ -112,8 +112,7 @@ def test_the_slice_of_the_published_figures_is_the_default() -> None:
     assert (found.start_token, found.num_tokens) == (50_000_000, 19_660_800)
 
 
-def test_a_run_is_evaluated_as_it_was_validated(trained: Workplace) -> None:
-    """On the same tokens the loss is that of the training's own validation."""
+def test_a_run_has_the_loss_of_its_own_validation(trained: Workplace) -> None:
     result = lab_evaluate(trained, "tiny", "--tokens", str(15 * 2 * 16))
     (title, loss, perplexity, bits, tokens, start, of), = rows_of(result)
     validated = [r["validation_loss"] for r in read_lines(
@@ -129,16 +128,16 @@ def test_a_run_is_evaluated_as_it_was_validated(trained: Workplace) -> None:
     assert record["loss"] == pytest.approx(float(loss), abs=1e-6) and record["global_step"] >= 4
 
 
-def test_processes_share_the_work_and_change_nothing(trained: Workplace) -> None:
-    before = len(read_lines(trained.runs_dir / "tiny/evaluations.jsonl"))
-    alone, shared = (rows_of(lab_evaluate(trained, "tiny", "--microbatch-size", "2",
-                                          num_processes=number)) for number in (None, 2))
-    assert alone == shared
-    after = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
-    assert len(after) == before + 2  # one line a command
+def test_two_processes_give_the_same_result_as_one(trained: Workplace) -> None:
+    arguments = "tiny", "--microbatch-size", "2"
+    assert rows_of(torchrun_evaluate(trained, *arguments)) == rows_of(
+        lab_evaluate(trained, *arguments))
+    records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
+    assert len(records) == 2  # one per command, not per process
+    assert records[0] | {"time": ""} == records[1] | {"time": ""}
 
 
-def test_several_targets_make_one_table_lowest_loss_first(
+def test_several_targets_are_one_table_with_the_lowest_loss_first(
     trained: Workplace, tmp_path: Path
 ) -> None:
     worse = export(random_model(vocab_size=257, context_length=16), tmp_path / "worse")
@@ -150,7 +149,7 @@ def test_several_targets_make_one_table_lowest_loss_first(
     assert rows[0][1] == rows[1][1] < rows[2][1]
 
 
-def test_a_model_on_the_hub_is_fetched_and_evaluated(trained: Workplace, tmp_path: Path) -> None:
+def test_a_model_on_the_hub_is_downloaded_and_evaluated(trained: Workplace, tmp_path: Path) -> None:
     directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     hub = Hub(files | {"pytorch_model.bin": b"not asked for"}, repository="someone/model",
@@ -163,7 +162,7 @@ def test_a_model_on_the_hub_is_fetched_and_evaluated(trained: Workplace, tmp_pat
     assert hub.downloads("model.safetensors") and not hub.downloads("pytorch_model.bin")
 
 
-def test_another_architecture_is_refused_before_its_weights_are_fetched(
+def test_another_architecture_is_refused_before_its_weights_are_downloaded(
     trained: Workplace, tmp_path: Path
 ) -> None:
     hub = Hub({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x" * 1000},
@@ -171,65 +170,86 @@ def test_another_architecture_is_refused_before_its_weights_are_fetched(
     with serving(hub):
         result = lab_evaluate(trained, "someone/model", "--dataset", "tiny",
                               **hub.environment(tmp_path / "home"))
-    assert result.returncode == 2 and "not a GPT-2: model_type should be 'gpt2'" in result.stderr
-    assert not hub.downloads("model.safetensors") and result.stderr.count("\n") == 1
+    assert "not a GPT-2: model_type should be 'gpt2'" in error_line(result)
+    assert not hub.downloads("model.safetensors")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (("nix",), "no such run"),
     (("tiny", "--dataset", "nix"), "no dataset there"),
     (("tiny", "--dataset", "../tiny"), "is not a plain name"),
-    (("tiny", "--tokens", "5000"), "5,000 tokens are wanted from token 0 on"),
-    (("tiny", "--start-token", "495", "--tokens", "5"), "it has 4 to be predicted there"),
-    (("tiny", "--start-token", "500"), "it has 0 to be predicted there"),
+    (("tiny", "--tokens", "5000"), "has 499 tokens to predict after token 0, wanted 5,000"),
+    (("tiny", "--start-token", "495", "--tokens", "5"),
+     "has 4 tokens to predict after token 495, wanted 5"),
+    (("tiny", "--start-token", "500"), "has 0 tokens to predict after token 500"),
     (("tiny", "nix", "--dataset", "tiny"), "no such run"),
     (("tiny", "--benchmark", "hellaswag", "nix.jsonl"), "nix.jsonl: no such file"),
 ])
-def test_mistakes_are_one_line(trained: Workplace, arguments: tuple[str, ...],
-                               message: str) -> None:
-    result = lab_evaluate(trained, *arguments)
-    assert result.returncode == 2 and message in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_a_user_error_is_one_line(trained: Workplace, arguments: tuple[str, ...],
+                                  message: str) -> None:
+    assert message in error_line(lab_evaluate(trained, *arguments))
 
 
 @torch.no_grad()
-def test_models_of_any_context_are_evaluated_on_the_same_tokens(tmp_path: Path) -> None:
+def test_models_of_any_context_length_are_evaluated_on_the_same_tokens(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 257, size=60)
     file = token_file(tmp_path / "validation.safetensors", tokens)
-    stretch = choose_slice(file, "mine", start_token=2, num_tokens=50)
+    token_slice = choose_slice(file, "mine", start_token=2, num_tokens=50)
     for context_length in (8, 12, 50, 64):
         model = random_model(vocab_size=257, context_length=context_length)
-        found = evaluate(Target("x", model, None), file, stretch, microbatch_size=2, share=ALONE)
-        wide, total = torch.from_numpy(tokens[2:53]), 0.0
+        found = evaluate(Target("x", model, None), file, token_slice, microbatch_size=2,
+                         share=ALONE)
+        ids, total = torch.from_numpy(tokens[2:53]), 0.0
         for first in range(0, 50, context_length):
             stop = min(first + context_length, 50)
-            logits = model(wide[None, first:stop])[0].double()
-            total += F.cross_entropy(logits, wide[first + 1 : stop + 1], reduction="sum").item()
+            logits = model(ids[None, first:stop])[0].double()
+            total += F.cross_entropy(logits, ids[first + 1 : stop + 1], reduction="sum").item()
         assert found.slice.num_tokens == 50
         assert found.loss == pytest.approx(total / 50, abs=1e-6)
 
 
-def test_an_error_of_one_process_is_told_once_by_all(trained: Workplace) -> None:
+def test_an_error_in_one_process_ends_all_with_one_message(trained: Workplace) -> None:
     bad = np.full(500, 3, dtype=np.uint16)
-    bad[20:] = 300  # in the second process's part
-    write_tokens(trained.datasets_dir / "bad/train.safetensors", bad)
-    write_tokens(trained.datasets_dir / "bad/validation.safetensors", bad)
-    for arguments, message in ((("tiny", "--dataset", "bad", "--tokens", "32",
-                                 "--microbatch-size", "1"), "outside the model's vocabulary"),
-                               (("nix", "--dataset", "bad"), "no such run")):
-        result = lab_evaluate(trained, *arguments, num_processes=2)
-        lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-        assert len(lines) == 1 and message in lines[0]
-        assert result.stdout == "" and "gloo" not in result.stderr
+    bad[20:] = 300  # in the part of rank 1
+    for split in ("train", "validation"):
+        write_tokens(trained.datasets_dir / f"bad/{split}.safetensors", bad)
+    result = torchrun_evaluate(trained, "tiny", "--dataset", "bad", "--tokens", "32",
+                               "--microbatch-size", "1")
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1 and "outside the model's vocabulary" in lines[0]
+    assert result.stdout == ""
 
 
-def test_the_training_split_can_be_evaluated_too(trained: Workplace) -> None:
+def test_a_share_has_every_index_once_and_sums_over_all_processes() -> None:
+    """Two ranks as threads that share one store."""
+    store = torch.distributed.HashStore()
+
+    def work(rank: int) -> tuple[list[int], list[float]]:
+        agreement = Agreement.in_one_process()
+        agreement._rank, agreement._world_size, agreement._store = rank, 2, store
+        share = Share(dataclasses.replace(ALONE.process, rank=rank, local_rank=rank, world_size=2),
+                      agreement)
+        share.run_first_on_each_node(lambda: order.append(rank))
+        indices = list(share.indices(5))
+        total = share.sum(0.1 + sum(indices), rank)
+        with pytest.raises(UserError, match="rank 1 is wrong"):
+            share.run(lambda: raise_(UserError("rank 1 is wrong")) if rank else None)
+        return indices, total
+
+    order: list[int] = []
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, range(2))
+    assert (first[0], second[0]) == ([0, 2, 4], [1, 3]) and order == [0, 1]
+    assert first[1] == second[1] == [pytest.approx(10.2), 1]
+
+
+def test_the_training_split_can_be_evaluated(trained: Workplace) -> None:
     row, = rows_of(lab_evaluate(trained, "tiny", "--split", "train", "--tokens", "320"))
     assert row[-1] == "tiny train" and read_lines(
         trained.runs_dir / "tiny/evaluations.jsonl")[-1]["split"] == "train"
 
 
-def test_a_loss_that_is_no_number_comes_last(trained: Workplace, tmp_path: Path) -> None:
+def test_a_nan_loss_comes_last(trained: Workplace, tmp_path: Path) -> None:
     model = random_model(vocab_size=257, context_length=16)
     model.final_norm.weight.data.fill_(float("nan"))
     rows = rows_of(lab_evaluate(trained, str(export(model, tmp_path / "nan")), "tiny"))
@@ -237,46 +257,40 @@ def test_a_loss_that_is_no_number_comes_last(trained: Workplace, tmp_path: Path)
     assert rows[1][1] == "nan"
 
 
-def test_a_pipe_in_the_place_of_weights_is_refused(trained: Workplace, tmp_path: Path) -> None:
+def test_a_pipe_instead_of_weights_is_refused(trained: Workplace, tmp_path: Path) -> None:
     directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
     (directory / "model.safetensors").unlink()
     os.mkfifo(directory / "model.safetensors")
     result = lab_evaluate(trained, str(directory), "--dataset", "tiny")
-    assert result.returncode == 2 and "not a whole safetensors file" in result.stderr
+    assert "not a whole safetensors file" in error_line(result)
 
 
-def test_out_of_memory_is_one_line(trained: Workplace, monkeypatch: pytest.MonkeyPatch,
+def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
-    from lab import __main__
-
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
         monkeypatch.setattr(__main__, "cli", lambda error=error, **_: raise_(error))
         with pytest.raises(SystemExit) as caught:
             __main__.main()
         assert caught.value.code == 2
-        assert capsys.readouterr().err.startswith("Error: out of memory; give a smaller")
+        assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller")
     monkeypatch.setattr(__main__, "cli", lambda **_: raise_(RuntimeError("another")))
     with pytest.raises(RuntimeError, match="another"):
         __main__.main()
 
 
-def raise_(error: Exception) -> None:
-    raise error
-
-
 def test_a_directory_needs_a_dataset(trained: Workplace, tmp_path: Path) -> None:
     directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
-    result = lab_evaluate(trained, str(directory))
-    assert result.returncode == 2 and "--dataset: name the tokens to evaluate on" in result.stderr
+    assert "--dataset: name the dataset to evaluate all targets on (no target is a run)" in (
+        error_line(lab_evaluate(trained, str(directory))))
 
 
 def test_tokens_of_another_tokenizer_are_refused(trained: Workplace, tmp_path: Path) -> None:
     for split in ("train", "validation"):
-        write_tokens(trained.datasets_dir / f"words/{split}.safetensors",
+        write_tokens(trained.datasets_dir / f"other/{split}.safetensors",
                      np.arange(100, dtype=np.uint16), {"tokenizer": "gpt2"})
-    result = lab_evaluate(trained, "tiny", "--dataset", "words")
-    assert result.returncode == 2 and "holds tokens of gpt2, tiny was trained on" in result.stderr
+    result = lab_evaluate(trained, "tiny", "--dataset", "other")
+    assert "the tokenizer is gpt2, but that of tiny is bytes" in error_line(result)
 
 
 QUESTION = {"ind": 4, "activity_label": "Baking", "ctx_a": "A man [step] stands  there.",
@@ -292,7 +306,7 @@ def test_questions_are_read_and_cleaned(suffix: str, tmp_path: Path) -> None:
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([QUESTION] * 2), path)
     first, second = read_questions(str(path))
-    assert first.beginning == "Baking: A man stands there. He. opens"
+    assert first.context == "Baking: A man stands there. He. opens"
     assert first.endings == ["the oven.", "a window", "his eyes. sleeps", "the door"]
     assert first.right == 2 and second.right == (0 if suffix == "jsonl" else 2)
 
@@ -303,14 +317,14 @@ def test_questions_are_read_and_cleaned(suffix: str, tmp_path: Path) -> None:
     json.dumps(QUESTION | {"ctx_b": None}), "[" * 10_000,
     json.dumps(QUESTION | {"endings": "abcd"}),
 ])
-def test_what_are_no_questions_is_one_line(content: str, tmp_path: Path) -> None:
+def test_a_file_without_valid_questions_is_a_user_error(content: str, tmp_path: Path) -> None:
     path = tmp_path / "val.jsonl"
     path.write_text(content)
     with pytest.raises(UserError, match="HellaSwag"):
         read_questions(str(path))
 
 
-def test_questions_come_from_the_hub(trained: Workplace, tmp_path: Path) -> None:
+def test_questions_are_downloaded_from_the_hub(trained: Workplace, tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([QUESTION] * 3)
     pyarrow.parquet.write_table(table, tmp_path / "v.parquet")
     hub = Hub({"data/train-00000.parquet": b"x", "data/validation-00000.parquet":
@@ -323,70 +337,31 @@ def test_questions_come_from_the_hub(trained: Workplace, tmp_path: Path) -> None
     assert normalised.split(" ± ")[1] == "0.0000"
 
 
-def write_hellaswag_task(directory: Path) -> str:
-    """Write a task for lm-eval, its own HellaSwag but for questions on this machine; give its name.
-    """
-    random = np.random.default_rng(0)
-    words = "the a man dog [title] opens his é water  then".split(" ")
-
-    def text(most: int) -> str:
-        return " ".join(random.choice(words, size=random.integers(1, most)))
-
-    directory.mkdir()
-    (directory / "val.jsonl").write_text("".join(json.dumps({
-        "ind": number, "activity_label": text(3), "ctx_a": text(20), "ctx_b": text(4),
-        "endings": [text(8) + "." for _ in range(4)], "label": int(random.integers(4)),
-    }) + "\n" for number in range(40)))
-    import lm_eval
-
-    harness = Path(lm_eval.__file__).parent / "tasks/hellaswag/utils.py"
-    (directory / "utils.py").write_text(harness.read_text())
-    (directory / "local.yaml").write_text(TASK.format(path=directory / "val.jsonl"))
-    return "local_hellaswag"
-
-
-def test_lm_eval_scores_an_export_as_we_do(tmp_path: Path) -> None:
-    from lab.publish.export import write_export
+def test_lm_eval_gives_an_export_the_same_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # read at the first import
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
     target = Target("x", random_model(vocab_size=257, context_length=64), "bytes")
     directory = write_export(target, tmp_path / "export", "a card")
     task = write_hellaswag_task(tmp_path / "tasks")
-    harness = str(Path(sys.executable).with_name("lm_eval"))
-    ran = succeeded(run_command(
-        harness, "run", "--model", "hf", "--model_args", f"pretrained={directory},dtype=float32",
-        "--tasks", task, "--include_path", str(tmp_path / "tasks"), "--device", "cpu",
-        "--output_path", str(tmp_path / "out"), HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)))
-    result_path, = (tmp_path / "out").rglob("results*.json")
-    theirs = json.loads(result_path.read_text())["results"][task]
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    theirs = simple_evaluate("hf", {"pretrained": str(directory), "dtype": "float32"}, [task],
+                             device="cpu", task_manager=manager)["results"][task]
     (_, accuracy, normalised, _), = rows_of(
         lab_evaluate(Workplace(tmp_path), str(directory), "--benchmark", "hellaswag",
                      str(tmp_path / "tasks/val.jsonl")))
     for ours, key in ((accuracy, "acc"), (normalised, "acc_norm")):
-        wanted = f"{theirs[f'{key},none']:.4f} ± {theirs[f'{key}_stderr,none']:.4f}"
-        assert ours == wanted, ran.stdout
-    assert accuracy != normalised  # or one would stand for the other
+        assert ours == f"{theirs[f'{key},none']:.4f} ± {theirs[f'{key}_stderr,none']:.4f}"
+    assert accuracy != normalised  # or a mix-up would not show
     questions = read_questions(str(tmp_path / "tasks/val.jsonl"))
     assert len({score(target, questions, microbatch_size=size, share=ALONE)
                 for size in (1, 3, 100)}) == 1
 
 
-TASK = """task: local_hellaswag
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    validation: {path}
-output_type: multiple_choice
-validation_split: validation
-process_docs: !function utils.process_docs
-doc_to_text: "{{{{query}}}}"
-doc_to_target: "{{{{label}}}}"
-doc_to_choice: "choices"
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-
-
-def test_a_target_that_is_a_run_wins_over_a_directory(trained: Workplace) -> None:
+def test_a_run_takes_precedence_over_a_directory_of_that_name(trained: Workplace) -> None:
     target = load_target("tiny", runs_dir=trained.runs_dir)
     assert target.run is not None and target.checkpoint is not None

@@ -1,4 +1,4 @@
-"""The genuine openai client, talking to a stand-in on loopback that judges badly."""
+"""The real openai client against a local judge that injects faults."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from basics.errors import UserError
-from lab.__main__ import cli
+from lab.instruct.comparison import UnusableReplyError, compare
 from lab.instruct.instructions import Entry
 from lab.instruct.judge import summarise
-from lab.instruct.judging import Unusable, compare
-from tests.support.judge_server import Endpoint, Fault, judging, spoiled
-from tests.support.workplace import forked, read_lines
+from tests.support.judge_server import Endpoint, Fault, faulty_reply, judging
+from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.workplace import read_lines, run_command
 
 NUM_QUESTIONS = 12
 WORTHS = {"alpha": [10 * i % 100 for i in range(12)], "beta": [90] * 12,
@@ -53,24 +53,15 @@ def write_answers(path: Path, model: str, worths: list[int], *, aside: str = "",
 def judge(endpoint: Endpoint | str, *arguments: str, key: str = "") -> Result:
     base_url = endpoint if isinstance(endpoint, str) else endpoint.base_url
     where = ["--base-url", base_url] if base_url else []
-    return CliRunner().invoke(
-        cli, ["judge", "--model", "the-judge", *where, *arguments],
-        env={"OPENAI_API_KEY": key, "OPENAI_BASE_URL": None, "no_proxy": "127.0.0.1"})
+    return run_lab("judge", "--model", "the-judge", *where, *arguments,
+                   OPENAI_API_KEY=key, OPENAI_BASE_URL=None, no_proxy="127.0.0.1")
 
 
 def judged(endpoint: Endpoint, *arguments: str) -> dict[str, list[str]]:
-    """Judge, and give the rows of the table by their first word."""
-    result = judge(endpoint, *arguments)
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    """Judge, and return the rows of the table by model."""
+    result = succeeded(judge(endpoint, *arguments))
     rows = result.stdout.split("\n\n")[0].splitlines()[2:]
     return {row.split()[0]: re.split(r"  +", row.strip())[1:] for row in rows}
-
-
-def refused(result: Result) -> str:
-    """Give the one line that a person gets to see."""
-    assert isinstance(result.exception, UserError), result.output + repr(result.exception)
-    assert not result.stdout and result.exception.status == 2
-    return result.exception.line()
 
 
 def scores_in(tmp_path: Path) -> dict[str, dict[str, float]]:
@@ -78,7 +69,7 @@ def scores_in(tmp_path: Path) -> dict[str, dict[str, float]]:
             for line in read_lines(tmp_path / "judgements.jsonl")}
 
 
-def test_every_score_reaches_its_model(
+def test_each_model_gets_its_own_scores(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
     table = judged(endpoint, *files)
@@ -91,7 +82,7 @@ def test_every_score_reaches_its_model(
     assert len(endpoint.requests) == NUM_QUESTIONS
 
 
-def test_the_judge_sees_all_answers_shuffled_and_no_names(
+def test_the_judge_sees_shuffled_answers_without_model_names(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
     judged(endpoint, *files)
@@ -105,22 +96,22 @@ def test_the_judge_sees_all_answers_shuffled_and_no_names(
     orders = {line["key"]: tuple(line["order"])
               for line in read_lines(tmp_path / "judgements.jsonl")}
     assert len(orders) == NUM_QUESTIONS and len(set(orders.values())) > 2
-    for order in orders.values():  # labels are in the order of the file's record
+    for order in orders.values():  # the recorded order has every model once
         assert sorted(order) == sorted(WORTHS)
 
 
-def test_the_order_is_that_of_the_seed(files: list[str]) -> None:
+def test_the_order_of_answers_depends_only_on_the_seed_and_the_question(files: list[str]) -> None:
     entry, answers = Entry(instruction="?", output="!"), {"a": "1", "b": "2", "c": "3"}
-    turned = dict(reversed(answers.items()))
+    reordered = dict(reversed(answers.items()))
 
     def order(answers: dict[str, str], seed: int) -> tuple[str, ...]:
         return compare(entry, answers, judge_model="j", seed=seed).order
 
-    assert order(answers, 1) == order(turned, 1)
+    assert order(answers, 1) == order(reordered, 1)
     assert len({order(answers, seed) for seed in range(30)}) == 6
 
 
-def test_the_interval_is_that_of_the_bootstrap() -> None:
+def test_the_interval_is_the_bootstrap_interval() -> None:
     found = summarise("m", [0.0, 100.0] * 50, seed=1)
     assert found.mean == 50
     assert found.interval == pytest.approx((40.2, 59.8), abs=1.5)  # 1.96 standard errors of 5
@@ -132,17 +123,15 @@ def test_one_question_gives_no_interval(endpoint: Endpoint, tmp_path: Path) -> N
     assert judged(endpoint, write_answers(tmp_path / "a.json", "a", [50])) == {"a": ["50.00", "-"]}
 
 
-@pytest.mark.parametrize("kind", ["500", "503", "429", "junk", "empty", "deep", "missing", "extra",
-                                  "text", "truth", "nan", "too high", "too low", "several",
-                                  "page", "broken"])
-def test_a_bad_reply_is_asked_again(endpoint: Endpoint, files: list[str], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["500", "503", "429", "junk", "page", "broken"])
+def test_a_bad_reply_is_retried(endpoint: Endpoint, files: list[str], kind: str) -> None:
     endpoint.faults = [Fault(kind, times=2)]
     assert judged(endpoint, *files)["alpha"][0] == "38.33"
     assert len(endpoint.requests) == NUM_QUESTIONS + 2
 
 
 @pytest.mark.parametrize("kind", ["fenced", "prose"])
-def test_scores_are_found_in_what_is_put_around_them(
+def test_scores_are_found_inside_other_text(
     endpoint: Endpoint, files: list[str], kind: str
 ) -> None:
     endpoint.faults = [Fault(kind, times=99)]
@@ -150,30 +139,29 @@ def test_scores_are_found_in_what_is_put_around_them(
     assert len(endpoint.requests) == NUM_QUESTIONS
 
 
-def test_fractions_are_scores(endpoint: Endpoint, files: list[str]) -> None:
+def test_fractional_scores_are_accepted(endpoint: Endpoint, files: list[str]) -> None:
     endpoint.faults = [Fault("fraction", times=99)]
     assert judged(endpoint, *files)["alpha"][0] == "38.83"
 
 
-def test_what_was_wrong_is_said_in_our_own_words(endpoint: Endpoint, files: list[str]) -> None:
+def test_a_retry_tells_the_judge_what_was_wrong(endpoint: Endpoint, files: list[str]) -> None:
     endpoint.faults = [Fault("too high")]
     judged(endpoint, *files, "--concurrency", "1")
     first, second = (request["messages"][0]["content"] for request in endpoint.requests[:2])
     assert second.startswith(first) and "answer_1 is not a number from 0 to 100" in second
 
 
-def test_a_server_that_rejects_schemas_is_asked_without(
+def test_a_server_that_rejects_schemas_gets_requests_without_them(
     endpoint: Endpoint, files: list[str]
 ) -> None:
-    endpoint.takes_schemas = False
+    endpoint.supports_schemas = False
     assert judged(endpoint, *files, "--concurrency", "1")["alpha"][0] == "38.33"
     assert ["response_format" in request for request in endpoint.requests] == (
-        [True] + [False] * NUM_QUESTIONS)  # once is enough
+        [True] + [False] * NUM_QUESTIONS)  # only one attempt with a schema
 
 
-@pytest.mark.parametrize(("kind", "asks"), [("junk", 3), ("500", 6), ("429", 6), ("400", 2),
-                                            ("409", 6), ("418", 1)])
-def test_what_fails_is_counted_left_out_and_asked_again(
+@pytest.mark.parametrize(("kind", "asks"), [("junk", 3), ("500", 6), ("400", 2), ("418", 1)])
+def test_failed_questions_are_counted_left_out_and_retried_later(
     endpoint: Endpoint, files: list[str], tmp_path: Path, kind: str, asks: int
 ) -> None:
     endpoint.faults = [Fault(kind, times=99, about="Question 5")]
@@ -189,62 +177,62 @@ def test_what_fails_is_counted_left_out_and_asked_again(
     assert [data["instruction"] for data in endpoint.asked()] == ["Question 5 "]
 
 
-def test_where_nothing_is_judged_it_is_an_error(endpoint: Endpoint, files: list[str]) -> None:
+def test_no_judged_question_is_an_error(endpoint: Endpoint, files: list[str]) -> None:
     endpoint.faults = [Fault("junk", times=999)]
-    said = refused(judge(endpoint, *files))
-    assert "not one of 12 questions was judged" in said and "no JSON object" in said
+    error = error_line(judge(endpoint, *files))
+    assert "none of 12 questions was judged" in error and "no JSON object" in error
     assert len(endpoint.requests) == 3 * NUM_QUESTIONS
 
 
 @pytest.mark.parametrize("kind", ["401", "402", "403", "404", "quota"])
-def test_where_no_patience_helps_few_are_asked(
+def test_a_permanent_error_stops_after_few_requests(
     endpoint: Endpoint, files: list[str], tmp_path: Path, kind: str
 ) -> None:
     endpoint.faults = [Fault(kind, times=999)]
-    said = refused(judge(endpoint, *files, "--concurrency", "1"))
-    assert "OPENAI_API_KEY" in said and endpoint.base_url in said
+    error = error_line(judge(endpoint, *files, "--concurrency", "1"))
+    assert "OPENAI_API_KEY" in error and endpoint.base_url in error
     assert len(endpoint.requests) <= (12 if kind == "quota" else 2)
     assert not (tmp_path / "judgements.jsonl").exists()
 
 
-def test_nobody_there_is_one_line(files: list[str]) -> None:
+def test_an_unreachable_server_is_an_error(files: list[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         base_url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        said = refused(judge(base_url, *files))
-    assert f"{base_url}/: cannot be reached" in said and "refused" in said
+        error = error_line(judge(base_url, *files))
+    assert f"{base_url}/: cannot be reached" in error and "refused" in error
 
 
 @pytest.mark.parametrize("base_url", ["localhost:8000", "ftp://here/v1", "http://", "http://a:b/"])
-def test_what_is_no_address_is_one_line(files: list[str], base_url: str) -> None:
-    assert "wanted an address" in refused(judge(base_url, *files))
+def test_an_invalid_address_is_an_error(files: list[str], base_url: str) -> None:
+    assert "give an address" in error_line(judge(base_url, *files))
 
 
-def test_a_key_is_needed_only_by_openai(endpoint: Endpoint, files: list[str]) -> None:
-    assert "OPENAI_API_KEY is not set" in refused(judge("", *files))
+def test_only_openai_itself_needs_a_key(endpoint: Endpoint, files: list[str]) -> None:
+    assert "OPENAI_API_KEY is not set" in error_line(judge("", *files))
     judged(endpoint, *files)
     assert judge(endpoint, *files, "--seed", "1", key="sk-mine").exit_code == 0
     assert endpoint.keys == {"Bearer none", "Bearer sk-mine"}
 
 
-def test_the_same_command_asks_only_what_is_missing(
+def test_the_same_command_asks_only_missing_questions(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
     whole = judge(endpoint, *files).stdout
-    kept = tmp_path / "judgements.jsonl"
-    lines = kept.read_bytes().splitlines(keepends=True)
+    saved = tmp_path / "judgements.jsonl"
+    lines = saved.read_bytes().splitlines(keepends=True)
     for cut, wanted in ((b"", 5), (lines[7][:9], 5), (lines[7][:-5], 5), (lines[7][:3], 5),
                         (lines[7][:-1], 4), (b"".join(lines[7:]), 0)):
-        kept.write_bytes(b"".join(lines[:7]) + cut)
+        saved.write_bytes(b"".join(lines[:7]) + cut)
         endpoint.requests.clear()
-        assert judge(endpoint, *reversed(files), "--output", str(kept)).stdout == whole
+        assert judge(endpoint, *reversed(files), "--output", str(saved)).stdout == whole
         assert len(endpoint.requests) == wanted
-        assert judge("http://127.0.0.1:9/", *files).stdout == whole  # all there: nobody is asked
+        assert judge("http://127.0.0.1:9/", *files).stdout == whole  # no request
 
 
 @pytest.mark.parametrize("change", ["fewer files", "another answer", "another seed",
                                     "another judge"])
-def test_other_answers_do_not_mix_with_earlier_judgements(
+def test_saved_judgements_apply_only_to_the_same_answers_seed_and_judge(
     endpoint: Endpoint, files: list[str], tmp_path: Path, change: str
 ) -> None:
     judged(endpoint, *files)
@@ -259,7 +247,7 @@ def test_other_answers_do_not_mix_with_earlier_judgements(
         assert table["gamma"][0] == "9.67"  # 116 / 12
 
 
-def test_orders_in_an_answer_stay_inside_the_data(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_instructions_in_an_answer_stay_inside_the_data(endpoint: Endpoint, tmp_path: Path) -> None:
     files = [write_answers(tmp_path / "evil.json", "evil", [1, 2], aside=ASIDE),
              write_answers(tmp_path / "good.json", "good", [80, 90])]
     table = judged(endpoint, *files)
@@ -267,25 +255,26 @@ def test_orders_in_an_answer_stay_inside_the_data(endpoint: Endpoint, tmp_path: 
     for request, data in zip(endpoint.requests, endpoint.asked(), strict=True):
         assert "void" not in request["messages"][0]["content"]
         assert sorted(ASIDE in answer for answer in data["answers"].values()) == [False, True]
-        marks = re.findall(r"^=====.*$", request["messages"][1]["content"], re.MULTILINE)
-        assert len(marks) == 2  # the answer's own is not at the start of a line
+        boundaries = re.findall(r"^=====.*$", request["messages"][1]["content"], re.MULTILINE)
+        assert len(boundaries) == 2  # the one in the answer does not start a line
     first, second = (request["messages"][1]["content"].split("\n")[0]
                      for request in endpoint.requests)
-    assert first != second  # nobody knows the mark before the answers are written
+    assert first != second  # the boundary cannot be guessed by an answer
 
 
-def test_a_reply_that_quotes_other_scores_is_not_used() -> None:
+def test_only_a_reply_with_one_valid_set_of_scores_is_used() -> None:
     comparison = compare(Entry(instruction="?", output="!"), {"a": "1", "b": "2"},
                          judge_model="j", seed=1)
     scores = {"answer_1": 1, "answer_2": 2}
     first, second = comparison.order
-    assert comparison.read_scores(spoiled("", scores) * 2) == {first: 1, second: 2}
-    for kind in ("several", "extra", "missing", "junk", "empty"):
-        with pytest.raises(Unusable):
-            comparison.read_scores(spoiled(kind, scores))
+    assert comparison.read_scores(faulty_reply("", scores) * 2) == {first: 1, second: 2}
+    for kind in ("junk", "empty", "deep", "missing", "extra", "text", "truth", "nan", "too high",
+                 "too low", "several"):
+        with pytest.raises(UnusableReplyError):
+            comparison.read_scores(faulty_reply(kind, scores))
 
 
-def test_files_of_one_model_go_by_their_paths(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_several_files_of_one_model_are_named_by_path(endpoint: Endpoint, tmp_path: Path) -> None:
     files = [write_answers(tmp_path / f"{n}.json", "same", [n, n]) for n in (30, 60)]
     assert {name: row[0] for name, row in judged(endpoint, *files).items()} == {
         files[0]: "30.00", files[1]: "60.00"}
@@ -298,47 +287,47 @@ def test_files_of_one_model_go_by_their_paths(endpoint: Endpoint, tmp_path: Path
     ('{"model": "m", "answers": [{"instruction": "a", "output": "b"}]}',
      '"answers" entry 1 "answer" is missing'),
     ("fewer", "has 2 questions, "),
-    ("other", "question 1 is not that of"),
+    ("other", "question 1 differs from that of"),
 ])
-def test_a_file_that_does_not_fit_is_named(
+def test_a_file_that_does_not_match_is_named(
     endpoint: Endpoint, files: list[str], tmp_path: Path, content: str, message: str
 ) -> None:
     odd = tmp_path / "odd.json"
     if content == "fewer":
         write_answers(odd, "odd", [1, 2])
     elif content == "other":
-        write_answers(odd, "odd", WORTHS["beta"], topic="of another kind")
+        write_answers(odd, "odd", WORTHS["beta"], topic="on something else")
     else:
         odd.write_text(content)
-    said = refused(judge(endpoint, *files, str(odd)))
-    assert "odd.json: " in said and message in said
+    error = error_line(judge(endpoint, *files, str(odd)))
+    assert "odd.json: " in error and message in error
     assert not endpoint.requests
 
 
-def test_what_is_not_judgements_is_left_alone(
+def test_other_files_are_not_overwritten(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
     before = (tmp_path / "alpha.json").read_bytes()
-    said = refused(judge(endpoint, *files, "--output", files[0]))
-    assert "line 1 is no judgement" in said
+    error = error_line(judge(endpoint, *files, "--output", files[0]))
+    assert "line 1 is not a judgement" in error
     assert (tmp_path / "alpha.json").read_bytes() == before
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        assert "is no plain file" in refused(judge(endpoint, *files, "--output", str(path)))
-    assert "is named twice" in refused(judge(endpoint, *files, files[0]))
+        assert "is not a plain file" in error_line(judge(endpoint, *files, "--output", str(path)))
+    assert "is given twice" in error_line(judge(endpoint, *files, files[0]))
 
 
-def test_where_judgements_cannot_be_kept_nothing_is_asked(
+def test_unwritable_judgements_are_an_error_before_any_request(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing" / "b.jsonl")
     for name in ("nix/a.jsonl", "nowhere", "alpha.json/a.jsonl"):
-        assert "cannot be written" in refused(judge(endpoint, *files, "--output",
+        assert "cannot be written" in error_line(judge(endpoint, *files, "--output",
                                                     str(tmp_path / name)))
     assert not endpoint.requests and (tmp_path / "nowhere").is_symlink()
 
 
-def test_judgements_go_where_a_link_leads(
+def test_judgements_are_written_through_a_link(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "link").symlink_to("judgements.jsonl")
@@ -346,47 +335,59 @@ def test_judgements_go_where_a_link_leads(
     assert (tmp_path / "link").is_symlink() and len(scores_in(tmp_path)) == NUM_QUESTIONS
 
 
-def test_ctrl_c_keeps_what_is_under_way_and_asks_no_more(
+def test_ctrl_c_saves_requests_in_flight_and_sends_no_more(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell may ignore it
     seen = threading.Event()
 
     def interrupt(number: int) -> None:
         if number == 3:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(1)  # for the command to have seen it
+            time.sleep(1)  # until the command has seen it
             seen.set()
         seen.wait(30)
 
     endpoint.before_reply, endpoint.faults = interrupt, [Fault("junk")]
     result = judge(endpoint, *files, "--concurrency", "3")
-    assert result.exit_code == 1 and "waiting for 3 answers under way" in result.stderr
-    assert len(endpoint.requests) == 3  # not even what was of no use is asked again
+    assert result.exit_code == 1 and "waiting for 3 requests in flight" in result.stderr
+    assert len(endpoint.requests) == 3  # the unusable reply is not retried either
     assert len(scores_in(tmp_path)) == 2
     endpoint.before_reply = lambda _: None
     assert judged(endpoint, *files)["alpha"][0] == "38.33"
     assert len(endpoint.requests) == 3 + NUM_QUESTIONS - 2
 
 
-def test_an_error_keeps_what_is_under_way(
+def test_an_error_saves_requests_in_flight(
     endpoint: Endpoint, files: list[str], tmp_path: Path
 ) -> None:
     endpoint.faults = [Fault("401", about="Question 0")]
     endpoint.before_reply = lambda number: time.sleep(0.5) if number == 2 else None
-    said = refused(judge(endpoint, *files, "--concurrency", "2"))
-    assert "status 401" in said
+    error = error_line(judge(endpoint, *files, "--concurrency", "2"))
+    assert "status 401" in error
     assert len(endpoint.requests) >= 2
     assert len(scores_in(tmp_path)) == len(endpoint.requests) - 1
 
 
-def test_an_error_is_one_line_with_status_2_and_the_end(
+def test_a_missing_openai_package_names_the_command_that_installs_it(
+    endpoint: Endpoint, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = judge(endpoint, *files).stdout
+    monkeypatch.delitem(sys.modules, "lab.instruct.judging")
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert error_line(judge(endpoint, *files, "--seed", "1")) == (
+        "Error: lab judge needs the openai package: run `uv sync --extra judge`"
+        ' (or pip install "ddp-train[judge]")')
+    assert judge(endpoint, *files).stdout == whole  # saved judgements need no package
+
+
+def test_the_real_command_ends_with_one_line_and_status_2(
     endpoint: Endpoint, files: list[str]
 ) -> None:
     endpoint.faults = [Fault("401", times=999)]
-    result = forked("lab/__main__.py", ["judge", *files, "--model", "m", "--base-url",
-                                        endpoint.base_url, "--concurrency", "2"])
+    result = run_command(sys.executable, "-m", "lab", "judge", *files, "--model", "m",
+                         "--base-url", endpoint.base_url, "--concurrency", "2")
     assert result.returncode == 2 and "status 401 for model 'm'" in result.stderr
     lines = [line for line in result.stderr.splitlines() if not line.startswith("waiting for ")]
     assert len(lines) == 1 and not result.stdout
-    assert len(endpoint.requests) <= 4  # what was under way, and no more
+    assert len(endpoint.requests) <= 4  # requests in flight, and no more

@@ -3,12 +3,13 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import torch
+from click.testing import Result
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, pipeline
@@ -18,20 +19,18 @@ from checkpointing import find_checkpoint
 from lab.publish import export
 from lab.publish.export import write_export
 from lab.publish.model_card import CardFacts, model_card
+from lab.publish.tokenizer_files import write_tokenizer_files
 from lab.targets import load_target
+from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.upload_server import UploadHub, taking_uploads
-from tests.support.workplace import Workplace, forked, run_command, succeeded, train_tiny
+from tests.support.workplace import Workplace, run_command
+from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
-            "special_tokens_map.json", "tokens.tokenizer.json", "tokenizer_config.json"}
+            "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
 CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    return train_tiny(tmp_path_factory.mktemp("published"), usd_per_hour=36.0)
 
 
 @pytest.fixture
@@ -40,10 +39,26 @@ def hub() -> Iterator[UploadHub]:
         yield hub
 
 
-def publish(workplace: Workplace, *arguments: str, **environment: str) -> CompletedProcess[str]:
-    return forked("lab/__main__.py",
-                  ["publish", *arguments, "--runs-dir", str(workplace.runs_dir)],
-                  environment={"HF_TOKEN": "", **environment})
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait between attempts, neither here nor in the hub client."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
+def publish(workplace: Workplace, *arguments: str, **environment: str) -> Result:
+    return run_lab("publish", *arguments, "--runs-dir", str(workplace.runs_dir),
+                   **{"HF_TOKEN": "", **environment})
+
+
+def uploading_error(result: Result) -> str:
+    """Return the error line of an upload that failed after the files were listed."""
+    assert isinstance(result.exception, UserError), result.output + repr(result.exception)
+    assert "bytes  model.safetensors" in result.stdout and result.exception.status == 2
+    return result.exception.line()
+
+
+def raise_(error: Exception) -> None:
+    raise error
 
 
 def names_in(directory: Path) -> set[str]:
@@ -51,7 +66,7 @@ def names_in(directory: Path) -> set[str]:
 
 
 @torch.no_grad()
-def test_an_export_is_a_stock_gpt2_with_its_tokenizer_and_card(
+def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(
     trained: Workplace, tmp_path: Path
 ) -> None:
     output = tmp_path / "export"
@@ -69,28 +84,22 @@ def test_an_export_is_a_stock_gpt2_with_its_tokenizer_and_card(
     assert generated.startswith("ab") and len(generated) > 2
 
 
-@pytest.mark.parametrize("text", ["Hello, it's  me\n\n\tdef f(x):", "中文 😀 žluť\u00a0x", " "])
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_transformers_reads_the_tokenizers(name: str, text: str, tmp_path: Path) -> None:
-    from lab.publish.tokenizer_files import write_tokenizer_files
-
+def test_transformers_loads_the_tokenizers(name: str, tmp_path: Path) -> None:
     write_tokenizer_files(tmp_path, name, context_length=1024)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(name)
-    assert theirs.encode(text) == ours.encode_ordinary(text)
-    assert theirs.decode(theirs.encode(text)) == text
+    for text in ("Hello, it's  me\n\n\tdef f(x):", "中文 😀 žluť\u00a0x", " "):
+        assert theirs.encode(text) == ours.encode_ordinary(text)
+        assert theirs.decode(theirs.encode(text)) == text
     assert (theirs.eos_token_id, len(theirs)) == (ours.eot_token, ours.n_vocab)
     assert theirs.model_max_length == 1024
 
 
-def test_the_card_tells_what_was_trained_not_what_the_configs_say_by_now(
-    trained: Workplace, tmp_path: Path
-) -> None:
+def test_a_card_describes_the_training_not_a_later_config(trained: Workplace) -> None:
     path = trained.runs_dir / "tiny/train.json"
-    text = path.read_text()
-    path.write_text(text.replace('"tiny"', '"other"').replace("0.01", "0.123"))
+    path.write_text(path.read_text().replace('"tiny"', '"other"').replace("0.01", "0.123"))
     target = load_target("tiny", runs_dir=trained.runs_dir)
-    path.write_text(text)
     card = model_card(target, CardFacts("tiny", "tiny"))
     assert "tokens of `tiny`" in card and '"learning_rate": 0.01' in card and "other" not in card
 
@@ -107,23 +116,17 @@ def test_the_card_tells_what_was_trained_not_what_the_configs_say_by_now(
 ])
 def test_damaged_records_never_break_a_card(trained: Workplace, file: str, text: str) -> None:
     path = trained.runs_dir / "tiny" / file
-    before = path.read_text() if path.exists() else None
     target = load_target("tiny", runs_dir=trained.runs_dir)
     name = target.checkpoint.name
     path.write_text(text if file == "summary.json"
                     else f'{{"checkpoint": "{name}", "global_step": 1, {text}}}\n')
-    try:
-        card = model_card(target, CardFacts("tiny", "tiny"))
-    finally:
-        path.unlink()
-        if before is not None:
-            path.write_text(before)
-    ModelCard(card)  # its front matter can be read
+    card = model_card(target, CardFacts("tiny", "tiny"))
+    ModelCard(card)  # parses its front matter
     rows = [line for line in card.splitlines() if line.startswith("|")]
     assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
 
 
-def test_the_card_tells_what_was_measured(trained: Workplace, tmp_path: Path) -> None:
+def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
     run_dir, output = trained.runs_dir / "tiny", tmp_path / "export"
     checkpoint = find_checkpoint(run_dir / "checkpoints", "best")
     measured = {"checkpoint": checkpoint.name, "global_step": checkpoint.meta.global_step,
@@ -137,8 +140,8 @@ def test_the_card_tells_what_was_measured(trained: Workplace, tmp_path: Path) ->
     assert facts["license"] == "apache-2.0" and facts["library_name"] == "transformers"
     results = {found.metric_name: found.metric_value for found in card.data.eval_results}
     assert results == {
-        "validation loss while training (nats a token)": checkpoint.meta.loss,
-        "loss (nats a token), 320 tokens from token 16": 5.25,
+        "validation loss during training (nats per token)": checkpoint.meta.loss,
+        "loss (nats per token), 320 tokens from token 16": 5.25,
         "perplexity, 320 tokens from token 16": 190.5,
     }
     for wanted in (f"{checkpoint.meta.tokens:,} tokens of `tiny`", "14,976 parameters",
@@ -146,28 +149,27 @@ def test_the_card_tells_what_was_measured(trained: Workplace, tmp_path: Path) ->
                    '"learning_rate": 0.01', "![Training and validation loss](loss-chart.png)",
                    "| global batch | 2 x 1 x 1 sequences of 16 tokens |", "| 5.250000 |"):
         assert wanted in card.text, wanted
-    (run_dir / "evaluations.jsonl").unlink()
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_what_is_there_already_stays_as_private_as_it_is(
+def test_an_existing_repository_keeps_its_visibility(
     trained: Workplace, tmp_path: Path, hub: UploadHub, public: bool
 ) -> None:
     hub.repositories["model", "someone/tiny"] = {"private": public, "files": {}}
     result = publish(trained, "tiny", "someone/tiny", "--output", str(tmp_path / "export"),
                      *["--public"] * public, **hub.environment(tmp_path))
-    found = "private: leave out --public" if public else "public: say --public"
-    assert result.returncode == 2 and f"is there already, and {found}" in result.stderr
+    found = "private; omit --public" if public else "public; add --public"
+    assert f"already exists and is {found}" in uploading_error(result)
     assert hub.files("model", "someone/tiny") == {} and not hub.large_files
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_a_model_goes_to_the_hub(trained: Workplace, tmp_path: Path, hub: UploadHub,
+def test_a_model_is_uploaded(trained: Workplace, tmp_path: Path, hub: UploadHub,
                                  public: bool) -> None:
     output = tmp_path / "export"
     result = succeeded(publish(trained, "tiny", "someone/tiny", "--output", str(output),
                                *["--public"] * public, **hub.environment(tmp_path)))
-    assert f"{'public' if public else 'private'}: {hub.endpoint}/someone/tiny" in result.stdout
+    assert f"hub, {'public' if public else 'private'}: {hub.endpoint}/someone/tiny" in result.stdout
     assert hub.repositories["model", "someone/tiny"]["private"] is not public
     assert hub.files("model", "someone/tiny") == {
         path.name: path.read_bytes() for path in output.iterdir()}
@@ -178,55 +180,54 @@ def test_a_model_goes_to_the_hub(trained: Workplace, tmp_path: Path, hub: Upload
     ("/lfs/", (99, 400)), ("/commit/", (99, 503)), ("/commit/", (99, 0)),
 ])
 def test_a_broken_upload_can_be_repeated(
-    trained: Workplace, tmp_path: Path, hub: UploadHub, place: str, fault: tuple[int, int]
+    trained: Workplace, tmp_path: Path, hub: UploadHub, no_pauses: None, place: str,
+    fault: tuple[int, int],
 ) -> None:
     hub.faults[place] = fault
     command = "tiny", "someone/tiny", "--output", str(tmp_path / "export")
     environment = hub.environment(tmp_path)
     result = publish(trained, *command, **environment)
-    assert result.returncode == 2 and result.stderr.splitlines()[-1].startswith(
-        "Error: someone/tiny on the Hugging Face hub: "), result.stderr
-    assert "Traceback" not in result.stderr
+    assert uploading_error(result).startswith("Error: someone/tiny on the Hugging Face hub: ")
     assert hub.files("model", "someone/tiny") == {}
     hub.faults.clear()
     succeeded(publish(trained, *command, **environment))
     assert set(hub.files("model", "someone/tiny")) == EXPORTED | CHARTS
-    assert set(hub.received.values()) == {1}  # what had arrived was not sent again
+    assert set(hub.received.values()) == {1}  # received files were not sent again
 
 
-def test_passing_trouble_is_passed_over(trained: Workplace, tmp_path: Path,
-                                        hub: UploadHub) -> None:
+def test_transient_errors_of_the_hub_are_retried(trained: Workplace, tmp_path: Path,
+                                                 hub: UploadHub, no_pauses: None) -> None:
     hub.faults |= {"/lfs/": (1, 503), "/commit/": (1, 500), "/api/repos/create": (1, 429)}
     succeeded(publish(trained, "tiny", "someone/tiny", "--output", str(tmp_path / "export"),
                       **hub.environment(tmp_path)))
     assert set(hub.files("model", "someone/tiny")) == EXPORTED | CHARTS
 
 
-def test_a_dataset_goes_to_the_hub_as_it_is(workplace: Workplace, tmp_path: Path,
-                                            hub: UploadHub) -> None:
+def test_a_dataset_is_uploaded_unchanged(workplace: Workplace, tmp_path: Path,
+                                         hub: UploadHub) -> None:
     directory = workplace.add_dataset()
     (directory / "README.md").write_text("---\nlicense: mit\n---\n")
     (directory / ".train.safetensors.scan.json").write_text("{}")
     (directory / "notes.txt").write_text("mine")
     environment = hub.environment(tmp_path)
-    dry = succeeded(publish(workplace, str(directory), "someone/words", "--dry-run", **environment))
-    assert "nothing was sent" in dry.stdout and hub.paths == []
-    succeeded(publish(workplace, str(directory), "someone/words", **environment))
+    dry = succeeded(publish(workplace, str(directory), "someone/dataset", "--dry-run",
+                            **environment))
+    assert "nothing uploaded" in dry.stdout and hub.paths == []
+    succeeded(publish(workplace, str(directory), "someone/dataset", **environment))
     for arguments, message in (((), "name the REPOSITORY"),
-                               (("someone/words", "--license", "mit"), "are for models")):
-        result = publish(workplace, str(directory), *arguments)
-        assert result.returncode == 2 and message in result.stderr
-    files = hub.files("dataset", "someone/words")
+                               (("someone/dataset", "--license", "mit"), "apply only to models")):
+        assert message in error_line(publish(workplace, str(directory), *arguments))
+    files = hub.files("dataset", "someone/dataset")
     assert set(files) == {"README.md", "train.safetensors", "validation.safetensors"}
     assert files["train.safetensors"] == (directory / "train.safetensors").read_bytes()
 
 
-def test_a_dry_run_sends_nothing(trained: Workplace, tmp_path: Path, hub: UploadHub) -> None:
+def test_a_dry_run_uploads_nothing(trained: Workplace, tmp_path: Path, hub: UploadHub) -> None:
     output = tmp_path / "export"
     result = succeeded(publish(trained, "tiny", "someone/tiny", "--dry-run", "--output",
                                str(output), **hub.environment(tmp_path)))
     assert hub.paths == [] and names_in(output) == EXPORTED | CHARTS
-    assert "would go to someone/tiny on the Hugging Face hub, a private model" in result.stdout
+    assert "would upload to the private model repository someone/tiny" in result.stdout
     size = (output / "model.safetensors").stat().st_size
     assert f"{size:>15,} bytes  model.safetensors" in result.stdout
 
@@ -241,13 +242,11 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
     for added, message in (("thesis.txt", "holds other files (thesis.txt)"), (".git", "(.git)")):
         (output / added).write_text("years of work")
         before = names_in(output)
-        result = publish(trained, "tiny", "--output", str(output))
-        assert result.returncode == 2 and message in result.stderr
+        assert message in error_line(publish(trained, "tiny", "--output", str(output)))
         assert names_in(output) == before
         (output / added).unlink()
     (output / "README.md").write_text("Somebody else's model, of the same files.")
-    result = publish(trained, "tiny", "--output", str(output))
-    assert result.returncode == 2 and "a model that is not from here" in result.stderr
+    assert "a model from elsewhere" in error_line(publish(trained, "tiny", "--output", str(output)))
 
 
 def test_an_export_that_cannot_be_written_leaves_the_earlier_one(
@@ -264,43 +263,39 @@ def test_an_export_that_cannot_be_written_leaves_the_earlier_one(
         assert names_in(tmp_path) == {"export"} and (output / "model.safetensors").is_file()
 
 
-def raise_(error: Exception) -> None:
-    raise error
-
-
 @pytest.mark.parametrize("name", ["link", "file"])
-def test_an_output_that_is_no_directory_is_refused(trained: Workplace, tmp_path: Path,
+def test_an_output_that_is_not_a_directory_is_refused(trained: Workplace, tmp_path: Path,
                                                    name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
     (tmp_path / "file").write_text("mine")
     result = publish(trained, "tiny", "--output", str(tmp_path / name))
-    assert result.returncode == 2 and "is not a directory" in result.stderr
+    assert "is not a directory" in error_line(result)
     assert (tmp_path / "file").read_text() == "mine" and names_in(tmp_path / "elsewhere") == set()
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (("nix",), "no such run"),
-    (("tiny", "nix"), "'nix' is not a repository's name; wanted owner/name"),
+    (("tiny", "nix"), "'nix' is not the name of a repository; give owner/name"),
     (("tiny", "some/one", "--checkpoint", "nix"), "no checkpoint 'nix'"),
-    (("tiny", "some/one"), "uploading needs a token; set HF_TOKEN"),
     (("../tiny",), "not a plain name"),
     ((".",), "not a plain name"),
 ])
-def test_mistakes_are_one_line(trained: Workplace, tmp_path: Path, arguments: tuple[str, ...],
-                               message: str) -> None:
-    result = publish(trained, *arguments, "--output", str(tmp_path / "export"),
-                     HF_HOME=str(tmp_path))
-    assert result.returncode == 2 and message in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_a_user_error_is_one_line(trained: Workplace, tmp_path: Path, arguments: tuple[str, ...],
+                                  message: str) -> None:
+    result = publish(trained, *arguments, "--output", str(tmp_path / "export"))
+    assert message in error_line(result)
 
 
-def test_a_token_that_is_refused_is_one_line(trained: Workplace, tmp_path: Path,
-                                             hub: UploadHub) -> None:
+@pytest.mark.parametrize(("token", "message"), [
+    ("", "uploading needs a token; set HF_TOKEN"),
+    ("hf_wrong", "set HF_TOKEN"),
+])
+def test_uploading_needs_a_valid_token(trained: Workplace, tmp_path: Path, hub: UploadHub,
+                                       token: str, message: str) -> None:
     result = publish(trained, "tiny", "someone/tiny", "--output", str(tmp_path / "export"),
-                     **hub.environment(tmp_path, token="hf_wrong"))
-    assert result.returncode == 2 and "set HF_TOKEN" in result.stderr
-    assert result.stderr.count("\n") == 1
+                     **hub.environment(tmp_path, token=token))
+    assert message in uploading_error(result) and not hub.repositories
 
 
 def test_an_export_can_be_fine_tuned(trained: Workplace, tmp_path: Path) -> None:
@@ -317,18 +312,18 @@ def test_an_export_can_be_fine_tuned(trained: Workplace, tmp_path: Path) -> None
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
-    model.save_pretrained(tmp_path / "tuned")  # and it comes back
+    model.save_pretrained(tmp_path / "tuned")
     back = load_target(str(tmp_path / "tuned"), runs_dir=trained.runs_dir)
     with torch.no_grad():
         difference = back.model(tokens) - model.eval()(tokens).logits
     assert difference.abs().max() < 1e-4 and back.tokenizer_name == "bytes"
 
 
-def test_tokens_load_with_safetensors_alone(trained: Workplace) -> None:
-    path = trained.datasets_dir / "tiny/train.safetensors"
+def test_tokens_load_with_safetensors_alone(workplace: Workplace) -> None:
+    path = workplace.add_dataset() / "train.safetensors"
     code = ("import sys\nfrom safetensors import safe_open\n"
             f"with safe_open({str(path)!r}, framework='numpy') as file:\n"
             "    print(file.get_slice('tokens')[2:5].tolist())\n"
-            "assert not {'torch', 'token_dataset'} & sys.modules.keys()\n")
-    shown = succeeded(run_command(sys.executable, "-c", code)).stdout
+            "assert not {'torch', 'tokens'} & sys.modules.keys()\n")
+    shown = process_succeeded(run_command(sys.executable, "-c", code)).stdout
     assert json.loads(shown) == TokenFile(path).read(2, 5).tolist()

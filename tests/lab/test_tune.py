@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from basics.errors import UserError
 from checkpointing import CheckpointMeta, save_checkpoint
 from gpt import GPTModel
-from lab.__main__ import cli
 from lab.instruct import instructions
 from lab.instruct.instructions import (
     Entry,
@@ -32,6 +31,7 @@ from lab.instruct.tune import default_output
 from lab.instruct.tuning import IGNORED, Example, TuneOptions, Tuner, collate, encode_entries
 from lab.targets import Target
 from run_config import ModelConfig
+from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.workplace import TINY_MODEL, Workplace
 from tokens.tokenizer import load_tokenizer
 from trainer.step import Snapshot
@@ -43,18 +43,9 @@ END = 256
 FAST = ("--learning-rate", "0.01", "--max-new-tokens", "20")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine threads that wait for each other take ten times as long."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture
 def tuned_place(workplace: Workplace) -> Workplace:
-    """A run with a checkpoint, and instructions that all want the same answer."""
+    """A run with a checkpoint, and instructions that all have the same output."""
     run_dir = workplace.add_run(model={"context_length": 192, "drop_rate": 0.0})
     torch.manual_seed(0)
     meta = CheckpointMeta(global_step=1, tokens=0, loss=1.0, train_loss=1.0, seconds={},
@@ -77,14 +68,7 @@ def entries_of(path: Path) -> list[dict[str, str]]:
 
 def tune(workplace: Workplace, *arguments: str, data: Path | None = None) -> Result:
     data = data or workplace.root / "data.json"
-    return CliRunner().invoke(cli, ["tune", *workplace.arguments("tiny"), "--data", str(data),
-                                    *FAST, *arguments])
-
-
-def refused(result: Result) -> str:
-    assert isinstance(result.exception, UserError), result.output + repr(result.exception)
-    assert result.exception.status == 2
-    return result.exception.line()
+    return run_lab("tune", *workplace.arguments("tiny"), "--data", str(data), *FAST, *arguments)
 
 
 def answers_in(workplace: Workplace) -> dict:
@@ -102,7 +86,7 @@ def tuner(options: TuneOptions = OPTIONS, **model: object) -> Tuner:
     return Tuner(GPTModel(MODEL.model_copy(update=model)), options, pad_id=END)
 
 
-def test_the_prompt_is_alpacas() -> None:
+def test_the_prompt_is_alpacas_template() -> None:
     head = ("Below is an instruction that describes a task. Write a response that appropriately"
             " completes the request.\n\n### Instruction:\n")
     assert Entry(instruction="Add.", input="1 2", output="3").prompt() == (
@@ -110,7 +94,7 @@ def test_the_prompt_is_alpacas() -> None:
     assert Entry(instruction="Hi.", output="Ho").prompt() == head + "Hi.\n\n### Response:\n"
 
 
-def test_only_response_and_end_of_text_are_learnt() -> None:
+def test_only_the_response_and_the_end_of_text_are_targets() -> None:
     prompt = list(Entry(instruction="a", input="b", output="").prompt().encode())
     [example] = encoded("a", input="b").examples
     assert example.token_ids == [*prompt, *b"Yes."]
@@ -120,7 +104,7 @@ def test_only_response_and_end_of_text_are_learnt() -> None:
     assert whole.targets == [*prompt[1:], *b"Yes.", END]
 
 
-def test_what_is_longer_than_the_context_is_cut_or_left_out() -> None:
+def test_entries_longer_than_the_context_are_cut_or_skipped() -> None:
     length = len(Entry(instruction="a", output="").prompt())
     fits, cut, full, none = (encoded("a", context_length=length + more) for more in (4, 3, 0, -1))
     assert (fits.num_cut, fits.num_skipped) == (0, 0)
@@ -130,19 +114,19 @@ def test_what_is_longer_than_the_context_is_cut_or_left_out() -> None:
     assert (none.examples, none.num_cut, none.num_skipped) == ([], 0, 1)
 
 
-def test_end_of_text_in_the_data_is_plain_text() -> None:
+def test_an_end_of_text_marker_in_the_data_is_plain_text() -> None:
     [example] = encoded("<|endoftext|>", output="<|endoftext|>").examples
     assert END not in example.token_ids and example.targets.count(END) == 1
 
 
-def test_examples_are_filled_up_with_what_is_not_learnt() -> None:
+def test_padding_is_ignored() -> None:
     token_ids, targets = collate([Example([1, 2, 3], [IGNORED, 3, END]), Example([4], [END])],
                                  pad_id=END)
     assert token_ids.tolist() == [[1, 2, 3], [4, END, END]]
     assert targets.tolist() == [[IGNORED, 3, END], [END, IGNORED, IGNORED]]
 
 
-def test_the_loss_is_that_of_all_tokens_however_they_are_batched() -> None:
+def test_the_loss_is_the_mean_over_tokens_for_any_batch_size() -> None:
     examples = [encoded("a" * n, output="b" * (n + 1)).examples[0] for n in range(5)]
     losses = []
     for size in (1, 2, 5):
@@ -160,28 +144,28 @@ def test_the_loss_is_that_of_all_tokens_however_they_are_batched() -> None:
 
 @pytest.mark.parametrize(("count", "sizes"), [(1100, (935, 110, 55)), (40, (34, 4, 2)),
                                               (10, (8, 1, 1))])
-def test_the_split_is_the_books(count: int, sizes: tuple[int, int, int]) -> None:
+def test_the_split_is_that_of_the_book(count: int, sizes: tuple[int, int, int]) -> None:
     entries = [Entry(instruction=str(i), output="") for i in range(count)]
     split = split_entries(entries)
     assert (len(split.train), len(split.test), len(split.validation)) == sizes
     assert split.train + split.test + split.validation == entries
 
 
-def test_the_best_epoch_comes_back_when_validation_loss_rises() -> None:
+def test_the_best_epoch_is_restored_when_validation_loss_rises() -> None:
     train = [encoded(f"Ask {n}").examples[0] for n in range(8)]
     validation = [encoded(f"Ask {n}", output="Yet!").examples[0] for n in range(3)]
     one, seen = tuner(), []
     one.run(train, validation, seen.append)
     losses = [epoch.validation_loss for epoch in one.epochs]
     assert one.epochs == seen and [epoch.number for epoch in seen] == list(range(len(seen)))
-    assert 2 < len(seen) <= OPTIONS.max_epochs  # it fell, while "Y" was learnt, and then rose
+    assert 2 < len(seen) <= OPTIONS.max_epochs  # it falls while "Y" is learnt, then rises
     assert losses[:-1] == sorted(losses[:-1], reverse=True) and losses[-1] > losses[-2]
     assert one.best is one.epochs[-2]
-    assert one.mean_loss(validation) == losses[-2]  # to the bit
+    assert one.mean_loss(validation) == losses[-2]  # bit-identical
     assert not one.model.training
 
 
-def test_training_goes_on_while_validation_loss_falls() -> None:
+def test_training_continues_while_validation_loss_falls() -> None:
     train = [encoded(f"Ask {n}").examples[0] for n in range(8)]
     one = tuner(dataclasses.replace(OPTIONS, max_epochs=3), drop_rate=0.0)
     one.run(train, train[:2], lambda epoch: None)
@@ -190,12 +174,12 @@ def test_training_goes_on_while_validation_loss_falls() -> None:
     assert one.epochs[3].train_loss < one.epochs[1].train_loss
 
 
-def test_dropout_and_order_are_those_of_the_seed() -> None:
+def test_the_seed_determines_dropout_and_order() -> None:
     train = [encoded(f"Ask {n}", output=str(n) * 9).examples[0] for n in range(8)]
 
     def first_loss(seed: int, drop_rate: float) -> float:
         one = tuner(dataclasses.replace(OPTIONS, max_epochs=1, seed=seed), drop_rate=drop_rate)
-        torch.seed()  # whatever was drawn before
+        torch.seed()  # the earlier random state does not matter
         one.run(train, train, lambda epoch: None)
         return one.epochs[1].train_loss
 
@@ -203,7 +187,7 @@ def test_dropout_and_order_are_those_of_the_seed() -> None:
     assert first_loss(1, 0.0) != first_loss(2, 0.0)
 
 
-def test_a_model_that_only_gets_worse_stays_as_it_came() -> None:
+def test_a_model_that_only_gets_worse_keeps_its_weights() -> None:
     train = [encoded("a", output=output).examples[0] for output in ("Yes", "No")]
     one = tuner(dataclasses.replace(OPTIONS, learning_rate=1e9))
     before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
@@ -214,12 +198,10 @@ def test_a_model_that_only_gets_worse_stays_as_it_came() -> None:
 
 
 def test_the_tuned_model_answers_the_test(tuned_place: Workplace) -> None:
-    result = tune(tuned_place, "--max-epochs", "10")
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    said = result.stdout.splitlines()
-    assert said[0] == "tiny: 34 entries to train on, 2 to validate on, 4 in the test"
-    assert said[1].startswith("epoch 0: as it came, validation loss 5.")
-    assert said[2].startswith("epoch 1: train loss ")
+    lines = succeeded(tune(tuned_place, "--max-epochs", "10")).stdout.splitlines()
+    assert lines[0] == "tiny: 34 entries for training, 2 for validation, 4 for the test"
+    assert lines[1].startswith("epoch 0: before training, validation loss 5.")
+    assert lines[2].startswith("epoch 1: train loss ")
     record = answers_in(tuned_place)
     lowest = min(record["epochs"], key=lambda epoch: epoch["validation_loss"])
     assert record["model"] == "tiny" and record["best_epoch"] == lowest["number"]
@@ -229,15 +211,15 @@ def test_the_tuned_model_answers_the_test(tuned_place: Workplace) -> None:
     assert record["options"]["learning_rate"] == 0.01 and record["options"]["seed"] == 42
     wanted = [entry | {"answer": "Yes."}
               for entry in entries_of(tuned_place.root / "data.json")[34:38]]
-    assert record["answers"] == wanted  # learnt, with where to stop; the test in its order
+    assert record["answers"] == wanted  # learnt, including where to stop; in the order of the test
     path = tuned_place.runs_dir / "tiny/instruction-answers.json"
     assert [answer.model_dump() for answer in load_answers(path).answers] == wanted
-    assert not list(path.parent.glob(".*"))  # nor weights: the run has what it had
+    assert not list(path.parent.glob(".*"))  # no other files, and no weights, were written
 
 
 @pytest.mark.parametrize(("name", "output"), [("openai-community/gpt2", "gpt2-answers.json"),
                                               ("exports/mine/", "mine-answers.json")])
-def test_answers_of_what_is_no_run_are_written_here(name: str, output: str) -> None:
+def test_answers_go_to_the_current_directory_unless_of_a_run(name: str, output: str) -> None:
     assert default_output(Target(name, GPTModel(MODEL), "gpt2")) == Path(output)
 
 
@@ -245,27 +227,27 @@ def test_the_same_command_gives_the_same_answers(tuned_place: Workplace) -> None
     path = tuned_place.runs_dir / "tiny/instruction-answers.json"
     contents = []
     for seed in ("5", "5", "6"):
-        assert tune(tuned_place, "--max-epochs", "2", "--seed", seed).exit_code == 0
+        succeeded(tune(tuned_place, "--max-epochs", "2", "--seed", seed))
         contents.append(path.read_bytes())
     assert contents[0] == contents[1] != contents[2]
     record = json.loads(contents[0])
     assert record["epochs"] != json.loads(contents[2])["epochs"]
 
 
-def test_what_was_cut_and_left_out_is_said(tuned_place: Workplace) -> None:
+def test_cut_and_skipped_entries_are_reported(tuned_place: Workplace) -> None:
     data = tuned_place.root / "data.json"
     entries = entries_of(data)
     entries[0]["output"] = entries[39]["output"] = "long " * 50
     entries[1]["instruction"] = entries[35]["instruction"] = "long " * 50
     data.write_text(json.dumps(entries))
-    result = tune(tuned_place, "--max-epochs", "1", "--output", str(tuned_place.root / "a" / "b"))
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    assert "2 entries cut to the context of 192 tokens, 1 left out" in result.stdout
+    result = succeeded(tune(tuned_place, "--max-epochs", "1",
+                            "--output", str(tuned_place.root / "a" / "b")))
+    assert "2 entries cut to the context of 192 tokens, 1 skipped" in result.stdout
     assert "1 questions are longer than the context" in result.stdout
     record = json.loads((tuned_place.root / "a/b").read_text())
     counts = record["data"]
     assert (counts["train"], counts["cut"], counts["skipped"]) == (33, 2, 1)
-    assert len(record["answers"]) == 4  # the test loses none: files are to be compared
+    assert len(record["answers"]) == 4  # none is skipped in the test, so that files stay comparable
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -275,10 +257,10 @@ def test_what_was_cut_and_left_out_is_said(tuned_place: Workplace) -> None:
     ('[{"instruction": "a", "output": 3}]', 'entry 1 "output" Input should be a valid string'),
     ('["text"]', "entry 1 Input should be"),
     ('[{"instruction": "a", "output": "\\ud800"}]', "Invalid JSON"),
-    ("[]", "has 0 entries; wanted 10 or more"),
+    ("[]", "has 0 entries; give 10 or more"),
     (None, "cannot be read: No such file"),
 ])
-def test_data_that_cannot_be_used_is_one_line(
+def test_invalid_data_is_a_user_error(
     tmp_path: Path, content: str | None, message: str
 ) -> None:
     path = tmp_path / "data.json"
@@ -289,29 +271,31 @@ def test_data_that_cannot_be_used_is_one_line(
     assert f"{path}: " in str(caught.value) and message in str(caught.value)
 
 
-def test_what_stops_tuning_is_found_before_it(tuned_place: Workplace) -> None:
+def test_errors_are_found_before_tuning(tuned_place: Workplace) -> None:
     special = tuned_place.root / "special"
     special.mkdir()
     os.mkfifo(special / "pipe")
     (special / "link").symlink_to("pipe")
     data = write_entries(tuned_place.root / "nine.json", 9, output="")
-    assert "nine.json: has 9 entries" in refused(tune(tuned_place, data=data))
-    assert "cannot be written" in refused(tune(tuned_place, "--output", str(tuned_place.root)))
-    assert "cannot be written" in refused(tune(tuned_place, "--output", str(data / "a.json")))
+    assert "nine.json: has 9 entries" in error_line(tune(tuned_place, data=data))
+    assert "cannot be written" in error_line(tune(tuned_place, "--output", str(tuned_place.root)))
+    assert "cannot be written" in error_line(tune(tuned_place, "--output", str(data / "a.json")))
     for name in ("pipe", "link"):
-        assert "is no plain file" in refused(tune(tuned_place, "--output", str(special / name)))
+        result = tune(tuned_place, "--output", str(special / name))
+        assert "is not a plain file" in error_line(result)
     assert stat.S_ISFIFO((special / "pipe").stat().st_mode) and (special / "link").is_symlink()
-    assert "no checkpoint 'nix'" in refused(tune(tuned_place, "--checkpoint", "nix"))
+    assert "no checkpoint 'nix'" in error_line(tune(tuned_place, "--checkpoint", "nix"))
     entries = [entry | {"instruction": "long " * 50}
                for entry in entries_of(tuned_place.root / "data.json")]
     data.write_text(json.dumps(entries))
-    assert "has a prompt that fits tiny's context of 192" in refused(tune(tuned_place, data=data))
+    assert "has a prompt that fits tiny's context of 192" in error_line(
+        tune(tuned_place, data=data))
     assert not (tuned_place.runs_dir / "tiny/instruction-answers.json").exists()
 
 
 @pytest.mark.parametrize("option", ["--learning-rate", "--weight-decay"])
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_rate_that_is_not_finite_is_refused(
+def test_a_rate_that_is_not_finite_is_error_line(
     tuned_place: Workplace, option: str, value: str
 ) -> None:
     result = tune(tuned_place, option, value)
@@ -319,34 +303,40 @@ def test_a_rate_that_is_not_finite_is_refused(
     assert f"'{option}': {value} is not a finite number" in result.stderr
 
 
-def test_losses_that_are_not_finite_cost_no_answers(
+def test_losses_that_are_not_finite_do_not_prevent_answers(
     tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tuner, "_train", lambda *_: math.nan)
-    result = tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1")
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    succeeded(tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1"))
     record = answers_in(tuned_place)
     assert [epoch["train_loss"] for epoch in record["epochs"]] == [None, None]
     assert len(record["answers"]) == 4
 
 
+def out_of_memory_line(result: Result) -> str:
+    """Return the error line that follows the output so far."""
+    assert isinstance(result.exception, UserError), result.output + repr(result.exception)
+    return result.exception.line()
+
+
 @pytest.mark.parametrize(
     "place", ["lab.instruct.tuning.Tuner.run", "reporting.sampling.generate_tokens"])
-def test_a_full_gpu_is_one_line(
+def test_running_out_of_gpu_memory_is_a_user_error(
     tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    def fill(*_: object) -> None:
+    def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(place, fill)
-    said = refused(tune(tuned_place, "--max-epochs", "1"))
-    assert "do not fit in the GPU's memory; try a --batch-size below 8" in said
-    assert "below" not in refused(tune(tuned_place, "--max-epochs", "1", "--batch-size", "1"))
+    monkeypatch.setattr(place, run_out)
+    error = out_of_memory_line(tune(tuned_place, "--max-epochs", "1"))
+    assert "do not fit in the GPU's memory; try a --batch-size below 8" in error
+    assert "below" not in out_of_memory_line(
+        tune(tuned_place, "--max-epochs", "1", "--batch-size", "1"))
 
 
 @contextmanager
 def serving(content: bytes, *, status: int = 200, cut: int = 0) -> Iterator[tuple[str, list]]:
-    """Serve one file on loopback; give its address, and the requests for it."""
+    """Serve one file; yield its address and the list of requests."""
     requests = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -369,16 +359,15 @@ def serving(content: bytes, *, status: int = 200, cut: int = 0) -> Iterator[tupl
         server.server_close()
 
 
-def test_the_books_data_is_downloaded_once(
+def test_the_data_of_the_book_is_downloaded_once(
     tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = (tuned_place.root / "data.json").read_bytes()
     with serving(content) as (url, requests):
         monkeypatch.setattr(instructions, "DEFAULT_URL", url)
         for _ in range(2):
-            result = CliRunner().invoke(cli, ["tune", *tuned_place.arguments("tiny"),
-                                              "--max-epochs", "1", "--max-new-tokens", "1"])
-            assert result.exit_code == 0, result.output + repr(result.exception)
+            succeeded(run_lab("tune", *tuned_place.arguments("tiny"), "--max-epochs", "1",
+                              "--max-new-tokens", "1"))
     assert len(requests) == 1
     assert [path.name for path in tuned_place.datasets_dir.iterdir()] == ["instruction-data.json"]
     assert (tuned_place.datasets_dir / "instruction-data.json").read_bytes() == content
@@ -389,18 +378,20 @@ def test_the_books_data_is_downloaded_once(
     ({"content": b"<html>log in</html>"}, "Invalid JSON"),
     ({"content": b"[" + b" " * 5000 + b"]", "cut": 9}, "IncompleteRead"),
 ])
-def test_what_cannot_be_downloaded_says_how_to_do_without(
+def test_a_failed_download_names_the_alternative(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict, message: str
 ) -> None:
     with serving(**answer) as (url, _):
         monkeypatch.setattr(instructions, "DEFAULT_URL", url)
         with pytest.raises(UserError) as caught:
             fetch_default_entries(tmp_path / "datasets")
-    assert message in str(caught.value) and "give it with --data FILE" in caught.value.line()
+    assert message in str(caught.value) and "name it with --data FILE" in caught.value.line()
     assert not list((tmp_path / "datasets").iterdir())
 
 
-def test_nobody_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setattr(instructions, "DEFAULT_URL",

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,33 +13,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from basics.errors import UserError
 from gpt import GPTModel
 from lab.targets import load_target
-from lab.weight_formats import gpt2_config, to_gpt2
+from lab.weight_formats import gpt2_config
 from run_config import ModelConfig
+from tests.support.models import SHAPE, export, random_model
 
-SHAPE = {"vocab_size": 61, "context_length": 12, "emb_dim": 24, "n_heads": 3, "n_layers": 2,
-         "drop_rate": 0.1, "qkv_bias": False}
-LEVERS = [dict(zip(("tie_weights", "qkv_bias", "init", "vocab_size", "drop_rate"), values,
-                   strict=True))
-          for values in itertools.product((False, True), (False, True), ("gpt2", "torch"),
-                                          (61, 257, 50304), (0.0, 0.1))]
-
-
-def random_model(**changes: Any) -> GPTModel:
-    """A model none of whose numbers is what it was initialised to: a mix-up would show."""
-    torch.manual_seed(0)
-    model = GPTModel(ModelConfig(**SHAPE | changes)).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, mean=0.05, std=0.2)
-    return model
-
-
-def export(model: GPTModel, directory: Path, **changes: Any) -> Path:
-    directory.mkdir(exist_ok=True)
-    config = gpt2_config(model.config, None) | changes
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(to_gpt2(model.state_dict(), model.config), directory / "model.safetensors",
-              {"format": "pt"})
-    return directory
+NAMES = ("tie_weights", "qkv_bias", "init", "vocab_size", "drop_rate")
+# Each pair of values occurs in at least one of these.
+CONFIGS = [dict(zip(NAMES, values, strict=True)) for values in (
+    (False, False, "gpt2", 61, 0.0), (False, True, "torch", 61, 0.1),
+    (True, True, "gpt2", 257, 0.1), (True, False, "torch", 257, 0.0), (False, True, "gpt2", 50304, 0.0),
+    (True, False, "torch", 50304, 0.1), (True, False, "gpt2", 61, 0.1),
+    (False, True, "torch", 257, 0.0))]
 
 
 def load(directory: Path) -> GPTModel:
@@ -53,14 +36,15 @@ def tokens_for(model: GPTModel) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("levers", LEVERS, ids=lambda levers: "-".join(map(str, levers.values())))
-def test_transformers_computes_the_same_and_so_do_we_with_its_files(
-    levers: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("changes", CONFIGS,
+                         ids=lambda changes: "-".join(map(str, changes.values())))
+def test_transformers_computes_the_same_logits_and_its_files_load_here(
+    changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = random_model(**levers)
+    model = random_model(**changes)
     theirs, loading = GPT2LMHeadModel.from_pretrained(export(model, tmp_path / "ours"),
                                                       output_loading_info=True)
-    assert not any(loading.values())  # nothing missing, nothing left over
+    assert not any(loading.values())  # no missing and no unexpected weights
     tokens = tokens_for(model)
     logits = theirs.eval()(tokens).logits
     assert (model(tokens) - logits).abs().max() < 1e-4 and logits.std() > 0.1
@@ -70,17 +54,17 @@ def test_transformers_computes_the_same_and_so_do_we_with_its_files(
     assert torch.equal(back(tokens), model(tokens))
 
 
-# OpenAI's four, as wide in proportion and as deep: layers, heads.
+# OpenAI's four models with their numbers of layers and heads, but narrower.
 @torch.no_grad()
 @pytest.mark.parametrize(("n_layer", "n_head"), [(12, 12), (24, 16), (36, 20), (48, 25)])
-def test_gpt2_of_any_size_comes_in(n_layer: int, n_head: int, tmp_path: Path) -> None:
+def test_gpt2_of_any_size_loads(n_layer: int, n_head: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(n_layer=n_layer, n_head=n_head, n_embd=2 * n_head,
                                         n_positions=16)).eval()
     for name, parameter in theirs.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
-    # As they were published: no prefix, masks beside the weights, no head of its own.
+    # As published: no prefix, masks stored with the weights, no separate head.
     weights = {name.removeprefix("transformer."): value.clone()
                for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
     weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 16, 16) for layer in range(n_layer)}
@@ -94,7 +78,7 @@ def test_gpt2_of_any_size_comes_in(n_layer: int, n_head: int, tmp_path: Path) ->
 
 
 @torch.no_grad()
-def test_files_in_pieces_and_half_precision_come_in(tmp_path: Path) -> None:
+def test_sharded_files_and_half_precision_load(tmp_path: Path) -> None:
     model = random_model(tie_weights=True, qkv_bias=True)
     whole = load_file(export(model, tmp_path) / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -110,7 +94,7 @@ def test_files_in_pieces_and_half_precision_come_in(tmp_path: Path) -> None:
 
 
 class OriginalAttention(nn.Module):
-    """Three projections and a mask that is kept, as the original system's checkpoints have them."""
+    """Three projections and a stored mask, as in the original system's checkpoints."""
 
     def __init__(self, dim: int, length: int, bias: bool) -> None:
         super().__init__()
@@ -121,7 +105,7 @@ class OriginalAttention(nn.Module):
 
 
 def original_weights(model: GPTModel) -> dict[str, Tensor]:
-    """The same model by the names of the original system, its fused matrix cut in three."""
+    """Return the weights under the original system's names, the fused matrix split in three."""
     config, ours = model.config, model.state_dict()
     theirs = {"tok_emb.weight": ours["token_embedding.weight"],
               "pos_emb.weight": ours["position_embedding.weight"],
@@ -149,12 +133,13 @@ def original_weights(model: GPTModel) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("qkv_bias", [False, True])
-@pytest.mark.parametrize(("tie_weights", "left_out"), [
-    (False, None), (True, "tok_emb.weight"), (True, "out_head.weight"), (True, None)])
-@pytest.mark.parametrize("published", [False, True])
-def test_checkpoints_of_the_original_come_in(
-    qkv_bias: bool, tie_weights: bool, left_out: str | None, published: bool, tmp_path: Path
+@pytest.mark.parametrize(("tie_weights", "left_out", "qkv_bias", "published"), [
+    (False, None, False, False), (False, None, True, True),
+    (True, "tok_emb.weight", True, False), (True, "tok_emb.weight", False, True),
+    (True, "out_head.weight", False, False), (True, "out_head.weight", True, True),
+    (True, None, True, False)])
+def test_checkpoints_of_the_original_system_load(
+    tie_weights: bool, left_out: str | None, qkv_bias: bool, published: bool, tmp_path: Path
 ) -> None:
     model = random_model(qkv_bias=qkv_bias, tie_weights=tie_weights)
     weights = original_weights(model)
@@ -171,12 +156,12 @@ def test_checkpoints_of_the_original_come_in(
     assert torch.equal(load(directory)(tokens_for(model)), model(tokens_for(model)))
 
 
-def test_what_gpt2_cannot_express_is_refused_by_name() -> None:
+def test_an_option_that_gpt2_lacks_is_refused_by_name() -> None:
     class Wider(ModelConfig):
         num_experts: int = 1
 
     assert gpt2_config(Wider(**SHAPE), None)["n_embd"] == 24
-    with pytest.raises(UserError, match="num_experts is 8, which a GPT-2 cannot express"):
+    with pytest.raises(UserError, match="num_experts is 8, which a GPT-2 does not support"):
         gpt2_config(Wider(**SHAPE, num_experts=8), None)
 
 
@@ -191,10 +176,10 @@ def test_what_gpt2_cannot_express_is_refused_by_name() -> None:
     ({"n_layer": 10**9}, "n_layer should be less than or equal to 1024"),
     ({"n_layer": "2"}, "n_layer should be a valid integer, found"),
     ({"n_head": 5}, "emb_dim 24 is not divisible by n_heads 5"),
-    ({"vocab_size": 60}, r"not a GPT-2: token_embedding.weight is \(61, 24\), its config makes it"),
+    ({"vocab_size": 60}, r"token_embedding.weight has shape \(61, 24\); its config needs"),
     ({"tie_word_embeddings": False}, "has no weights lm_head.weight"),
 ])
-def test_what_is_no_gpt2_is_refused_in_one_line(
+def test_another_architecture_is_refused_in_one_line(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     export(random_model(tie_weights=True), tmp_path, **changes)
@@ -210,11 +195,11 @@ def test_what_is_no_gpt2_is_refused_in_one_line(
     ("config.json", b"[1]", "wanted a JSON object"),
     ("config.json", b'{"model_type": NaN}', "not valid JSON"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": "../../x.safetensors"}}',
-     "names '../../x.safetensors'"),
+     "lists '../../x.safetensors'"),
     ("model.safetensors.index.json", b'{"weight_map": {}}', "has no weights wte.weight"),
     ("model.safetensors.index.json", b'{"weight_map": [1]}', "has no weight_map"),
 ])
-def test_damaged_directories_are_one_line(
+def test_a_damaged_directory_is_refused_in_one_line(
     file: str, content: bytes | None, message: str, tmp_path: Path
 ) -> None:
     export(random_model(), tmp_path)

@@ -1,4 +1,4 @@
-"""A judge on loopback: what the real openai client asks of it, and bad answers on demand."""
+"""A judge on the loopback interface for the real openai client, with faults on demand."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-WORTH = re.compile(r"worth (\d+)")  # an answer says what this judge is to think of it
+WORTH = re.compile(r"worth (\d+)")  # an answer contains the score that this judge gives it
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the next requests."""
+    """A fault of the next requests."""
 
-    kind: str  # a status, or one of `spoiled`
+    kind: str  # an HTTP status, or a kind of `faulty_reply`
     times: int = 1
-    about: str = ""  # only in requests about a question that holds this
+    about: str = ""  # only for questions that contain this text
 
 
 @dataclass
 class Endpoint:
-    """A judge, what may happen to who asks it, and what was asked."""
+    """A judge: the faults to inject, and the requests received."""
 
     faults: list[Fault] = field(default_factory=list)
-    takes_schemas: bool = True
+    supports_schemas: bool = True
     base_url: str = ""
-    requests: list[dict[str, Any]] = field(default_factory=list)  # for judgements
+    requests: list[dict[str, Any]] = field(default_factory=list)  # for judgements only
     keys: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    before_reply: Callable[[int], None] = lambda _: None  # gets the request's number, from 1 on
+    before_reply: Callable[[int], None] = lambda _: None  # gets the number of the request
 
     def fault_for(self, data: dict[str, Any]) -> str:
         for fault in self.faults:
@@ -43,19 +43,19 @@ class Endpoint:
         return ""
 
     def asked(self) -> list[dict[str, Any]]:
-        """Give the data of each request."""
+        """Return the data of each request."""
         return [data_of(request) for request in self.requests]
 
 
 def data_of(request: dict[str, Any]) -> dict[str, Any]:
-    """Give what lies between the marks of the last message, which must be all of it."""
+    """Return the data between the boundary lines, which must enclose the whole last message."""
     first, *lines, last = request["messages"][-1]["content"].split("\n")
     assert first == last and first in request["messages"][0]["content"]
     return json.loads("\n".join(lines))
 
 
-def spoiled(kind: str, scores: dict[str, int]) -> str:
-    """Give a reply with what is wrong, or only unusual."""
+def faulty_reply(kind: str, scores: dict[str, int]) -> str:
+    """Return a reply with a fault, or an unusual but valid one."""
     first, *others = scores
     reply = json.dumps(scores)
     return {
@@ -79,7 +79,7 @@ def spoiled(kind: str, scores: dict[str, int]) -> str:
 
 @contextmanager
 def judging(endpoint: Endpoint) -> Iterator[Endpoint]:
-    """Serve a judge while the context lasts."""
+    """Serve a judge inside the context."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(endpoint))
     server.daemon_threads = True
     endpoint.base_url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -108,7 +108,7 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
                 endpoint.keys.add(self.headers["Authorization"])
                 kind, number = endpoint.fault_for(data_of(request)), len(endpoint.requests)
             endpoint.before_reply(number)
-            if "response_format" in request and not endpoint.takes_schemas:
+            if "response_format" in request and not endpoint.supports_schemas:
                 self.refuse(400, "response_format is not supported")
             elif kind == "page":
                 self.send(200, b"<html>not an endpoint</html>", {"Content-Type": "text/html"})
@@ -123,7 +123,7 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
 
         def judge(self, answers: dict[str, str], kind: str) -> None:
             scores = {label: int(WORTH.search(text)[1]) for label, text in answers.items()}
-            message = {"role": "assistant", "content": spoiled(kind, scores)}
+            message = {"role": "assistant", "content": faulty_reply(kind, scores)}
             self.send(200, json.dumps({
                 "id": "1", "object": "chat.completion", "created": 1, "model": "judge",
                 "choices": [{"index": 0, "finish_reason": "stop", "message": message}],

@@ -1,4 +1,4 @@
-"""A hub on loopback that takes uploads, as far as the real client's plain protocol goes."""
+"""A hub on the loopback interface that accepts uploads in the real client's plain protocol."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-TOKEN = "hf_a_word_for_tests"
+TOKEN = "hf_token_for_tests"
 COMMIT = "fedcba9876543210fedcba9876543210fedcba98"
 
 
 @dataclass
 class UploadHub:
-    """Repositories, by kind and name, and what may go wrong.
+    """Repositories by kind and name, the faults to inject, and the requests received.
 
     Attributes:
-        faults: by a part of a path: how many requests for it fail, and with which status; 0
-            breaks the connection.
+        faults: by part of a path: how many requests fail, and with which status; status 0
+            closes the connection.
     """
 
     repositories: dict[tuple[str, str], dict[str, object]] = field(default_factory=dict)
     large_files: dict[str, bytes] = field(default_factory=dict)  # by sha256
     faults: dict[str, tuple[int, int]] = field(default_factory=dict)
-    received: Counter[str] = field(default_factory=Counter)  # whole large files, by sha256
+    received: Counter[str] = field(default_factory=Counter)  # complete large files, by sha256
     paths: list[str] = field(default_factory=list)
     endpoint: str = ""
 
     def environment(self, home: Path, token: str = TOKEN) -> dict[str, str]:
-        """Give what makes a process take this for the hub; without the chunked protocol."""
+        """Return the variables that direct the client here, without the chunked protocol."""
         return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": token,
                 "HF_HUB_DISABLE_XET": "1"}
 
@@ -45,12 +45,12 @@ class UploadHub:
 
 @contextmanager
 def taking_uploads() -> Iterator[UploadHub]:
-    """Serve a hub while the context lasts."""
+    """Serve a hub inside the context."""
     hub = UploadHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(hub))
     server.daemon_threads = True
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield hub
     finally:
@@ -81,7 +81,7 @@ def _handler_of(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
                 if part in self.path and times:
                     hub.faults[part] = times - 1, status
                     if status:
-                        return self.send({"error": "as asked"}, status)
+                        return self.send({"error": "injected"}, status)
                     self.connection.close()
                     self.close_connection = True
                     return None
@@ -109,12 +109,12 @@ def _handler_of(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
                 return self.send({})
             if found := re.fullmatch(r"/(datasets/)?(.+/.+)\.git/info/lfs/objects/batch", path):
                 return self.send({"transfer": "basic", "objects": [
-                    self.place(wanted) for wanted in json.loads(body)["objects"]]})
+                    self.upload_action(wanted) for wanted in json.loads(body)["objects"]]})
             if found := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(/.+)?", path):
                 return self.in_repository(found[1], found[2], found[3] or "", body)
-            return self.send({"error": f"not asked for: {path}"}, 404)
+            return self.send({"error": f"not supported: {path}"}, 404)
 
-        def place(self, wanted: dict[str, object]) -> dict[str, object]:
+        def upload_action(self, wanted: dict[str, object]) -> dict[str, object]:
             if wanted["oid"] in hub.large_files:
                 return wanted
             return wanted | {"actions": {"upload": {"href": f"{hub.endpoint}/lfs/{wanted['oid']}"}}}
@@ -130,13 +130,13 @@ def _handler_of(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
                     for asked in json.loads(body)["files"]]})
             if rest.startswith("/commit/"):
                 for line in body.splitlines():
-                    self.take(repository["files"], **json.loads(line))
+                    self.store(repository["files"], **json.loads(line))
                 return self.send({"success": True, "commitOid": COMMIT, "hookOutput": "",
                                   "commitUrl": f"{hub.endpoint}/{name}/commit/{COMMIT}"})
             return self.send({"id": name, "sha": COMMIT, "private": repository["private"],
                               "tags": [], "downloads": 0, "likes": 0, "siblings": []})
 
-        def take(self, files: dict[str, bytes], key: str, value: dict[str, str]) -> None:
+        def store(self, files: dict[str, bytes], key: str, value: dict[str, str]) -> None:
             if key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile":

@@ -171,7 +171,7 @@ def start_forked(
         launch: of torchrun's LaunchConfig, what is not as in `torchrun --standalone`.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
+    context.set_forkserver_preload(["tests.support.preloaded"])
     outputs = [folder / "stdout", folder / "stderr"] if folder else [Path(os.devnull)] * 2
     process = context.Process(target=_run_forked, args=(
         script, arguments, outputs, environment or {},

@@ -1,0 +1,114 @@
+"""Prepare what `lab publish` uploads, a dataset or an exported model, and upload it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from huggingface_hub import HfApi, get_token
+
+from basics.errors import UserError
+from lab.publish.export import check_output, write_export
+from lab.publish.model_card import CardFacts, model_card
+from lab.targets import HUB_NAME, is_run, load_target
+from preparation.ensure_dataset import is_complete
+from preparation.hub import ask_hub
+from run_config import load_run
+from tokens.token_file import TokenFile
+
+DATASET_FILES = ("train.safetensors", "validation.safetensors", "README.md")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line's arguments and options."""
+
+    source: str
+    repository: str | None
+    checkpoint: str
+    output_dir: Path | None
+    is_public: bool
+    is_dry_run: bool
+    licence: str | None
+    runs_dir: Path
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The files to upload to the hub."""
+
+    folder: Path
+    files: list[str]  # names in the folder
+    kind: str  # model or dataset
+
+    def file_list(self) -> list[str]:
+        sizes = [(self.folder / name).stat().st_size for name in self.files]
+        return [f"{size:>15,} bytes  {name}"
+                for name, size in zip(self.files, sizes, strict=True)]
+
+
+def check_repository(name: str) -> None:
+    """Check that a name is owner/name. Raises: UserError."""
+    if not HUB_NAME.fullmatch(name):
+        raise UserError(f"{name[:60]!r} is not the name of a repository; give owner/name")
+
+
+def find_dataset(request: Request) -> Upload | None:
+    """Return the upload of a dataset directory; None if the source is not one.
+
+    Only the token files and README.md are uploaded, unchanged.
+
+    Raises:
+        UserError: the dataset is incomplete, or an option applies only to models.
+    """
+    directory = Path(request.source)
+    if not is_complete(directory):
+        return None
+    if request.repository is None:
+        raise UserError(f"{directory}: is a dataset, which needs no export; name the REPOSITORY to"
+                        " upload it to")
+    if request.output_dir or request.licence:
+        raise UserError(f"{directory}: is a dataset; --output and --license apply only to"
+                        " models; put a dataset's licence in its README.md")
+    for split in ("train", "validation"):
+        TokenFile(directory / f"{split}.safetensors")  # raises an error if it is damaged
+    present = [name for name in DATASET_FILES if (directory / name).is_file()]
+    return Upload(directory, present, "dataset")
+
+
+def export_model(request: Request) -> Upload:
+    """Write the export of a run's model. Raises: UserError."""
+    if not is_run(request.source, request.runs_dir):
+        load_run(request.runs_dir, request.source)  # its error lists the runs
+    output_dir = request.output_dir or request.runs_dir / request.source / "export"
+    output_dir = output_dir.absolute()
+    check_output(output_dir)
+    target = load_target(request.source, runs_dir=request.runs_dir,
+                         checkpoint_name=request.checkpoint, device=torch.device("cpu"))
+    facts = CardFacts(request.source, request.repository or str(output_dir), request.licence)
+    folder = write_export(target, output_dir, model_card(target, facts))
+    return Upload(folder, sorted(path.name for path in folder.iterdir()), "model")
+
+
+def send(upload: Upload, repository: str, *, is_public: bool) -> None:
+    """Upload all files in one commit; files that an interrupted upload sent are not sent again.
+
+    The hub client retries by itself.
+    """
+    if not get_token():
+        raise UserError(f"{repository} on the Hugging Face hub: uploading needs a token; set"
+                        " HF_TOKEN to one with write access, or run `uv run hf auth login`")
+    api = HfApi()
+    about = {"repo_id": repository, "repo_type": upload.kind}
+    ask_hub(repository, lambda: api.create_repo(**about, private=not is_public, exist_ok=True))
+    if ask_hub(repository, lambda: api.repo_info(**about).private) is is_public:
+        found, remedy = ("private", "omit --public") if is_public else ("public", "add --public")
+        raise UserError(f"{repository} on the Hugging Face hub: already exists and is {found};"
+                        f" {remedy}, or change it on its page; nothing was uploaded")
+    commit = ask_hub(repository, lambda: api.upload_folder(
+        **about, folder_path=upload.folder, allow_patterns=upload.files,
+        commit_message=f"Upload {upload.folder.name} with lab publish"), pauses=(1,))
+    click.echo(f"uploaded to the Hugging Face hub, {'public' if is_public else 'private'}:"
+               f" {commit.repo_url.url}")

@@ -1,0 +1,33 @@
+"""One tiny trained run for all tests of the lab: each test gets a copy."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.workplace import Workplace, train_tiny
+
+
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return train_tiny(tmp_path_factory.mktemp("trained"), validation_batches=15,
+                      usd_per_hour=36.0)
+
+
+@pytest.fixture
+def trained(trained_once: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A workplace with a trained run, which the test may change."""
+    root = tmp_path_factory.mktemp("copy") / "workplace"
+    return Workplace(shutil.copytree(trained_once.root, root, symlinks=True))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Use one thread: on a busy machine, threads that wait for each other take much longer."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
