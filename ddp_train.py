@@ -35,8 +35,6 @@ from microbatch_search.search import search
 from processes.command_line import Options, read_command_line
 from processes.launch import (
     Process,
-    autocast,
-    choose_precision,
     default_num_processes,
     machine_facts,
     process_group,
@@ -70,6 +68,7 @@ from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_loading import load_checkpoint
 from trainer.optimization import learning_rate_at
+from trainer.precision import autocast, choose_precision
 from trainer.startup import Job, prepare
 from trainer.step import TrainingState, TrainingStep, build_training_state
 from trainer.stopping import Ending

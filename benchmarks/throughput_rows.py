@@ -18,10 +18,11 @@ from torch.amp import GradScaler
 
 from basics.memory_meters import keep_freed_memory
 from gpt import ForwardOptions, GPTModel
-from processes.launch import Process, autocast
+from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
 from trainer.compilation import choose_forward_options
+from trainer.precision import autocast
 from trainer.step import TrainingStep, build_training_state
 
 LEARNING_RATE, WEIGHT_DECAY, SEED = 1e-3, 0.1, 42

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.sharing import Share
 from lab.targets import Target
-from processes.launch import Process, autocast
+from processes.launch import Process
 from reporting.sampling import SamplingOptions, generate_tokens, try_to_write_samples
 from run_config import ModelConfig, TrainConfig
 from tests.lab.test_weight_formats import random_model
@@ -25,6 +25,7 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, prefetch
 from tokens.token_file import TokenFile
 from trainer.compilation import ByLayer
+from trainer.precision import autocast
 from trainer.step import SnapshotBuffers, TrainingStep, build_training_state
 
 pytestmark = pytest.mark.gpu

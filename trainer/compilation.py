@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from basics.errors import UserError
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
-from processes.launch import choose_precision
 from run_config import ModelConfig, TrainConfig
+from trainer.precision import choose_precision
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

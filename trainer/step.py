@@ -17,14 +17,7 @@ from torch.optim import Optimizer
 
 from basics.failpoints import failpoint
 from gpt import GPTModel
-from processes.launch import (
-    Process,
-    autocast,
-    choose_precision,
-    seed_for,
-    set_matmul_precision,
-    share_cpu_cores,
-)
+from processes.launch import Process, share_cpu_cores
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
 from trainer.compilation import (
@@ -42,6 +35,7 @@ from trainer.optimization import (
     set_learning_rate,
     skip_unless_finite,
 )
+from trainer.precision import autocast, choose_precision, seed_for, set_matmul_precision
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from gpt import GPTModel
 from lab.instruct.instructions import Entry
-from processes.launch import autocast
+from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy leaves out
 LossOn = Literal["response", "all"]

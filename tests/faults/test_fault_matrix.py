@@ -16,7 +16,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from basics.failpoints import MARKS, VARIABLE
-from tests.faults.test_faults import (
+from tests.support.runs import (
     last_line_of_ours,
     summary_of,
     train_undisturbed,

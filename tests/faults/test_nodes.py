@@ -17,9 +17,9 @@ from subprocess import CompletedProcess
 import pytest
 
 from basics.failpoints import VARIABLE
-from tests.faults.test_faults import metrics_of, validations_of, weights_of
 from tests.preparation.test_hub import tokens_hub  # noqa: F401  a fixture
 from tests.support.hub_server import Hub
+from tests.support.runs import metrics_of, validations_of, weights_of
 from tests.support.workplace import (
     PROJECT_DIR,
     Workplace,

@@ -15,7 +15,7 @@ from basics.manifest import find_damage
 from checkpointing import list_checkpoints
 from reporting.summary import FINISHED, is_marked
 from run_config import load_run
-from tests.faults.test_faults import metrics_of, validations_of, weights_of
+from tests.support.runs import metrics_of, validations_of, weights_of
 from tests.support.workplace import Workplace, children_of, start_forked, succeeded
 
 # Forty steps, slowed down so that most kills hit training and what belongs to it.

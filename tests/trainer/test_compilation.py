@@ -10,12 +10,13 @@ import torch
 
 from basics.errors import UserError
 from gpt import ForwardOptions, GPTModel
-from processes.launch import Process, autocast
+from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer import compilation
 from trainer.compilation import choose_forward_options, chooses_compile, compile_error
+from trainer.precision import autocast
 from trainer.step import TrainingStep, build_training_state
 
 CPU = torch.device("cpu")
