@@ -229,6 +229,12 @@ def no_code_was_run() -> Iterator[None]:
     assert not MARK.exists()
 
 
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_valid_input_is_accepted(tiny: Workplace, under_torchrun: bool) -> None:
+    with pytest.raises(pytest.fail.Exception, match="the input was accepted"):
+        refused(tiny, "tiny", under_torchrun=under_torchrun)
+
+
 @pytest.mark.parametrize("case", CONFIG_CONTENTS)
 @pytest.mark.parametrize("file", ["model.json", "train.json"])
 def test_an_invalid_config_is_refused(tiny: Workplace, file: str, case: str) -> None:

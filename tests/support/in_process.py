@@ -17,9 +17,11 @@ from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.run
 
 from basics import memory_meters
-from processes import before_torch, launch, run_lock, startup_agreement
+from processes import before_torch, run_lock, startup_agreement
+from processes.watchdog import Watchdog
 from tests.support.workplace import PROJECT_DIR, Workplace
 
 LONGEST_ERROR = 200  # characters, "Error: " included
@@ -36,8 +38,8 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(sys, "argv", ["ddp_train.py", *arguments])
         patch.setattr(os, "_exit", _raise_exited)
-        patch.setattr(launch, "start_torchrun", _refuse_to_train)
-        patch.setattr(launch, "process_group", _refuse_to_train)
+        patch.setattr(torch.distributed.run, "run", _refuse_to_train)
+        patch.setattr(Watchdog, "start", _refuse_to_train)
         patch.setattr(before_torch, "end_with_parent", lambda: None)
         patch.setattr(memory_meters, "keep_freed_memory", lambda: None)
         if under_torchrun:
