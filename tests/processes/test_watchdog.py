@@ -155,14 +155,16 @@ def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(
     succeeded(workplace.torchrun(2, "tiny"))
 
 
-SLOW = ";".join(f"{place}:slow:hit={{0}}:seconds=1.2"
-                for place in ("save.weights", "save.trainer", "save.meta", "save.manifest"))
+def slow_save(hit: int, *, hit_of_meta: int | None = None) -> str:
+    hits = {"save.weights": hit, "save.trainer": hit, "save.meta": hit_of_meta or hit,
+            "save.manifest": hit_of_meta or hit}
+    return ";".join(f"{place}:slow:hit={n}:seconds=1.2" for place, n in hits.items())
 
 
-# The first save and the last one; then the last one, tried again because the disk was full.
-@pytest.mark.parametrize("faults", [SLOW.format(1), SLOW.format(3),
-                                    "save.meta:full:hit=3;" + SLOW.format(4)],
-                         ids=["first", "last", "tried again"])
+# The first save, the last one, and the last one tried again: it first fails before save.meta.
+@pytest.mark.parametrize("faults", [
+    slow_save(1), slow_save(3), "save.meta:full:hit=3;" + slow_save(4, hit_of_meta=3),
+], ids=["first", "last", "tried again"])
 def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(
     workplace: Workplace, run_dir: Path, faults: str
 ) -> None:
