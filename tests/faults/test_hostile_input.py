@@ -172,7 +172,7 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
         "exp_avg", lambda t: torch.zeros(1).expand(t.shape))),
     "moments that overlap": ("optimizer.pt", changed_moment(
         "exp_avg", lambda t: torch.zeros(10**4)[:t.numel()].view(t.shape))),
-    "moments laid out otherwise": ("optimizer.pt", changed_moment(
+    "moments of another memory layout": ("optimizer.pt", changed_moment(
         "exp_avg", lambda t: t.t().contiguous().t())),
     "no moments": ("optimizer.pt", changed_optimizer(
         lambda t: t["optimizer"]["state"][3].pop("exp_avg"))),
