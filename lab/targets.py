@@ -9,13 +9,12 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from pydantic import ValidationError
-from trainer.checkpoint_loading import DAMAGE, load_weights, reason_of
 
-from basics.errors import UserError
+from basics.errors import UserError, first_line
 from basics.files import check_tensor_header
 from basics.json_files import read_json_object
 from basics.manifest import MANIFEST
-from checkpointing import BEST, Checkpoint, find_checkpoint, open_checkpoint
+from checkpointing import BEST, DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
 from lab.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is_original
 from preparation.hub import ask_hub
@@ -132,7 +131,7 @@ def _of_directory(name: str, directory: Path) -> Target:
     except ValidationError as error:
         raise UserError(f"{directory}: not a GPT-2: {_first_error(error)}") from None
     except DAMAGE as error:
-        raise UserError(f"{directory}: not a GPT-2: {reason_of(error)}") from None
+        raise UserError(f"{directory}: not a GPT-2: {first_line(error)}") from None
     return Target(name, model, _tokenizer_of(config, end_of_text))
 
 
@@ -168,7 +167,7 @@ def _read_weights(directory: Path) -> Weights:
                             " weights such as pytorch_model.bin are not read)") from None
         except DAMAGE as error:
             raise UserError(f"{directory / name}: not a whole safetensors file"
-                            f" ({reason_of(error)}); download or export it again") from None
+                            f" ({first_line(error)}); download or export it again") from None
     return weights
 
 

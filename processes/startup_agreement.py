@@ -46,14 +46,6 @@ class Agreement:
         self.name = _agree_on_name(open_root(), rank, world_size)
         self._store = self.connect()
 
-    @classmethod
-    def in_one_process(cls) -> Agreement:
-        """Return the agreement of a single process, which needs no torchrun."""
-        agreement = cls.__new__(cls)
-        agreement._rank, agreement._world_size = 0, 1
-        agreement._store = dist.HashStore()
-        return agreement
-
     def connect(self, part: str = "") -> dist.Store:
         """Return a store with keys for this part of this launch alone.
 

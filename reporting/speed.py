@@ -12,6 +12,8 @@ FAR_BELOW = 0.5  # of the expected MFU; below it, likely reasons are listed
 MUCH_WAITING = 0.10  # share of the time spent waiting for the next microbatch
 SMALL_MICROBATCH_TOKENS = 4096  # too few to fill a GPU's multiprocessors
 CARDS_GIB = (12, 16, 24, 40, 80, 141, 192)  # common memory sizes of GPUs
+BYTES_PER_PARAMETER_SAVED = 12  # float32 weights and AdamW's two moments
+SLOW_DISK_BYTES_PER_SECOND = 100e6  # estimates a checkpoint before one is measured
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from tests.support.workplace import Workplace
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--storm", type=int, default=6, metavar="N",
+    parser.addoption("--storm", type=int, default=3, metavar="N",
                      help="how often test_storm.py kills a run")
     parser.addoption("--restarts", type=int, default=1, metavar="N",
                      help="how often test_faults.py and test_nodes.py let torchrun restart a rank")
-    parser.addoption("--exits", type=int, default=5, metavar="N",
+    parser.addoption("--exits", type=int, default=3, metavar="N",
                      help="how many runs test_leaks.py takes to their end")
     parser.addoption("--thorough", action="store_true",
                      help="all faults, nodes, steps, memory limits and megabytes that the tests of"

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.loss_window import REPORT_INTERVAL
+from reporting.speed import BYTES_PER_PARAMETER_SAVED, SLOW_DISK_BYTES_PER_SECOND
 from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 
-BYTES_PER_PARAMETER_SAVED = 12  # float32 weights and AdamW's two moments
-SLOW_DISK_BYTES_PER_SECOND = 100e6  # estimates the first checkpoint, before one is measured
 FIT_MARGIN = 0.02  # of the time left, for costs that the pace does not include
 SAFETY_MARGIN = 0.25  # steps may take 25% longer than measured
 

@@ -29,11 +29,12 @@ from processes.launch import Process
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock
 from reporting.metrics_file import check_records, spent_before
+from reporting.speed import BYTES_PER_PARAMETER_SAVED
 from reporting.summary import FINISHED, has_status
 from run_config import Run, check_inside, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, check_token_range, open_run_data
-from trainer.budget import BYTES_PER_PARAMETER_SAVED, Budget
+from trainer.budget import Budget
 from trainer.precision import resolve_for_device
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
 from trainer.step import build_training_state

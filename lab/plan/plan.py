@@ -12,8 +12,13 @@ from tabulate import tabulate
 from basics.errors import UserError
 from lab.plan.machines import Machine, known_machines, parse_machine
 from lab.plan.memory import Memory, Setting, largest_microbatch, num_parameters, peak_memory
-from reporting.clock import BYTES_PER_PARAMETER_SAVED, SLOW_DISK_BYTES_PER_SECOND
-from reporting.speed import CARDS_GIB, flops_per_token, usable_gib
+from reporting.speed import (
+    BYTES_PER_PARAMETER_SAVED,
+    CARDS_GIB,
+    SLOW_DISK_BYTES_PER_SECOND,
+    flops_per_token,
+    usable_gib,
+)
 from run_config import Precision, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -11,10 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +18,17 @@ import pytest
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from run_config import load_run
+from tests.support.runs import (
+    SETTINGS,
+    last_line_of_ours,
+    metrics_of,
+    read_only,
+    summary_of,
+    train_undisturbed,
+    validations_of,
+    weights_of,
+    with_fault,
+)
 from tests.support.workplace import (
     PROJECT_DIR,
     Workplace,
@@ -34,46 +41,6 @@ from tests.support.workplace import (
 )
 from trainer import startup
 
-# Every 5 steps a validation and a checkpoint; 12 steps on two processes.
-SETTINGS = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 30.0}
-TIMED = {"seconds", "usd", "tokens_per_second", "validation_seconds"}
-
-
-@contextmanager
-def read_only(directory: Path) -> Iterator[None]:
-    """Nobody can write to a directory, not even root, where that has a way to do it."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        subprocess.run(["mount", "--bind", directory, directory], check=True)
-        subprocess.run(["mount", "-o", "remount,ro,bind", directory], check=True)
-    else:
-        directory.chmod(0o555)
-    try:
-        yield
-    finally:
-        if is_root:
-            subprocess.run(["umount", directory], check=True)
-        else:
-            directory.chmod(0o755)
-
-
-def weights_of(run_dir: Path) -> str:
-    path = run_dir / "checkpoints/latest/model.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def metrics_of(run_dir: Path) -> list[dict]:
-    return [{key: value for key, value in record.items() if key not in TIMED}
-            for record in read_lines(run_dir / "metrics.jsonl")]
-
-
-def validations_of(run_dir: Path) -> list[dict]:
-    return [record for record in metrics_of(run_dir) if "validation_loss" in record]
-
-
-def summary_of(run_dir: Path) -> dict:
-    return json.loads((run_dir / "summary.json").read_text())
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -81,27 +48,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
 
 
-def train_undisturbed(root: Path, settings: dict[str, object]) -> Path:
-    workplace = Workplace(root)
-    workplace.add_dataset()
-    run_dir = workplace.add_run(train=settings)
-    succeeded(workplace.torchrun(2, "tiny"))
-    return run_dir
-
-
 @pytest.fixture
 def run_dir(workplace: Workplace) -> Path:
     workplace.add_dataset()
     return workplace.add_run(train=SETTINGS)
-
-
-def with_fault(workplace: Workplace, fault: str, *arguments: str) -> CompletedProcess[str]:
-    return workplace.torchrun(2, "tiny", *arguments, **{VARIABLE: fault})
-
-
-def last_line_of_ours(result: CompletedProcess[str]) -> str:
-    return next((line for line in reversed(result.stderr.splitlines())
-                 if line.startswith("Error: ")), "")
 
 
 def assert_goes_on_as_if_nothing_was(workplace: Workplace, run_dir: Path, undisturbed: Path, *,

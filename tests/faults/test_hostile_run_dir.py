@@ -1,24 +1,23 @@
-"""What a stranger may have laid into a run's directory: one line, or passed over."""
+"""Untrusted files in a run directory: refused with one error line, or skipped."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from basics.errors import UserError
-from basics.failpoints import VARIABLE
+from basics.failpoints import MARKS, VARIABLE
 from basics.files import write_aside
 from checkpointing import set_aside
-from processes.run_lock import LockedError, lock_run
+from processes.run_lock import LockedError, lock_run, release_run
 from reporting.charts import draw_charts
 from reporting.metrics_file import MAX_RECORDS, check_records, read_metrics
-from tests.faults.test_faults import read_only
-from tests.faults.test_hostile_input import contents, refused, tiny, warm  # noqa: F401 - fixtures
+from tests.support.in_process import contents, refused
+from tests.support.runs import read_only, wait_for
 from tests.support.workplace import Workplace, read_lines, start_forked, succeeded
 
 RECORDS = ["metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "summary.json", "heartbeat.json"]
@@ -45,14 +44,14 @@ def place_in(workplace: Workplace, name: str) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", RECORDS)
-def test_records_that_are_no_files(tiny: Workplace, file: str, kind: str) -> None:  # noqa: F811
+def test_records_that_are_no_plain_files_are_refused(tiny: Workplace, file: str, kind: str) -> None:
     KINDS[kind](place_in(tiny, file))
     assert f"{file}: is not a plain file; move it away" in refused(tiny, "tiny")
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "set-aside"])
 @pytest.mark.parametrize("kind", ["pipe", "a link to a file", "a file", "a link outside"])
-def test_directories_that_are_none(tiny: Workplace, name: str, kind: str) -> None:  # noqa: F811
+def test_what_is_no_directory_is_refused(tiny: Workplace, name: str, kind: str) -> None:
     (tiny.root / "victim" / ".partial-precious").mkdir(parents=True)
     path = place_in(tiny, name)
     if kind == "a link outside":
@@ -67,7 +66,7 @@ def test_directories_that_are_none(tiny: Workplace, name: str, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", ["pipe", "directory"])
 @pytest.mark.parametrize("link", ["latest", "best"])
-def test_links_that_are_none(tiny: Workplace, link: str, kind: str) -> None:  # noqa: F811
+def test_links_that_are_no_links_are_refused(tiny: Workplace, link: str, kind: str) -> None:
     place_in(tiny, "checkpoints").mkdir()
     KINDS[kind](place_in(tiny, f"checkpoints/{link}"))
     assert f"{link}: is not a link" in refused(tiny, "tiny")
@@ -75,20 +74,20 @@ def test_links_that_are_none(tiny: Workplace, link: str, kind: str) -> None:  # 
 
 @pytest.mark.parametrize("content", [b"{}\n" * (MAX_RECORDS + 1), b"\x0b" * (2**27 + 1)],
                          ids=["many lines", "many bytes"])
-def test_records_that_take_memory(tmp_path: Path, content: bytes) -> None:
+def test_records_that_are_too_large_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(content)
     with pytest.raises(UserError, match="more than any run has; move it away"):
         check_records(tmp_path / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("line", NO_RECORDS, ids=lambda line: repr(line[:40]))
-def test_numbers_that_are_none_are_passed_over(tmp_path: Path, line: bytes) -> None:
+def test_records_with_invalid_numbers_are_skipped(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line + b'\n{"global_step": 1, "train_loss": null}\n')
     assert read_metrics(path) == [{"global_step": 1, "train_loss": None}]
 
 
-def test_a_run_goes_on_from_hostile_numbers(tiny: Workplace) -> None:  # noqa: F811
+def test_a_run_trains_with_hostile_numbers_in_its_records(tiny: Workplace) -> None:
     place_in(tiny, "metrics.jsonl").write_bytes(b"\n".join(NO_RECORDS))
     place_in(tiny, "summary.json").write_text('{"seconds": {"training": 1e999}, "usd": 1e999}')
     succeeded(tiny.ddp_train("tiny", "--nproc-per-node", "1", "--max-steps", "1"))
@@ -115,8 +114,8 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         "metrics.jsonl"]
 
 
-def test_a_directory_of_checkpoints_that_cannot_be_written_to(
-    tiny: Workplace,  # noqa: F811
+def test_a_read_only_checkpoints_directory_is_refused(
+    tiny: Workplace,
 ) -> None:
     place_in(tiny, "checkpoints").mkdir()
     before = contents(tiny.root)
@@ -125,33 +124,29 @@ def test_a_directory_of_checkpoints_that_cannot_be_written_to(
     assert contents(tiny.root) == before
 
 
-def test_a_dead_holder_is_not_named(tmp_path: Path) -> None:
-    """What a killed start has left says nothing of the one that has the lock now."""
+def test_the_error_of_a_locked_run_names_no_dead_process(tmp_path: Path) -> None:
+    """The heartbeat of a killed process is not that of the process that holds the lock."""
     (tmp_path / "heartbeat.json").write_text(json.dumps(
         {"pid": 2**22 + 1, "host": os.uname().nodename, "time": "2020-01-01T00:00:00Z"}))
-    lock = lock_run(tmp_path)
+    lock_run(tmp_path)
     with pytest.raises(LockedError, match="just begun") as caught:
         lock_run(tmp_path)
+    release_run()
     assert str(2**22 + 1) not in str(caught.value) and "2020" not in str(caught.value)
-    os.close(lock)
+    lock_run(tmp_path)
+    release_run()
 
 
-def test_a_start_that_prepares_has_the_run_already(tiny: Workplace) -> None:  # noqa: F811
-    """Without torchrun the first process fetches the data: a second one must not do it too."""
+def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(
+    tiny: Workplace,
+) -> None:
+    """Without torchrun the first process downloads the data: a second one must not do it too."""
+    marks = tiny.root / "marks"
     first, _ = start_forked("ddp_train.py", tiny.arguments("tiny", "--nproc-per-node", "1"),
-                            environment={VARIABLE: "prepare:hang"})
+                            environment={VARIABLE: "prepare:hang", MARKS: str(marks)})
     try:
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
-            try:
-                os.close(lock_run(place_in(tiny, "")))
-                time.sleep(0.05)
-            except LockedError:
-                break
-        time.sleep(0.5)  # a start that closes its lock has done so by now
-        began = time.monotonic()
+        wait_for(marks)  # it prepares
         assert f": process {first.pid} on " in refused(tiny, "tiny")
-        assert time.monotonic() - began < 10  # it does not come to the data
     finally:
         first.kill()
         first.join()

@@ -1,4 +1,4 @@
-"""Nothing grows slowly, and every run ends cleanly: `--thorough` for 2,000 steps, `--exits 100`."""
+"""Long runs leak nothing; every run exits cleanly: `--thorough` (2,000 steps), `--exits 100`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from tests.support.workplace import Workplace, children_of, ended, start_forked, succeeded
 
-WARM_UP_STEPS = 1000  # the allocator takes a few MiB more in the first ones
+WARM_UP_STEPS = 1000  # the allocator still grows by a few MiB in the first steps
 EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2}
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process held at one moment."""
+    """What a process holds at one moment."""
 
     global_step: int
     private_bytes: int
@@ -32,10 +32,10 @@ class Sample:
                    len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
-def test_steps_leave_memory_files_and_threads_as_they_were(
+def test_steps_leak_no_memory_files_or_threads(
     workplace: Workplace, tmp_path: Path, num_steps: int
 ) -> None:
-    """With validations, checkpoints and charts in between; and 1,000 steps before them."""
+    """With validations, checkpoints and charts, after 1,000 steps of warm-up."""
     num_steps += WARM_UP_STEPS
     workplace.add_dataset(num_tokens=num_steps * 128 + 1000)
     run_dir = workplace.add_run(train=EVENTFUL | {"min_train_tokens": num_steps * 128})
@@ -61,11 +61,11 @@ def test_steps_leave_memory_files_and_threads_as_they_were(
         print(f"\n{grown / MIB:+.2f} MiB between the first and the last third of steps"
               f" {taken[0].global_step} to {taken[-1].global_step}")
         assert grown < 1 * MIB
-        for name in ("num_threads", "num_files"):  # the fewest: some come and go
+        for name in ("num_threads", "num_files"):  # compare minima: some are short-lived
             assert min(getattr(s, name) for s in late) <= min(getattr(s, name) for s in early)
 
 
-def test_runs_end_cleanly(workplace: Workplace, num_exits: int) -> None:
+def test_runs_exit_cleanly(workplace: Workplace, num_exits: int) -> None:
     workplace.add_dataset()
     for number in range(num_exits):
         workplace.add_run(f"run-{number}")

@@ -15,25 +15,25 @@ from basics.manifest import find_damage
 from checkpointing import list_checkpoints
 from reporting.summary import FINISHED, is_marked
 from run_config import load_run
-from tests.faults.test_faults import metrics_of, validations_of, weights_of
+from tests.support.runs import metrics_of, validations_of, weights_of
 from tests.support.workplace import Workplace, children_of, start_forked, succeeded
 
-# Forty steps, slowed down so that most kills hit training and what belongs to it.
-STORMY = {"min_train_tokens": 40 * 128, "validation_interval": 4, "keep_checkpoints": 3}
-LONGEST = 4.0  # seconds until a kill
+# 40 steps, slowed down so that most kills hit training, validation and saving.
+SETTINGS = {"min_train_tokens": 40 * 128, "validation_interval": 4, "keep_checkpoints": 3}
+LONGEST = 4.0  # seconds before a kill
 VICTIMS = ("rank 0", "rank 1", "both", "torchrun", "all")
 
 
-def test_no_storm_of_kills_changes_anything(workplace: Workplace, num_kills: int) -> None:
+def test_kills_at_random_moments_change_no_result(workplace: Workplace, num_kills: int) -> None:
     random.seed(num_kills)
     workplace.add_dataset(num_tokens=8000)
-    whole = workplace.add_run("whole", train=STORMY)
-    succeeded(workplace.torchrun(2, "whole"))
+    undisturbed = workplace.add_run("undisturbed", train=SETTINGS)
+    succeeded(workplace.torchrun(2, "undisturbed"))
     killed, round_number, lost = 0, 0, 0
     while killed < num_kills:
         round_number += 1
         name = f"round-{round_number}"
-        run_dir = workplace.add_run(name, train=STORMY)
+        run_dir = workplace.add_run(name, train=SETTINGS)
         reached = -1
         while killed < num_kills and kill_once(workplace, name):
             killed += 1
@@ -42,8 +42,8 @@ def test_no_storm_of_kills_changes_anything(workplace: Workplace, num_kills: int
             lost += newest < reached
             reached = newest
         succeeded(workplace.torchrun(2, name))
-        assert weights_of(run_dir) == weights_of(whole)
-        assert validations_of(run_dir) == validations_of(whole)
+        assert weights_of(run_dir) == weights_of(undisturbed)
+        assert validations_of(run_dir) == validations_of(undisturbed)
         steps = [r["global_step"] for r in metrics_of(run_dir) if "train_loss" in r]
         assert steps == sorted(set(steps)) and steps[-1] == 39
         for checkpoint in list_checkpoints(run_dir / "checkpoints"):
@@ -53,11 +53,11 @@ def test_no_storm_of_kills_changes_anything(workplace: Workplace, num_kills: int
 
 
 def kill_once(workplace: Workplace, name: str) -> bool:
-    """Start a run and kill a part of it at random; False if the run ended before that."""
+    """Start a run and kill a random part of it; return False if the run finished first."""
     process, _ = start_forked("ddp_train.py", workplace.arguments(name), num_processes=2,
                               environment={VARIABLE: "train:slow:seconds=0.05"})
     process.join(timeout=random.uniform(0.1, LONGEST))
-    # What is done waits inside PyTorch, which hangs where a process dies there: it is left alone.
+    # A finished process waits inside PyTorch, which hangs if a process dies there: do not kill it.
     if is_marked(load_run(workplace.runs_dir, name), FINISHED):
         process.join(timeout=60)
     if not process.is_alive():
@@ -77,7 +77,7 @@ def kill_once(workplace: Workplace, name: str) -> bool:
 def wait_until_gone(pids: list[int], victim: str) -> None:
     until = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < until, f"a process lives on after {victim} was killed"
+        assert time.monotonic() < until, f"a process is still running after {victim} was killed"
         time.sleep(0.02)
 
 

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from basics.errors import UserError
+<<<<<<< HEAD
 from processes.launch import this_process, throttling
+=======
+from processes.launch import Process, share_cpu_cores, this_process, throttling
+>>>>>>> h-proc
 from tests.support.workplace import Workplace, forked, succeeded
 
 CPU = torch.device("cpu")
@@ -19,6 +23,27 @@ def run_worker(name: str, root: Path, num_processes: int = 2):
                   num_processes=num_processes)
 
 
+<<<<<<< HEAD
+=======
+@pytest.mark.parametrize(("num_local_processes", "omp_num_threads", "expected"), [
+    (2, "1", 4), (16, "1", 1), (2, None, 4), (2, "3", None),  # None: left as it is
+])
+def test_cpu_processes_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, num_local_processes: int, omp_num_threads: str | None,
+    expected: int | None
+) -> None:
+    monkeypatch.setattr("processes.launch.num_cpu_cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local_processes))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if omp_num_threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
+    changed: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", changed.append)
+    share_cpu_cores(Process(0, 0, num_local_processes, CPU))
+    assert changed == ([expected] if expected else [])
+
+
+>>>>>>> h-proc
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -28,42 +53,23 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         this_process()
 
 
-@pytest.mark.parametrize(("said", "reason"), [
+@pytest.mark.parametrize(("output", "reason"), [
     ("Not Active, Not Active, Not Active", None),
     ("Not Active, Active, Not Active", "sw thermal slowdown"),
     ("[N/A], [N/A], [N/A]", None),
     (None, None),
 ])
-def test_a_throttled_gpu_is_told_by_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, reason: str | None
+def test_nvidia_smi_shows_why_a_gpu_is_throttled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None, reason: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="7"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    if said is not None:
+    if output is not None:
         (tmp_path / "nvidia-smi").write_text(
-            f'#!/bin/sh\n[ "$1" = --id=GPU-7 ] && echo "{said}"\n')
+            f'#!/bin/sh\n[ "$1" = --id=GPU-7 ] && echo "{output}"\n')
         (tmp_path / "nvidia-smi").chmod(0o755)
     assert throttling(torch.device("cuda", 0)) == reason
     assert throttling(CPU) is None
-
-
-@pytest.mark.parametrize(("kind", "message"), [
-    ("mistake", "Error: rank 1 lacks its file"),
-    ("difference", "Error: rank 1 reads another run than rank 0"),
-])
-def test_what_one_rank_alone_finds_stops_all_and_is_told_once(
-    tmp_path: Path, kind: str, message: str
-) -> None:
-    result = run_worker(kind, tmp_path)
-    assert result.returncode != 0
-    assert result.stderr.count(message) == 1
-    assert 'torchrun_workers.py", line' not in result.stderr, "a traceback of ours"
-
-
-def test_a_crash_of_one_rank_leaves_none_waiting(tmp_path: Path) -> None:
-    result = run_worker("crash", tmp_path)
-    assert result.returncode not in (0, None)
-    assert "MemoryError: no room" in result.stderr
 
 
 def test_reports_are_averaged_over_processes(tmp_path: Path) -> None:
@@ -74,7 +80,7 @@ def test_reports_are_averaged_over_processes(tmp_path: Path) -> None:
                      "since_checkpoint": 6.5}
 
 
-def test_gradients_travel_only_with_the_last_microbatch(workplace: Workplace) -> None:
+def test_gradients_are_reduced_only_with_the_last_microbatch(workplace: Workplace) -> None:
     workplace.add_run(train={"gradient_accumulation_steps": 4, "min_train_tokens": 256})
     workplace.add_dataset()
     counts = json.loads(succeeded(run_worker("count-all-reduces", workplace.root)).stdout)

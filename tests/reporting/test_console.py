@@ -17,7 +17,7 @@ from basics.failpoints import VARIABLE
 from processes.command_line import Options
 from processes.startup_agreement import AgreedError, Agreement
 from reporting.clock import PhaseClock
-from tests.faults.test_faults import SETTINGS, last_line_of_ours, summary_of, weights_of, with_fault
+from tests.support.runs import SETTINGS, last_line_of_ours, summary_of, weights_of, with_fault
 from tests.support.workplace import Workplace, start_forked, succeeded
 from trainer import launcher, reports
 from trainer.reports import Reports

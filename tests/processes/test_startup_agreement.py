@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from basics.errors import UserError
+from processes import startup_agreement
+from processes.startup_agreement import AgreedError, Agreement
+from tests.support.workplace import forked
+
+
+def on_each_rank(work: Callable[[Agreement, int], object], num_ranks: int = 3) -> list[object]:
+    """Call a function on every rank, each in a thread; return the results or the errors."""
+    def call(rank: int) -> object:
+        try:
+            return work(Agreement(rank, num_ranks), rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(call, range(num_ranks)))
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """One store for all ranks, as torchrun has it."""
+    store = dist.HashStore()
+    monkeypatch.setattr(startup_agreement, "_open_torchrun_store", lambda: store)
+    return store
+
+
+def fail_with(error: Exception) -> None:
+    raise error
+
+
+def test_every_rank_has_its_own_result_and_all_have_rank_0s() -> None:
+    def work(agreement: Agreement, rank: int) -> tuple:
+        return (agreement.run("own", lambda: rank),
+                agreement.from_rank_0("of rank 0", lambda: f"{rank}"),
+                agreement.gather("all", f"rank {rank}"))
+
+    everything = ["rank 0", "rank 1", "rank 2"]
+    assert on_each_rank(work) == [(rank, "0", everything) for rank in range(3)]
+
+
+def test_an_error_of_one_rank_is_raised_on_all_with_its_status() -> None:
+    found = on_each_rank(lambda agreement, rank: agreement.run(
+        "step", lambda: fail_with(UserError("no file", 4)) if rank == 1 else None))
+    assert [(type(error), str(error), error.status) for error in found] == [
+        (AgreedError, "no file", 4)] * 3
+
+
+def test_the_error_of_the_lowest_rank_is_raised() -> None:
+    found = on_each_rank(lambda agreement, rank: agreement.run(
+        "step", lambda: fail_with(UserError(f"rank {rank}")) if rank else None))
+    assert [str(error) for error in found] == ["rank 1"] * 3
+
+
+def test_a_crash_of_one_rank_ends_the_others() -> None:
+    found = on_each_rank(lambda agreement, rank: agreement.run(
+        "step", lambda: fail_with(MemoryError("out of memory")) if rank == 1 else None))
+    assert [type(error) for error in found] == [AgreedError, MemoryError, AgreedError]
+    assert str(found[0]) == "rank 1 failed: MemoryError: out of memory" and found[0].status == 1
+
+
+def test_a_value_that_differs_is_an_error_on_all_ranks() -> None:
+    def work(agreement: Agreement, rank: int) -> None:
+        agreement.require_same("equal", "a")
+        agreement.require_same("unequal", rank == 2)
+
+    assert all("rank 2 reads another run than rank 0" in str(error) for error in on_each_rank(work))
+
+
+def test_a_later_launch_finds_no_keys_of_an_earlier_one() -> None:
+    def work(agreement: Agreement, rank: int) -> tuple:
+        has_flag, is_restart = agreement.is_flagged("done"), agreement.is_torchrun_restart()
+        agreement.gather("all have looked", "")
+        agreement.raise_flag("done")
+        if rank == 0:
+            agreement.record_training_began()
+        return agreement.name, has_flag, is_restart, agreement.is_flagged("done")
+
+    first, second = on_each_rank(work), on_each_rank(work)
+    assert len(set(first)) == len(set(second)) == 1 and first[0][0] != second[0][0]
+    assert first[0][1:] == (False, False, True) and second[0][1:] == (False, True, True)
+
+
+def test_one_process_agrees_with_itself_without_torchrun(capsys: pytest.CaptureFixture) -> None:
+    agreement = Agreement.in_one_process()
+    assert agreement.run("step", lambda: 7) == 7
+    assert agreement.from_rank_0("text", lambda: "a") == "a"
+    agreement.require_same("value", 1.5)
+    assert not agreement.is_torchrun_restart()
+    with pytest.raises(AgreedError, match=r"runs/\\udcff: not UTF-8"):
+        agreement.run("path", lambda: fail_with(UserError("runs/\udcff: not UTF-8")))
+    agreement.report_once("Error: once")
+    assert capsys.readouterr().err == "Error: once\n"
+
+
+@pytest.mark.parametrize(("kind", "message"), [
+    ("mistake", "Error: rank 1 lacks its file"), ("crash", "MemoryError: no room")])
+def test_processes_of_torchrun_end_together_and_one_reports_the_error(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    result = forked("tests/support/torchrun_workers.py", [kind, str(tmp_path)], num_processes=2)
+    assert result.returncode not in (0, None, -9)
+    assert result.stderr.count(message) >= 1
+    if kind == "mistake":
+        assert result.stderr.count(message) == 1
+        assert 'torchrun_workers.py", line' not in result.stderr, "a traceback of ours"
