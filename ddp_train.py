@@ -25,24 +25,9 @@ from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
 from checkpointing import CheckpointMeta, TrainingState
 from microbatch_search.search import search
-<<<<<<< HEAD
 from processes.before_torch import exit_with
 from processes.command_line import read_command_line
 from processes.launch import Process, process_group, started_by_torchrun, this_process
-=======
-from processes.command_line import Options, read_command_line
-from processes.launch import (
-    Process,
-    default_num_processes,
-    machine_facts,
-    process_group,
-    start_torchrun,
-    started_by_torchrun,
-    this_process,
-    throttling,
-)
-from processes.run_lock import release_run
->>>>>>> h-proc
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, VALIDATION, WAITING, PhaseClock
@@ -52,17 +37,10 @@ from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
 from trainer.launcher import launch
 from trainer.optimization import learning_rate_at
-<<<<<<< HEAD
 from trainer.reports import Reports
 from trainer.startup import PreparedRun, build_state, prepare_run
 from trainer.step import TrainingStep
 from trainer.stopping import Stop
-=======
-from trainer.precision import autocast, choose_precision
-from trainer.startup import Job, prepare
-from trainer.step import TrainingState, TrainingStep, build_training_state
-from trainer.stopping import Ending
->>>>>>> h-proc
 from trainer.validation import mean_loss
 
 

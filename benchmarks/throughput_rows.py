@@ -23,11 +23,7 @@ from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
 from trainer.compilation import choose_forward_options
-<<<<<<< HEAD
 from trainer.precision import autocast, resolve_for_device
-=======
-from trainer.precision import autocast
->>>>>>> h-proc
 from trainer.step import TrainingStep, build_training_state
 
 LEARNING_RATE, WEIGHT_DECAY, SEED = 1e-3, 0.1, 42

@@ -27,13 +27,8 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, prefetch
 from tokens.token_file import TokenFile
 from trainer.compilation import ByLayer
-<<<<<<< HEAD
 from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
-=======
-from trainer.precision import autocast
-from trainer.step import SnapshotBuffers, TrainingStep, build_training_state
->>>>>>> h-proc
 
 pytestmark = pytest.mark.gpu
 

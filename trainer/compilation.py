@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
 from run_config import ModelConfig, TrainConfig
-from trainer.precision import choose_precision
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

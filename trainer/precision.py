@@ -1,4 +1,3 @@
-<<<<<<< HEAD
 """The number format that a run computes in: decided once, before anything is built from it."""
 
 from __future__ import annotations
@@ -31,23 +30,6 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
 
 def _default_precision(train: TrainConfig, device: torch.device) -> Precision:
     """Return the fastest precision that is safe on the device; fp32 if AMP is switched off."""
-=======
-"""The precision of a run, and the seeds of its dropout."""
-
-from __future__ import annotations
-
-import hashlib
-
-import torch
-
-from run_config import Precision, TrainConfig
-
-
-def choose_precision(train: TrainConfig, device: torch.device) -> Precision:
-    """Return the precision of train.json, else the fastest one that is safe on the device."""
-    if train.precision is not None:
-        return train.precision
->>>>>>> h-proc
     if not train.use_amp:
         return "fp32"
     if device.type == "cuda":
@@ -55,42 +37,17 @@ def choose_precision(train: TrainConfig, device: torch.device) -> Precision:
     return "bf16" if _cpu_has_bf16() else "fp32"
 
 
-<<<<<<< HEAD
 def _cpu_has_bf16() -> bool:
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-=======
->>>>>>> h-proc
 def set_matmul_precision(precision: Precision) -> None:
     """Allow TF32 in float32 matrix products, unless the precision is fp32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
-<<<<<<< HEAD
     """Return the autocast context of a precision; for fp32 and tf32 it does nothing."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype=dtype, enabled=precision in ("bf16", "fp16"))
-=======
-    """Return the autocast context of a precision; for fp32 and tf32 it is disabled."""
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype=dtype, enabled=precision in ("bf16", "fp16"))
-
-
-def seed_for(random_seed: int, microbatch_index: int) -> int:
-    """Return the seed of one microbatch's dropout.
-
-    The random stream is, like the data, a function of the position in the run: each process has
-    its own, a resumed run needs no saved state, and another split of the global batch into
-    processes and accumulation steps draws the same masks.
-    """
-    digest = hashlib.blake2b(f"{random_seed}/{microbatch_index}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest)
-
-
-def _cpu_has_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
->>>>>>> h-proc

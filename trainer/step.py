@@ -32,11 +32,7 @@ from trainer.optimization import (
     set_learning_rate,
     skip_unless_finite,
 )
-<<<<<<< HEAD
 from trainer.precision import autocast, set_matmul_precision
-=======
-from trainer.precision import autocast, choose_precision, seed_for, set_matmul_precision
->>>>>>> h-proc
 
 Wrap = Callable[[nn.Module, Process], nn.Module]
 

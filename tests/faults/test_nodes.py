@@ -17,14 +17,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from basics.failpoints import VARIABLE
-<<<<<<< HEAD
-from tests.faults.test_faults import metrics_of, validations_of, weights_of
 from tests.support.hub_server import Hub, tokens_hub_fixture  # noqa: F401
-=======
-from tests.preparation.test_hub import tokens_hub  # noqa: F401  a fixture
-from tests.support.hub_server import Hub
 from tests.support.runs import metrics_of, validations_of, wait_for, weights_of, with_deadlines
->>>>>>> h-proc
 from tests.support.workplace import (
     PROJECT_DIR,
     Workplace,

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from basics.errors import UserError
-<<<<<<< HEAD
-from processes.launch import this_process, throttling
-=======
 from processes.launch import Process, share_cpu_cores, this_process, throttling
->>>>>>> h-proc
 from tests.support.workplace import Workplace, forked, succeeded
 
 CPU = torch.device("cpu")
@@ -23,8 +19,6 @@ def run_worker(name: str, root: Path, num_processes: int = 2):
                   num_processes=num_processes)
 
 
-<<<<<<< HEAD
-=======
 @pytest.mark.parametrize(("num_local_processes", "omp_num_threads", "expected"), [
     (2, "1", 4), (16, "1", 1), (2, None, 4), (2, "3", None),  # None: left as it is
 ])
@@ -43,7 +37,6 @@ def test_cpu_processes_share_the_cores(
     assert changed == ([expected] if expected else [])
 
 
->>>>>>> h-proc
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

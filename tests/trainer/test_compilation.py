@@ -14,13 +14,8 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer import compilation
-<<<<<<< HEAD
 from trainer.compilation import choose_forward_options, compile_error
 from trainer.precision import autocast, resolve_for_device
-=======
-from trainer.compilation import choose_forward_options, chooses_compile, compile_error
-from trainer.precision import autocast
->>>>>>> h-proc
 from trainer.step import TrainingStep, build_training_state
 
 CPU = torch.device("cpu")
