@@ -21,7 +21,8 @@ NAMES = ("tie_weights", "qkv_bias", "init", "vocab_size", "drop_rate")
 # Each pair of values occurs in at least one of these.
 CONFIGS = [dict(zip(NAMES, values, strict=True)) for values in (
     (False, False, "gpt2", 61, 0.0), (False, True, "torch", 61, 0.1),
-    (True, True, "gpt2", 257, 0.1), (True, False, "torch", 257, 0.0), (False, True, "gpt2", 50304, 0.0),
+    (True, True, "gpt2", 257, 0.1), (True, False, "torch", 257, 0.0),
+    (False, True, "gpt2", 50304, 0.0),
     (True, False, "torch", 50304, 0.1), (True, False, "gpt2", 61, 0.1),
     (False, True, "torch", 257, 0.0))]
 
