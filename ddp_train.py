@@ -85,6 +85,7 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
     state = agreement.run("state", lambda: build_state(prepared, process.device))
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
                         heartbeat_path=prepared.run.heartbeat_path)
+    watchdog.start()
     with watchdog, process_group(process, agreement.connect("group"), prepared.run.train) as group:
         Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import re
 import signal
 import sys
+import tempfile
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,6 +57,25 @@ def print_error(line: str) -> None:
     """Print a line to stderr; a full disk or a closed pipe there is no failure."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print an error's traceback to stderr, as far as stderr accepts it."""
+    with suppress(OSError):
+        traceback.print_exception(error)
+
+
+def print_stacks(head: str) -> None:
+    """Print the stacks of this process's threads to stderr. Raises: OSError if that is full."""
+    with tempfile.TemporaryFile() as stacks:  # written at once: other ranks print theirs too
+        faulthandler.dump_traceback(file=stacks)
+        stacks.seek(0)
+        os.write(sys.stderr.fileno(), head.encode() + stacks.read())
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def print_line(line: str) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import errno
-import faulthandler
 import os
 import select
 import signal
 import socket
-import sys
-import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -27,9 +23,11 @@ from basics.errors import (
     HANG,
     STOP_SIGNALS,
     UserError,
-    first_line,
+    describe,
     one_line,
     print_error,
+    print_stacks,
+    print_traceback,
 )
 from basics.failpoints import failpoint
 from basics.files import write_aside
@@ -44,7 +42,7 @@ NEVER = float("inf")
 Item = TypeVar("Item")
 
 
-class Watchdog:
+class Watchdog(AbstractContextManager):
     """Watches one process of a run. Every rank has one while it trains.
 
     Args:
@@ -71,10 +69,6 @@ class Watchdog:
         self._stopped_at, self._stop_by, self._fail_by = -NEVER, NEVER, NEVER
         self._publish_at = 0.0
         self._exiting, self._done = threading.Lock(), threading.Event()
-
-    def __enter__(self) -> Watchdog:
-        self.start()
-        return self
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         """Stop watching; after an error that the other ranks do not share, end this process."""
@@ -141,18 +135,18 @@ class Watchdog:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             status = DISK
         if not isinstance(error, (UserError, torch.OutOfMemoryError)):
-            _print_traceback(error)
-        self._exit(status, f"failed {self._position()}: {_summary_of(error)}")
+            print_traceback(error)
+        self._exit(status, f"failed {self._position()}: {describe(error)}")
 
     def _fail_after_peers(self, error: BaseException) -> NoReturn:
         """Exit because a collective failed: another rank has the cause, and will report it."""
         if "imed out" in str(error) or "imeout" in str(error):
             self._is_suspended = True  # a rank that waited for so long is not the one that hangs
-            self._diagnose_hang(f"no answer within the collective timeout: {_summary_of(error)}")
+            self._diagnose_hang(f"no answer within the collective timeout: {describe(error)}")
         self._wait_for_failure()
         if self.stop_signal and self._store.is_up and not self._has_failure():
             self._exit_for_signal()  # as the others have
-        self._exit(FAILED, f"lost the others {self._position()}: {_summary_of(error)}")
+        self._exit(FAILED, f"lost the others {self._position()}: {describe(error)}")
 
     def _exit(self, status: int, event: str) -> NoReturn:
         """End the process now, with the status and reason that the first failed rank recorded."""
@@ -201,8 +195,8 @@ class Watchdog:
                 self._check_progress()
                 self._publish_heartbeat()
         except BaseException as error:  # without this thread nothing would end a hang
-            _print_traceback(error)
-            self._exit(FAILED, f"failed in its watchdog {self._position()}: {_summary_of(error)}")
+            print_traceback(error)
+            self._exit(FAILED, f"failed in its watchdog {self._position()}: {describe(error)}")
 
     def _receive(self, number: int) -> None:
         """Handle a signal: the first stops the run after this step, a second one at once."""
@@ -266,7 +260,7 @@ class Watchdog:
         if not self._has_dumped:
             self._has_dumped = True
             with suppress(OSError):  # stderr may be a log on a full disk
-                _print_stacks(f"rank {self.process.rank} {self._position()}, its stacks:\n")
+                print_stacks(f"rank {self.process.rank} {self._position()}, its stacks:\n")
             step = -1 if self._step is None else self._step  # before the first step
             self._peers.publish_progress(
                 None if self._is_suspended else (step, self._num_heartbeats))
@@ -293,19 +287,3 @@ class Watchdog:
     def _position(self) -> str:
         step = "" if self._step is None else f" at step {self._step + 1}"
         return f"in {self._phase()}{step}"
-
-
-def _print_stacks(head: str) -> None:
-    with tempfile.TemporaryFile() as stacks:  # write all at once: other ranks print theirs too
-        faulthandler.dump_traceback(file=stacks)
-        stacks.seek(0)
-        os.write(sys.stderr.fileno(), head.encode() + stacks.read())
-
-
-def _print_traceback(error: BaseException) -> None:
-    with suppress(OSError):
-        traceback.print_exception(error)
-
-
-def _summary_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"

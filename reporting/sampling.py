@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from basics.errors import describe
 from basics.files import append_whole
 from basics.json_files import to_json
 from gpt import Block, CausalSelfAttention, GPTModel
@@ -119,33 +120,45 @@ def generate_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions
     return [token for token, *_ in stream_tokens(model, prompt, options)]
 
 
-def sample_text(model: GPTModel, tokenizer_name: str) -> str:
-    """Generate text without a prompt."""
-    tokenizer = load_tokenizer(tokenizer_name)
-    options = SamplingOptions(max_new_tokens=400)
-    return decode(tokenizer, generate_tokens(model, [tokenizer.eot_token], options))
+class Sampler:
+    """Generates text during training, with a heartbeat for each token. Rank 0.
 
-
-def try_to_write_samples(path: Path, model: GPTModel, prompts: Sequence[str],
-                         tokenizer_name: str | None, global_step: int) -> str:
-    """Append a JSON line with the continuation of each prompt; return any error as text.
-
-    Errors must not stop training. The model is left in training mode.
+    Args:
+        tokenizer_name: None if the tokenizer of the data is not known.
     """
-    try:
-        tokenizer = load_tokenizer(tokenizer_name or "")
-        options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS, stop_token=tokenizer.eot_token)
-        lines = ""
-        for prompt in prompts:
-            prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-            text = decode(tokenizer, generate_tokens(model, prompt_ids, options))
-            lines += to_json({"global_step": global_step, "prompt": prompt, "text": text}) + "\n"
-        append_whole(path, lines)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        model.train()
-    return ""
+
+    def __init__(self, model: GPTModel, tokenizer_name: str | None, *,
+                 heartbeat: Callable[[], None]) -> None:
+        self._model, self._tokenizer_name, self._heartbeat = model, tokenizer_name, heartbeat
+
+    def text(self) -> str:
+        """Generate text without a prompt."""
+        return self._continue("", SamplingOptions(max_new_tokens=400))
+
+    def try_to_write(self, path: Path, prompts: Sequence[str], global_step: int) -> str:
+        """Append a JSON line with the continuation of each prompt; return any error as text.
+
+        Errors must not stop training. The model is left in training mode.
+        """
+        try:
+            tokenizer = load_tokenizer(self._tokenizer_name or "")
+            options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS, stop_token=tokenizer.eot_token)
+            append_whole(path, "".join(to_json({
+                "global_step": global_step, "prompt": prompt,
+                "text": self._continue(prompt, options)}) + "\n" for prompt in prompts))
+        except Exception as error:
+            return describe(error)
+        finally:
+            self._model.train()
+        return ""
+
+    def _continue(self, prompt: str, options: SamplingOptions) -> str:
+        tokenizer, token_ids = load_tokenizer(self._tokenizer_name or ""), []
+        prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+        for token, *_ in stream_tokens(self._model, prompt_ids, options):
+            self._heartbeat()
+            token_ids.append(token)
+        return decode(tokenizer, token_ids)
 
 
 def _sample(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:

@@ -10,17 +10,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from torch.amp import GradScaler
 
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from basics.manifest import MANIFEST, find_damage, write_manifest
 from checkpointing import (
-    Checkpoint,
-    CheckpointMeta,
     LossScale,
-    SnapshotBuffers,
-    TrainingState,
     Validation,
     add_validation,
     find_checkpoint,
@@ -31,44 +26,19 @@ from checkpointing import (
     open_checkpoint,
     prune,
     remove_partial_checkpoints,
-    save_checkpoint,
     set_aside,
 )
-from gpt import GPTModel
 from processes.command_line import command_line
 from processes.launch import Process
 from reporting.clock import PhaseClock
-from run_config import ModelConfig, TrainConfig, load_run
-from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, small_disk, succeeded
+from run_config import load_run
+from tests.support.checkpoints import MODEL, damage, describe, save, state
+from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
-from trainer.optimization import build_optimizer
 from trainer.resuming import changed_validation, check_identity, check_weights_fit
 from trainer.startup import PreparedRun, prepare_run
 
-MODEL = ModelConfig(**TINY_MODEL)
 NORM = "final_norm.bias"
-
-
-def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
-    torch.manual_seed(seed)
-    network = GPTModel(model)
-    optimizer = build_optimizer(network, TrainConfig(**TINY_TRAIN))
-    network(torch.arange(16)[None], torch.arange(16)[None]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return TrainingState(network, optimizer, GradScaler("cpu", init_scale=2.0**seed))
-
-
-def describe(global_step: int, loss: float | None = 1.0) -> CheckpointMeta:
-    return CheckpointMeta(global_step=global_step, tokens=0, loss=loss, train_loss=loss,
-                          seconds={}, tokenizer=None, model=MODEL, random_seed=42,
-                          loss_scale=LossScale(scale=2.0**global_step, growth_tracker=3),
-                          data={"train": "100 tokens, abc"})
-
-
-def save(checkpoints_dir: Path, global_step: int, loss: float | None = 1.0) -> Checkpoint:
-    snapshot = SnapshotBuffers().take(state(global_step))
-    return save_checkpoint(checkpoints_dir, snapshot, describe(global_step, loss))
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
@@ -117,19 +87,6 @@ def test_what_a_kill_leaves_behind_is_no_checkpoint_and_is_removed(tmp_path: Pat
     remove_partial_checkpoints(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [checkpoint.name, "best", "latest"]
     assert (checkpoint.path / "model.safetensors").exists()
-
-
-def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
-    if how == "deleted":
-        path.unlink()
-    elif how == "cut short":
-        path.write_bytes(content[: len(content) // 2])
-    elif how == "a bit":
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    else:
-        path.write_bytes(b"rubbish")
 
 
 @pytest.mark.parametrize("how", ["deleted", "cut short", "a bit", "rubbish"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from basics.errors import DISK, NUMBERS, UserError
+from basics.errors import DISK, NUMBERS, UserError, describe
 from checkpointing import best_of, list_checkpoints, remove_partial_checkpoints, renew_links
 from checkpointing import set_aside as set_checkpoints_aside
 from processes.launch import machine_facts, throttling
@@ -17,7 +17,7 @@ from reporting.charts import try_to_draw_charts
 from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.console import Console, batch_arithmetic
 from reporting.loss_window import LossWindow
-from reporting.sampling import sample_text, try_to_write_samples
+from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
 from reporting.summary import RunEnd
 from trainer.background_saver import BackgroundSaver
@@ -27,8 +27,6 @@ from trainer.step import TrainingStep
 
 if TYPE_CHECKING:
     from trainer.stopping import Stop
-
-LAST_WRITE_SECONDS = 5  # time a checkpoint in flight gets when another rank fails
 
 
 class Reports:
@@ -146,9 +144,8 @@ class Reports:
         self.console.report_validation(global_step, loss, seconds)
         if prompts := self.run.train.sample_prompts:
             with self.clock.phase(VALIDATION), autocast(self.step.precision, self.process.device):
-                failure = try_to_write_samples(
-                    self.run.samples_path, self.step.state.model, prompts,
-                    self.prepared.data.tokenizer_name, global_step)
+                failure = self._sampler().try_to_write(
+                    self.run.samples_path, prompts, global_step)
             self.console.warn("no samples", failure)
 
     def charts(self) -> None:
@@ -191,16 +188,19 @@ class Reports:
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
         if self.process.is_main:
-            self.saver.wait(timeout=LAST_WRITE_SECONDS)
+            self.saver.wait(timeout=self.watchdog.deadlines.last_write)
             self.console.write_status(status, reason)
+
+    def _sampler(self) -> Sampler:
+        return Sampler(self.step.state.model, self.prepared.data.tokenizer_name,
+                       heartbeat=self.watchdog.heartbeat)
 
     def _print_sample(self) -> None:
         """Print a sample of the model's text; a failure is only a warning."""
-        tokenizer_name = self.prepared.data.tokenizer_name
-        if tokenizer_name is None:
+        if self.prepared.data.tokenizer_name is None:
             return
         try:
             with autocast(self.step.precision, self.process.device):
-                self.console.say(f"sample:\n{sample_text(self.step.state.model, tokenizer_name)}")
+                self.console.say(f"sample:\n{self._sampler().text()}")
         except Exception as error:
-            self.console.say(f"warning: no sample: {type(error).__name__}: {error}")
+            self.console.say(f"warning: no sample: {describe(error)}")

@@ -32,11 +32,11 @@ FAULTS = {"raise": "raise", "oom": "oom", "kill": "kill", "exit": "exit", "hang"
 # The second validation, checkpoint and chart. Only rank 0 saves and charts: while it does so,
 # slowed down, rank 1 fails in the next step, or where it waits for rank 0.
 WHILE_SAVING, WHILE_CHARTING = (f"{place}:slow:rank=0:hit=2:seconds=1" for place in
-                                ("save.trainer", "chart"))
+                                ("save.optimizer", "chart"))
 PLACES = {
     ("training", 0): "train:{}:rank=0:hit=7", ("training", 1): "train:{}:rank=1:hit=7",
     ("validation", 0): "validate:{}:rank=0:hit=3", ("validation", 1): "validate:{}:rank=1:hit=2",
-    ("saving", 0): "save.trainer:{}:rank=0:hit=2",
+    ("saving", 0): "save.optimizer:{}:rank=0:hit=2",
     ("saving", 1): WHILE_SAVING + ";train:{}:rank=1:hit=11",
     ("charting", 0): "chart:{}:rank=0:hit=2",
     ("charting", 1): WHILE_CHARTING + ";wait:{}:rank=1:hit=4",

@@ -17,6 +17,7 @@ import pytest
 
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
+from checkpointing import newest_whole, open_checkpoint
 from run_config import load_run
 from tests.support.runs import (
     SETTINGS,
@@ -99,9 +100,10 @@ def test_one_rank_fails_and_none_hangs(
 
 # After step 10, and after the last one, where the run is trained to its end but has not got there.
 @pytest.mark.parametrize(("place", "hit"), [
-    *((place, 2) for place in ("save.snapshot", "save.weights", "save.trainer", "save.meta",
-                               "save.manifest", "save.rename", "save.links", "chart")),
-    ("save.rename", 3), ("save.links", 3), ("chart", 3),
+    *((place, 2) for place in ("save.snapshot", "save.weights", "save.optimizer", "save.meta",
+                               "save.manifest", "save.rename", "save.links", "validate",
+                               "save.validation", "chart")),
+    ("save.rename", 3), ("save.validation", 3), ("chart", 3),
 ])
 def test_killed_anywhere_between_two_steps(
     workplace: Workplace, run_dir: Path, undisturbed: Path, place: str, hit: int
@@ -111,6 +113,23 @@ def test_killed_anywhere_between_two_steps(
     assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
     charts = [path / "loss-chart.png" for path in (run_dir, undisturbed)]
     assert charts[0].read_bytes() == charts[1].read_bytes()
+
+
+@pytest.mark.parametrize(("place", "hit", "step"), [("validate", 5, 9), ("validate", 8, 11)])
+def test_a_kill_during_a_validation_costs_no_step(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, place: str, hit: int, step: int
+) -> None:
+    fault = f"{place}:slow:rank=0:hit={hit}:seconds=1;{place}:kill:rank=0:hit={hit + 1}"
+    assert with_fault(workplace, fault).returncode != 0
+    newest = newest_whole(run_dir / "checkpoints")[0]
+    assert newest.meta.global_step == step and newest.validation is None
+    result = succeeded(workplace.torchrun(2, "tiny"))
+    assert f"resuming from {newest.path}" in result.stdout
+    validated = open_checkpoint(newest.path, thoroughly=True)
+    losses = {r["global_step"]: r["validation_loss"] for r in validations_of(undisturbed)}
+    assert validated.loss == losses[step]
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert validations_of(run_dir) == validations_of(undisturbed)
 
 
 def test_killed_while_the_last_checkpoints_are_pruned(
@@ -133,7 +152,7 @@ def test_charts_never_fail_a_run(
     assert weights_of(run_dir) == weights_of(undisturbed)
 
 
-@pytest.mark.parametrize("place", ["save.weights", "save.trainer", "save.meta", "save.manifest",
+@pytest.mark.parametrize("place", ["save.weights", "save.optimizer", "save.meta", "save.manifest",
                                    "save.rename"])
 def test_a_full_disk_costs_one_checkpoint(
     workplace: Workplace, run_dir: Path, undisturbed: Path, place: str
@@ -154,7 +173,7 @@ def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
     assert result.returncode == 4
     assert result.stdout.count("could not be written (No space left on device)") >= 1
     line = last_line_of_ours(result)
-    assert "the checkpoint of step 12 could not be written" in line and "make room" in line
+    assert "the checkpoint of step 12 could not be written" in line and "free disk space" in line
     assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
 
 
@@ -291,9 +310,9 @@ def test_too_little_room_is_said_before_anything_starts(
     workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000))
-    started = SimpleNamespace(run=load_run(workplace.runs_dir, "tiny"), is_trained=False)
+    prepared = SimpleNamespace(run=load_run(workplace.runs_dir, "tiny"), is_trained=False)
     with pytest.raises(UserError, match="a checkpoint takes .* GB, and the disk has 0.00 GB free"):
-        startup.check_room(started)
+        startup.check_disk_space(prepared)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -309,7 +328,7 @@ def test_torchrun_restarts_what_was_killed(
                              **{VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
         assert result.returncode == 0, result.stderr
         assert f"Error: rank {rank} is gone in training at step 7" in result.stderr
-        assert "going on from " in result.stdout
+        assert "resuming from " in result.stdout
         assert weights_of(run_dir) == weights_of(undisturbed)
         assert metrics_of(run_dir) == metrics_of(undisturbed)
     print(f"\n{num_restarts} of {num_restarts} restarts recovered")
@@ -329,8 +348,8 @@ def test_a_restart_goes_on_whatever_the_first_start_was_to_begin_from(
             folder=Path(folder), max_restarts=2,
             environment={VARIABLE: "train:kill:rank=1:hit=7:attempt=0;compile:kill:attempt=1"}))
     assert result.returncode == 0, result.stderr
-    going_on = re.findall("going on from .*-([0-9]+)", result.stdout)
-    assert going_on == {"--fresh": ["4", "4"], first: ["4", "9", "9"]}[arguments[0]]
+    resumed_from = re.findall("resuming from .*-([0-9]+)", result.stdout)
+    assert resumed_from == {"--fresh": ["4", "4"], first: ["4", "9", "9"]}[arguments[0]]
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert len(list((run_dir / "set-aside").iterdir())) == 1
 

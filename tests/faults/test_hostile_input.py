@@ -8,7 +8,6 @@ import pickle
 import random
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,43 +100,8 @@ TOKEN_FILES = {
 }
 
 
-def old_style_pickle(path: Path) -> None:
+def write_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps(RunsCode()))
-
-
-def new_style_pickle(path: Path) -> None:
-    torch.save({"optimizer": RunsCode()}, path)
-
-
-def bomb(path: Path) -> None:
-    torch.save({"optimizer": {}}, path)
-    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data/9", bytes(300 * 2**20))
-
-
-def changed_optimizer(change: Callable[[dict], None]) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
-        trainer = torch.load(path, weights_only=True)
-        change(trainer)
-        torch.save(trainer, path)
-    return make
-
-
-class TakesMemory:
-    """A pickle of this allocates 8 GiB when it is loaded."""
-
-    def __reduce__(self) -> tuple:
-        return bytearray, (2**33,)
-
-
-def changed_moment(name: str, change: Callable[[torch.Tensor], object]) -> Callable[[Path], None]:
-    return changed_optimizer(lambda trainer: trainer["optimizer"]["state"][0].update(
-        {name: change(trainer["optimizer"]["state"][0][name])}))
-
-
-def expanded(size: int) -> torch.Tensor:
-    """Return a tensor of any size that is stored in eight bytes."""
-    return torch.zeros(1, dtype=torch.float64).expand(size)
 
 
 def many_tensors(path: Path) -> None:
@@ -146,7 +110,7 @@ def many_tensors(path: Path) -> None:
         f'"{number}":{facts}' for number in range(1_500_000)) + "}").encode()))
 
 
-def weights(change: Callable[[dict], None]) -> Callable[[Path], None]:
+def tensors(change: Callable[[dict], None]) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         found = safetensors.numpy.load_file(path)
         change(found)
@@ -154,54 +118,37 @@ def weights(change: Callable[[dict], None]) -> Callable[[Path], None]:
     return make
 
 
+def moment(
+    change: Callable[[np.ndarray], np.ndarray], name: str = "exp_avg"
+) -> Callable[[Path], None]:
+    key = f"{name}/final_norm.weight"
+    return tensors(lambda found: found.update({key: change(found[key])}))
+
+
 CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "a pickle that runs code": ("optimizer.pt", old_style_pickle),
-    "an archive that runs code": ("optimizer.pt", new_style_pickle),
-    "weights that run code": ("model.safetensors", old_style_pickle),
-    "a bomb": ("optimizer.pt", bomb),
-    "no optimizer in it": ("optimizer.pt", changed_optimizer(lambda t: t.pop("optimizer"))),
-    "no groups": ("optimizer.pt", changed_optimizer(
-        lambda t: t["optimizer"].update(param_groups=[]))),
-    "moments of another shape": ("optimizer.pt", changed_optimizer(
-        lambda t: t["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)))),
-    "a list of states": ("optimizer.pt", changed_optimizer(
-        lambda t: t["optimizer"].update(state=[1, 2]))),
-    "an expanded moment": ("optimizer.pt", changed_moment(
-        "exp_avg", lambda t: expanded(2 * 10**9))),
-    "an expanded moment of the right shape": ("optimizer.pt", changed_moment(
-        "exp_avg", lambda t: torch.zeros(1).expand(t.shape))),
-    "moments that overlap": ("optimizer.pt", changed_moment(
-        "exp_avg", lambda t: torch.zeros(10**4)[:t.numel()].view(t.shape))),
-    "moments of another memory layout": ("optimizer.pt", changed_moment(
-        "exp_avg", lambda t: t.t().contiguous().t())),
-    "no moments": ("optimizer.pt", changed_optimizer(
-        lambda t: t["optimizer"]["state"][3].pop("exp_avg"))),
-    "a parameter without moments": ("optimizer.pt", changed_optimizer(
-        lambda t: t["optimizer"]["state"].pop(3))),
-    "a third moment": ("optimizer.pt", changed_optimizer(
-        lambda t: t["optimizer"]["state"][0].update(max_exp_avg_sq=torch.zeros(3)))),
-    "parameters in another order": ("optimizer.pt", changed_optimizer(
-        lambda t: t["optimizer"]["param_groups"][0]["params"].reverse())),
-    "a step of another shape": ("optimizer.pt", changed_moment("step", lambda t: torch.zeros(16))),
-    "a step below 0": ("optimizer.pt", changed_moment("step", lambda t: t - 10)),
-    "a step of no number": ("optimizer.pt", changed_moment("step", lambda t: t * torch.nan)),
-    "moments of NaN": ("optimizer.pt", changed_moment("exp_avg", lambda t: t * torch.nan)),
-    "moments below 0": ("optimizer.pt", changed_moment("exp_avg_sq", lambda t: t - 1)),
-    "moments of integers": ("optimizer.pt", changed_moment("exp_avg", lambda t: t.long())),
-    "complex moments": ("optimizer.pt", changed_moment("exp_avg", lambda t: t.cfloat())),
-    "sparse moments": ("optimizer.pt", changed_moment("exp_avg", lambda t: t.to_sparse())),
-    "a text of moments": ("optimizer.pt", changed_moment("exp_avg", lambda t: "x")),
-    "a pickle that takes memory": ("optimizer.pt", lambda p: torch.save(TakesMemory(), p)),
-    "weights of NaN": ("model.safetensors", weights(
+    "a pickle of code": ("optimizer.safetensors", write_pickle),
+    "an archive of code": ("optimizer.safetensors", lambda p: torch.save(RunsCode(), p)),
+    "moments of another shape": ("optimizer.safetensors", moment(lambda m: np.zeros(17, "f4"))),
+    "moments of NaN": ("optimizer.safetensors", moment(lambda m: m * np.float32(np.nan))),
+    "moments of integers": ("optimizer.safetensors", moment(lambda m: m.astype("i8"))),
+    "squares below 0": ("optimizer.safetensors", moment(lambda m: m - 1, "exp_avg_sq")),
+    "a step below 0": ("optimizer.safetensors", moment(lambda m: m - 10, "step")),
+    "a step of another shape": ("optimizer.safetensors",
+                                moment(lambda m: np.ones(1, "f4"), "step")),
+    "a third moment": ("optimizer.safetensors", tensors(lambda t: t.update(x=np.zeros(3)))),
+    "a parameter without moments": ("optimizer.safetensors", tensors(
+        lambda t: t.pop("exp_avg/final_norm.weight"))),
+    "a header of many moments": ("optimizer.safetensors", many_tensors),
+    "weights of NaN": ("model.safetensors", tensors(
         lambda w: w["final_norm.weight"].fill(np.nan))),
     "a header of many tensors": ("model.safetensors", many_tensors),
     "seconds beyond all numbers": ("meta.json", lambda p: p.write_text(json.dumps(
         json.loads(p.read_text()) | {"seconds": {"training": 1e308, "waiting": 1e308}}))),
     "seconds below 0": ("meta.json", lambda p: p.write_text(json.dumps(
         json.loads(p.read_text()) | {"seconds": {"training": -1e9}}))),
-    "a tensor less": ("model.safetensors", weights(lambda w: w.pop("final_norm.weight"))),
-    "a tensor more": ("model.safetensors", weights(lambda w: w.update(x=np.zeros(3)))),
-    "weights of another shape": ("model.safetensors", weights(
+    "a tensor less": ("model.safetensors", tensors(lambda w: w.pop("final_norm.weight"))),
+    "a tensor more": ("model.safetensors", tensors(lambda w: w.update(x=np.zeros(3)))),
+    "weights of another shape": ("model.safetensors", tensors(
         lambda w: w.update({"final_norm.weight": np.zeros(17, np.float32)}))),
     "meta without end": ("meta.json", lambda p: p.write_bytes(b'{"a":' * 10**5)),
     "a large meta": ("meta.json", lambda p: p.write_bytes(b" " * 2**21 + b"{}")),
@@ -213,7 +160,7 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an unknown tokenizer": ("meta.json", lambda p: p.write_text("{}")),
 }
 FOUND_OUT_BY = {
-    "optimizer.pt": ["cannot be loaded: "], "meta.json": ["damaged: meta.json"],
+    "optimizer.safetensors": ["cannot be loaded: "], "meta.json": ["damaged: meta.json"],
     "model.safetensors": ["not a whole safetensors file", "but model.json makes it",
                           "cannot be loaded: "],
 }
@@ -370,7 +317,7 @@ def test_a_process_of_torchrun_refuses_a_hostile_checkpoint(
     resumable: tuple[Workplace, Path]
 ) -> None:
     workplace, checkpoint = resumable
-    old_style_pickle(checkpoint / "optimizer.pt")
+    write_pickle(checkpoint / "optimizer.safetensors")
     renew_manifest(checkpoint)
     before = contents(workplace.root)
     result = workplace.torchrun(1, "tiny", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")

@@ -171,7 +171,7 @@ def test_both_nodes_restart_when_a_process_of_one_was_killed(
             VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
         for result in results:
             succeeded(result)
-        assert "going on from " in results[0].stdout + results[1].stdout
+        assert "resuming from " in results[0].stdout + results[1].stdout
         assert_is_complete(cluster, undisturbed)
     print(f"\n{num_restarts} of {num_restarts} restarts of two agents recovered")
 

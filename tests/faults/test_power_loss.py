@@ -13,14 +13,19 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-import torch
 
 import checkpointing
 from basics import files, manifest
-from checkpointing import newest_whole, remove_partial_checkpoints, renew_links
+from checkpointing import (
+    Validation,
+    add_validation,
+    newest_whole,
+    remove_partial_checkpoints,
+    renew_links,
+)
 from reporting import metrics_file
 from reporting.metrics_file import remove_metrics_from
-from tests.test_checkpointing import describe, save, state
+from tests.support.checkpoints import describe, save, state
 from trainer.background_saver import BackgroundSaver
 
 
@@ -53,14 +58,21 @@ class Recorder:
             monkeypatch.setattr(owner, name, watched)
 
         watch(safetensors.torch, "save_file", "write", 1)
-        watch(torch, "save", "write", 1)
         watch(Path, "write_text", "write", 0)
         watch(Path, "mkdir", "make", 0)
         watch(Path, "rename", "move", 0)
         watch(Path, "replace", "move", 0)
         watch(Path, "symlink_to", "link", 0)
-        for room in (checkpointing, manifest, files, metrics_file):
-            watch(room, "fsync", "flush", 0)
+        for module in (checkpointing, manifest, files, metrics_file):
+            watch(module, "fsync", "flush", 0)
+        write_aside = files.write_aside
+
+        def watched_write_aside(path: Path, text: str, **options: object) -> None:
+            self.note("write", path.with_name(f".{path.name}.partial"), text.encode())
+            write_aside(path, text, **options)
+
+        for module in (checkpointing, manifest):
+            monkeypatch.setattr(module, "write_aside", watched_write_aside)
 
 
 def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:
@@ -96,10 +108,12 @@ def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
     checkpoints_dir.parent.mkdir()
     recorder = Recorder(checkpoints_dir.parent)
     recorder.attach(monkeypatch)
-    acknowledged = []
+    acknowledged, validated = [], []
     for step in (1, 2):
-        save(checkpoints_dir, step)
+        checkpoint = save(checkpoints_dir, step, None)
         acknowledged.append(len(recorder.operations))
+        add_validation(checkpoint, Validation(loss=1.0))
+        validated.append(len(recorder.operations))
     monkeypatch.undo()
     rng = random.Random(0)
     for number in range(1, len(recorder.operations) + 1):
@@ -111,6 +125,8 @@ def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
             step = found.meta.global_step if found else 0
             reached = sum(at <= number for at in acknowledged)
             assert step >= reached, (number, recorder.operations[number - 1][:2])
+            if sum(at <= number for at in validated) == step > 0:
+                assert found.loss == 1.0
             remove_partial_checkpoints(root / "checkpoints")
             renew_links(root / "checkpoints")  # what the next start does
 

@@ -144,7 +144,7 @@ def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(
     workplace: Workplace, patient_dir: Path, seconds: int, deadlines: dict[str, str],
     saved: list[int]
 ) -> None:
-    process = train(workplace, f"save.trainer:slow:rank=0:hit=1:seconds={seconds};"
+    process = train(workplace, f"save.optimizer:slow:rank=0:hit=1:seconds={seconds};"
                                "train:signal:number=15:rank=1:hit=7;train:slow:hit=7:seconds=1",
                     deadlines)
     assert_ends(process, 128 + signal.SIGTERM)
@@ -156,7 +156,7 @@ def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(
 
 
 def slow_save(hit: int, *, hit_of_meta: int | None = None) -> str:
-    hits = {"save.weights": hit, "save.trainer": hit, "save.meta": hit_of_meta or hit,
+    hits = {"save.weights": hit, "save.optimizer": hit, "save.meta": hit_of_meta or hit,
             "save.manifest": hit_of_meta or hit}
     return ";".join(f"{place}:slow:hit={n}:seconds=1.2" for place, n in hits.items())
 

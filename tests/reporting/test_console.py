@@ -19,7 +19,7 @@ from processes.startup_agreement import AgreedError, Agreement
 from reporting.clock import PhaseClock
 from tests.support.runs import SETTINGS, last_line_of_ours, summary_of, weights_of, with_fault
 from tests.support.workplace import Workplace, start_forked, succeeded
-from trainer import launcher, reports
+from trainer import launcher
 from trainer.reports import Reports
 
 
@@ -90,12 +90,12 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
         step=SimpleNamespace(precision="fp32", state=SimpleNamespace(model=None)),
         console=SimpleNamespace(say=said.append),
         prepared=SimpleNamespace(data=SimpleNamespace(tokenizer_name="gpt2")),
+        _sampler=lambda: SimpleNamespace(text=draw),
         process=SimpleNamespace(device=torch.device("cpu")))
 
     def draw(*_: object) -> str:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
-    monkeypatch.setattr(reports, "sample_text", draw)
     Reports._print_sample(trained)
     assert len(said) == 1 and said[0].startswith("warning: no sample: RuntimeError: probability")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from gpt import GPTModel
-from reporting.sampling import try_to_write_samples
+from reporting.sampling import Sampler
 from run_config import ModelConfig, TrainConfig, load_config
 from tests.support.workplace import TINY_MODEL, Workplace, read_lines, succeeded
 
@@ -46,7 +47,8 @@ def test_a_killed_run_has_the_samples_of_each_step_once(workplace: Workplace) ->
     workplace.add_dataset()
     succeeded(workplace.torchrun(1, "whole"))
     assert workplace.torchrun(1, "tiny", **{VARIABLE: "save.rename:kill:hit=2"}).returncode
-    assert {line["global_step"] for line in read_lines(run_dir / "samples.jsonl")} == {4, 9}
+    steps = {line["global_step"] for line in read_lines(run_dir / "samples.jsonl")}
+    assert {4} <= steps <= {4, 9}  # the second save may end before its samples or after
     succeeded(workplace.torchrun(1, "tiny"))
     whole = read_lines(workplace.runs_dir / "whole/samples.jsonl")
     assert read_lines(run_dir / "samples.jsonl") == whole
@@ -62,9 +64,11 @@ def test_samples_that_cannot_be_drawn_do_not_end_a_run(workplace: Workplace) -> 
 def test_drawing_leaves_the_model_in_training_mode(tmp_path: Path) -> None:
     for tokenizer_name, went_wrong in (("bytes", False), (None, True)):
         model = tiny_model().eval()
-        failure = try_to_write_samples(tmp_path / "samples.jsonl", model, ["a"],
-                                       tokenizer_name, 3)
+        beats: list[None] = []
+        sampler = Sampler(model, tokenizer_name, heartbeat=partial(beats.append, None))
+        failure = sampler.try_to_write(tmp_path / "samples.jsonl", ["a"], 3)
         assert bool(failure) is went_wrong and model.training
+        assert bool(beats) is not went_wrong  # else a slow sample would be taken for a hang
     line, = read_lines(tmp_path / "samples.jsonl")
     assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]
 
