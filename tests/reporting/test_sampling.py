@@ -58,7 +58,7 @@ def test_samples_that_cannot_be_drawn_do_not_end_a_run(workplace: Workplace) -> 
     workplace.add_run(train=SAMPLED, model={"vocab_size": 300})  # whose tokenizer nobody knows
     workplace.add_dataset()
     result = succeeded(workplace.torchrun(1, "tiny"))
-    assert result.stdout.count("warning: no samples: UserError: tokenizer '' is not known") == 3
+    assert result.stdout.count("warning: no samples: UserError: tokenizer") == 3
 
 
 def test_drawing_leaves_the_model_in_training_mode(tmp_path: Path) -> None:
