@@ -1,9 +1,8 @@
-"""What a checkpoint stops, and what it would if training waited for the disk:
-`uv run python -m benchmarks.checkpoints`.
+"""How long a checkpoint stops training, and how long it takes to write.
 
-GPT-2 small with its optimizer, 2 GB a checkpoint, is saved a few times: training waits while a
-snapshot is taken, a thread writes it. The first one also makes the room that snapshots are taken
-into.
+Run it with `uv run python -m benchmarks.checkpoints`. GPT-2 small with its optimizer, 2 GB a
+checkpoint, is saved a few times: training waits for the snapshot, a thread writes it. The first
+snapshot also allocates its buffers.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ MODEL = ModelConfig(**GPT2_SMALL, drop_rate=0.0, qkv_bias=False)
 
 @click.command()
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path),
-              help="A directory on the disk to measure; else the system's temporary one.")
+              help="A directory on the disk to measure.  [default: the temporary directory]")
 @click.option("--rounds", type=click.IntRange(min=2), default=5, show_default=True)
 def main(folder: Path | None, rounds: int) -> None:
-    """Save GPT-2 small a few times; say how long training stood still, and how long it took."""
+    """Save GPT-2 small a few times; print how long training stopped, and the whole time."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         keep_freed_memory()
     state = trained_state(device)
     place = Path(tempfile.mkdtemp(dir=folder))
     try:
-        stalled, whole = [], []
+        stalled, total = [], []
         writer = BackgroundSaver(place, keep=1)
         for number in range(rounds):
-            began = time.perf_counter()
+            started = time.perf_counter()
             writer.save(state, meta(number))
-            stalled.append(time.perf_counter() - began)
+            stalled.append(time.perf_counter() - started)
             writer.wait()
-            whole.append(time.perf_counter() - began)
+            total.append(time.perf_counter() - started)
         (checkpoint,) = place.glob("*-iteration-*")
         size = sum(file.stat().st_size for file in checkpoint.iterdir())
     finally:
@@ -55,11 +54,11 @@ def main(folder: Path | None, rounds: int) -> None:
     click.echo(f"{size / 1e9:.2f} GB a checkpoint, from {device.type}; the first stops training for"
                f" {stalled[0]:.2f} s, the later ones for {statistics.median(stalled[1:]):.2f} s"
                f" (median of {rounds - 1}); written and verified after"
-               f" {statistics.median(whole[1:]):.2f} s")
+               f" {statistics.median(total[1:]):.2f} s")
 
 
 def trained_state(device: torch.device) -> TrainingState:
-    """Build a state that has taken a step: the optimizer has its moments."""
+    """Build a state after one step, so that the optimizer has its moments."""
     train = resolve_for_device(
         TrainConfig(dataset="none", microbatch_size=1, checkpoint_interval=1), device)
     state = build_training_state(MODEL, train, device)

@@ -1,7 +1,8 @@
-"""The memory model of `lab plan` beside what training takes: `uv run benchmarks/memory_model.py`.
+"""The memory model of `lab plan` compared with measured peaks.
 
-On a GPU the peak is the allocator's, for GPT-2 small; on a CPU it is what PyTorch's profiler counts
-of tensors, for small models. One process, three steps, random tokens.
+Run it with `uv run python benchmarks/memory_model.py`. On a GPU, the allocator's peak for GPT-2
+small; on a CPU, the tensors that PyTorch's profiler counts, for small models. One process, three
+steps, random tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     process = Process(0, 0, 1, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
     shapes = {"GPT-2 small": GPT2_SMALL} if on_gpu else {
-        "many tokens": MANY_TOKENS, "many words": MANY_WORDS, "wide": WIDE}
-    print("| model | precision | dropout | microbatch x accumulation | measured MiB | model |")
+        "many tokens": MANY_TOKENS, "large vocabulary": MANY_WORDS, "wide": WIDE}
+    print("| model | precision | dropout | microbatch x accumulation | measured MiB | predicted |")
     print("|---|---|---|---|---|---|")
     sizes = ((1, 1), (8, 1), (8, 2), *([(24, 1), (24, 2)] if on_gpu else []))
     for (name, shape), precision, drop_rate, (size, accumulation) in itertools.product(
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def peak_of_training(model: ModelConfig, train: TrainConfig, process: Process) -> int:
-    """Give the bytes of tensors at the fullest moment of a step, from the second on. Every rank."""
+    """Return the peak bytes of tensors in a step, from the second step on. Every rank."""
     if process.device.type == "cuda":
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(process.device)
@@ -63,10 +64,10 @@ def peak_of_training(model: ModelConfig, train: TrainConfig, process: Process) -
 
 
 def _peak_on_cpu(step: TrainingStep, model: ModelConfig) -> int:
-    """Add up what is held between two steps, and what the profiler sees of the third step.
+    """Add the bytes held between two steps to the peak that the profiler sees in the third step.
 
-    In the first two it would miss what gloo's threads give back: the weights that DDP sends
-    around, and the buckets that it lays out anew.
+    In the first two steps, it would miss what gloo's threads free: the weights that DDP broadcasts,
+    and the buckets that it rebuilds.
     """
     optimizer, buckets = step.state.optimizer, []
     parameters = list(step.state.model.parameters())
@@ -85,7 +86,7 @@ def _peak_on_cpu(step: TrainingStep, model: ModelConfig) -> int:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Give the bytes of each storage, by where it lies: views of one count once."""
+    """Return the bytes of each storage, by its address: views count once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

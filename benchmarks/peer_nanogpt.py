@@ -1,7 +1,7 @@
-"""nanoGPT's model and optimizer in a loop that does no more, as a peer of `throughput.py`.
+"""nanoGPT's model and optimizer in a minimal loop, as a peer of `throughput.py`.
 
 `--peer "nanoGPT=benchmarks/peer_nanogpt.py FOLDER --precision fp32 --compile"`, where FOLDER is a
-copy of its repository. Biases are on and dropout is off, as in the models that it stands beside.
+copy of its repository. Biases are on and dropout is off, as in the other rows.
 """
 
 from __future__ import annotations

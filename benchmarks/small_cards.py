@@ -1,7 +1,7 @@
-"""What the levers for small cards save and cost: `uv run python -m benchmarks.small_cards`.
+"""Memory and time of the options for small cards: `uv run python -m benchmarks.small_cards`.
 
-Peak memory as in `memory_model.py`, and the median step of rounds in turn, against a head in one
-piece and nothing computed again. GPT-2 small on a GPU, a small model with its vocabulary on a CPU.
+Peak memory as in `memory_model.py`, and the median step time, relative to one head chunk without
+activation checkpointing. GPT-2 small on a GPU; on a CPU a small model with GPT-2's vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokens.batches import Microbatch
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
-LEVERS = {
+OPTIONS = {
     "none": {"head_chunks": 1},
     "head_chunks 8": {"head_chunks": 8},
     "activation_checkpointing": {"head_chunks": 1, "activation_checkpointing": True},
@@ -38,26 +38,26 @@ def main() -> None:
     shape = GPT2_SMALL if on_gpu else MANY_TOKENS | {"vocab_size": 50257}
     model = ModelConfig(**shape, drop_rate=0.0, qkv_bias=False)
     configs = {name: TrainConfig(dataset="none", checkpoint_interval=1, compile=False,
-                                 microbatch_size=24 if on_gpu else 8, **levers)
-               for name, levers in LEVERS.items()}
+                                 microbatch_size=24 if on_gpu else 8, **options)
+               for name, options in OPTIONS.items()}
     peaks = {name: peak_of_training(model, train, process) for name, train in configs.items()}
     steps = {name: stepping(model, train, process) for name, train in configs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in LEVERS}
+    seconds: dict[str, list[float]] = {name: [] for name in OPTIONS}
     for _ in range(ROUNDS):
         for name, step in steps.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             step()
-            seconds[name].append(time.perf_counter() - began)
-    print("| levers | peak MiB | of none | ms a step | of none |\n|---|---|---|---|---|")
-    first = statistics.median(seconds["none"][1:])
+            seconds[name].append(time.perf_counter() - started)
+    print("| options | peak MiB | relative | ms a step | relative |\n|---|---|---|---|---|")
+    baseline = statistics.median(seconds["none"][1:])
     for name, peak in peaks.items():
-        middle = statistics.median(seconds[name][1:])
+        median = statistics.median(seconds[name][1:])
         print(f"| {name} | {peak / 2**20:,.0f} | {peak / peaks['none']:.2f}"
-              f" | {middle * 1e3:,.0f} | {middle / first:.2f} |")
+              f" | {median * 1e3:,.0f} | {median / baseline:.2f} |")
 
 
 def stepping(model: ModelConfig, train: TrainConfig, process: Process) -> Callable[[], None]:
-    """Give a function that takes one step and waits for its end."""
+    """Return a function that takes one step and waits for the device."""
     train = resolve_for_device(train, process.device)
     step = TrainingStep(build_training_state(model, train, process.device), train, process)
     shape = (train.microbatch_size, model.context_length)

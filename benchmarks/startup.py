@@ -1,7 +1,7 @@
-"""Where a start goes: `uv run python benchmarks/startup.py`.
+"""Start-up times: `uv run python benchmarks/startup.py`.
 
-The time from the start of a process to its first training step on a CPU (imports, dataset, process
-group and all), alone and as one of two; and how long each command thinks about `--help`.
+The time from launching a process to the end of its first training step on a CPU (imports, dataset,
+process group and all), with one process and with two; and the time of each command's `--help`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ HELPS = ("ddp_train.py", "prepare_dataset.py", "-m lab", "-m lab plan", "-m lab 
 @click.command()
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 def main(rounds: int) -> None:
-    """Print the medians of a few starts, in turn."""
+    """Print the medians of a few launches, which take turns."""
     first_steps: dict[int, list[float]] = {1: [], 2: []}
-    first_step_seconds(1)  # makes the dataset, warms the page cache
+    first_step_seconds(1)  # prepares the dataset, warms the page cache
     for _ in range(rounds):
         for num_processes, seconds in first_steps.items():
             seconds.append(first_step_seconds(num_processes))
     for num_processes, seconds in first_steps.items():
         click.echo(f"first step of the demo, {num_processes} process(es):"
-                   f" {statistics.median(seconds):.2f} s after the process began")
+                   f" {statistics.median(seconds):.2f} s after launch")
     for command in HELPS:
         click.echo(f"{command} --help: {help_seconds(command, rounds):.2f} s")
 
 
 def first_step_seconds(num_processes: int) -> float:
-    """Train one step of the demo; give what its clock says up to the end of that step."""
+    """Train one step of the demo; return the seconds of start-up and that step."""
     with tempfile.TemporaryDirectory() as folder:
         demo = Path(folder) / "demo"
         demo.mkdir()
@@ -53,13 +53,13 @@ def first_step_seconds(num_processes: int) -> float:
 
 
 def help_seconds(command: str, rounds: int) -> float:
-    """Give the median seconds of a command's `--help`."""
+    """Return the median seconds of a command's `--help`."""
     seconds = []
     for _ in range(rounds):
-        began = time.perf_counter()
+        started = time.perf_counter()
         subprocess.run([sys.executable, *command.split(), "--help"], cwd=PROJECT_DIR, check=True,
                        capture_output=True)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
 

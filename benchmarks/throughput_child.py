@@ -1,4 +1,4 @@
-"""One row of `throughput.py`, measured in a process of its own: an order in, a result out."""
+"""Measure one row of `throughput.py` in this process: reads a task file, writes a result file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.throughput_rows import SYSTEMS, Order, Row, microbatches
+from benchmarks.throughput_rows import SYSTEMS, Row, RowTask, microbatches
 from processes.launch import (
     Process,
     join_process_group,
@@ -28,53 +28,53 @@ WARM_UP_STEPS = 3
 
 
 def main() -> None:
-    """Read an order, train, and write what was seen. Under torchrun every rank, rank 0 writes."""
-    order_path, result_path = map(Path, sys.argv[1:3])
-    order = read_order(order_path)
-    process = Process(0, 0, 1, torch.device(order.device_type, 0)
-                      if order.device_type == "cuda" else torch.device("cpu"))
+    """Read a task, train, and write the result. Under torchrun every rank; rank 0 writes."""
+    task_path, result_path = map(Path, sys.argv[1:3])
+    task = read_task(task_path)
+    process = Process(0, 0, 1, torch.device(task.device_type, 0)
+                      if task.device_type == "cuda" else torch.device("cpu"))
     if started_by_torchrun():
         process = this_process()
         join_process_group(process, open_store("benchmark"), timeout=timedelta(hours=1))
-    result = measure(order, process)
+    result = measure(task, process)
     if process.is_main:
         result_path.write_text(json.dumps(result))
 
 
-def read_order(path: Path) -> Order:
+def read_task(path: Path) -> RowTask:
     values = json.loads(path.read_text())
     values["row"], values["model"] = Row(**values["row"]), ModelConfig(**values["model"])
-    return Order(**values)
+    return RowTask(**values)
 
 
-def write_order(path: Path, order: Order) -> None:
-    values = {name: getattr(order, name) for name in Order.__dataclass_fields__}
+def write_task(path: Path, task: RowTask) -> None:
+    values = {name: getattr(task, name) for name in RowTask.__dataclass_fields__}
     path.write_text(json.dumps(
-        values | {"row": asdict(order.row), "model": order.model.model_dump()}))
+        values | {"row": asdict(task.row), "model": task.model.model_dump()}))
 
 
-def measure(order: Order, process: Process) -> dict[str, object]:
-    """Take the steps; seconds are those of a step when all is warm.
+def measure(task: RowTask, process: Process) -> dict[str, object]:
+    """Train, and measure the time of a step after the warm-up.
 
-    On a GPU they are timed as one block, as a run takes them: nobody waits after each. On a CPU
-    each by itself, and the median is taken: other programs get in the way there.
+    On a GPU all steps are timed together, without waiting for the device in between, as in a run.
+    On a CPU each step is timed, and the median is used, because other programs disturb some.
     """
     on_gpu, seconds = process.device.type == "cuda", []
-    import torch._inductor.compile_fx  # seconds of imports, which are not to count as compiling
+    import torch._inductor.compile_fx  # its import takes seconds: not compiling
     from transformers import GPT2LMHeadModel  # noqa: F401
-    began = time.perf_counter()
-    system = SYSTEMS[order.row.system](order, process)
-    if order.row.num_threads is not None:
-        torch.set_num_threads(order.row.num_threads)
-    batches, losses = iter(list(microbatches(order, process))), []
-    for number in range(order.num_steps):
+    started = time.perf_counter()
+    system = SYSTEMS[task.row.system](task, process)
+    if task.row.num_threads is not None:
+        torch.set_num_threads(task.row.num_threads)
+    batches, losses = iter(list(microbatches(task, process))), []
+    for number in range(task.num_steps):
         if not on_gpu or number == WARM_UP_STEPS:
             seconds.append(_now(on_gpu))
         losses.append(system.step(batches))
         if number == 0:
-            first_seconds = _now(on_gpu) - began
+            first_seconds = _now(on_gpu) - started
     seconds.append(_now(on_gpu))
-    step_seconds = ((seconds[1] - seconds[0]) / (order.num_steps - WARM_UP_STEPS) if on_gpu else
+    step_seconds = ((seconds[1] - seconds[0]) / (task.num_steps - WARM_UP_STEPS) if on_gpu else
                     statistics.median(late - early for early, late
                                       in zip(seconds[WARM_UP_STEPS:], seconds[WARM_UP_STEPS + 1:],
                                              strict=False)))
@@ -83,7 +83,7 @@ def measure(order: Order, process: Process) -> dict[str, object]:
         torch.distributed.all_reduce(mean_losses)
     peak = torch.cuda.max_memory_allocated() if on_gpu else 1024 * resource.getrusage(
         resource.RUSAGE_SELF).ru_maxrss
-    tokens = order.global_batch_size * order.model.context_length
+    tokens = task.global_batch_size * task.model.context_length
     return {
         "tokens_per_second": tokens / step_seconds,
         "step_ms": step_seconds * 1e3,
@@ -91,7 +91,7 @@ def measure(order: Order, process: Process) -> dict[str, object]:
         "peak_mib": peak / 2**20,
         "precision": system.precision,
         "is_compiled": system.is_compiled,
-        "microbatch_size": order.microbatch_size,
+        "microbatch_size": task.microbatch_size,
         "losses": (mean_losses / process.world_size).tolist(),
         "machine": machine_facts(process, system.precision),
     }

@@ -1,6 +1,6 @@
-"""The systems that `throughput.py` compares: each one a function that takes global steps.
+"""The systems that `throughput.py` compares; each trains one global step per call.
 
-All start from the same weights, read the same tokens and take the same global batch.
+All begin with the same weights, read the same tokens and have the same global batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
 LEARNING_RATE, WEIGHT_DECAY, SEED = 1e-3, 0.1, 42
-MOST_WORDS_USED = 257  # of any vocabulary, so that a few steps learn something
+MAX_TOKEN_IDS = 257  # of any vocabulary, so that the loss falls within a few steps
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """A row of the table."""
 
     name: str
     system: str  # a key of SYSTEMS
@@ -43,8 +43,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Order:
-    """What one fresh process measures."""
+class RowTask:
+    """What a fresh process measures."""
 
     row: Row
     model: ModelConfig
@@ -59,72 +59,72 @@ class Order:
 
 @dataclass(frozen=True)
 class System:
-    """Something that trains."""
+    """A training system."""
 
-    step: Callable[[Iterator[Microbatch]], Tensor]  # one global step; gives its loss, ()
+    step: Callable[[Iterator[Microbatch]], Tensor]  # one global step; returns its loss, ()
     precision: str
     is_compiled: bool = False
 
 
-def microbatches(order: Order, process: Process) -> Iterator[Microbatch]:
-    """Give a process its tokens: noisy steps upwards, which can be learnt, by place in the run."""
-    model, size = order.model, order.microbatch_size
-    for step in range(order.num_steps):
+def microbatches(task: RowTask, process: Process) -> Iterator[Microbatch]:
+    """Yield a process's microbatches: sequences that rise by 1 to 3, which a model can learn."""
+    model, size = task.model, task.microbatch_size
+    for step in range(task.num_steps):
         generator = torch.Generator().manual_seed(step)
-        steps = torch.randint(1, 4, (order.global_batch_size, model.context_length + 1),
+        steps = torch.randint(1, 4, (task.global_batch_size, model.context_length + 1),
                               generator=generator)
-        words = min(model.vocab_size, MOST_WORDS_USED)
-        steps[:, 0] = torch.randint(words, (order.global_batch_size,), generator=generator)
-        tokens = (steps.cumsum(1) % words).to(process.device)
+        num_ids = min(model.vocab_size, MAX_TOKEN_IDS)
+        steps[:, 0] = torch.randint(num_ids, (task.global_batch_size,), generator=generator)
+        tokens = (steps.cumsum(1) % num_ids).to(process.device)
         for part in tokens.split(size)[process.rank :: process.world_size]:
             yield Microbatch(step, part[:, :-1].contiguous(), part[:, 1:].contiguous())
 
 
-def ours(order: Order, process: Process) -> System:
-    """This trainer, as a run would have it, but for the decay of norms and biases."""
+def ours(task: RowTask, process: Process) -> System:
+    """Build this trainer as in a run, except that norms and biases decay."""
     train = TrainConfig(**{
-        "dataset": "none", "microbatch_size": order.microbatch_size, "checkpoint_interval": 1,
+        "dataset": "none", "microbatch_size": task.microbatch_size, "checkpoint_interval": 1,
         "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "random_seed": SEED,
         "decay_norms_and_biases": True,
-    } | order.row.changes)
+    } | task.row.changes)
     train = resolve_for_device(train, process.device)
     if process.device.type == "cpu":
         keep_freed_memory()  # as ddp_train.py does
 
     def options(*arguments: Any) -> ForwardOptions:
-        return replace(choose_forward_options(*arguments), **order.row.forward)
+        return replace(choose_forward_options(*arguments), **task.row.forward)
 
     with patch("trainer.step.choose_forward_options", options):
-        state = build_training_state(order.model, train, process.device)
+        state = build_training_state(task.model, train, process.device)
     step = TrainingStep(state, train, process, wrap=average_gradients)
 
     def take(batches: Iterator[Microbatch]) -> Tensor:
-        return step.take(batches, num_microbatches=order.num_microbatches(process.world_size),
+        return step.take(batches, num_microbatches=task.num_microbatches(process.world_size),
                          learning_rate=LEARNING_RATE)[0]
 
     return System(take, step.precision, step.is_compiled)
 
 
-def original(order: Order, process: Process) -> System:
-    """The original system's way: eager, a mask, norms and GELU in single operations, fp16."""
-    model = NaiveGPT(initial_model(order.model)).to(process.device)
+def original(task: RowTask, process: Process) -> System:
+    """Build the original system: eager, a mask, norms and GELU in single operations, fp16."""
+    model = NaiveGPT(initial_model(task.model)).to(process.device)
     precision = "fp16" if process.device.type == "cuda" else "fp32"
     torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    # Its scale of 65,536 would skip steps here: one at which none is makes the curves comparable.
+    # Its scale of 65,536 would skip steps here, and the loss curves could not be compared.
     scaler = GradScaler(process.device.type, init_scale=2.0**10, enabled=precision == "fp16")
-    return System(_plain_step(order, process, _Plain(model, optimizer, scaler, precision)),
+    return System(_plain_step(task, process, _Plain(model, optimizer, scaler, precision)),
                   precision)
 
 
-def hugging_face(order: Order, process: Process) -> System:
-    """GPT2LMHeadModel of `transformers` with its SDPA, compiled; the loop of one who knows."""
+def hugging_face(task: RowTask, process: Process) -> System:
+    """Build GPT2LMHeadModel of `transformers` with SDPA, compiled, in a well-tuned loop."""
     from transformers import GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(hugging_face_config(order.model))
-    model.load_state_dict(hugging_face_weights(initial_model(order.model)))
+    model = GPT2LMHeadModel(hugging_face_config(task.model))
+    model.load_state_dict(hugging_face_weights(initial_model(task.model)))
     model.to(process.device).train()
-    precision = order.row.changes["precision"]
+    precision = task.row.changes["precision"]
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY,
                                   fused=True)
@@ -134,23 +134,24 @@ def hugging_face(order: Order, process: Process) -> System:
         logits = model(token_ids).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    plain = _Plain(model, optimizer, GradScaler(enabled=False), precision, loss_of, reads=False)
-    return System(_plain_step(order, process, plain), precision, is_compiled=True)
+    parts = _Plain(model, optimizer, GradScaler(enabled=False), precision, loss_of,
+                   reads_loss=False)
+    return System(_plain_step(task, process, parts), precision, is_compiled=True)
 
 
-def plain(order: Order, process: Process) -> System:
-    """Our model in a plain loop, for the steps between the original's way and ours."""
-    levers = order.row.changes
-    if levers.get("keeps") and process.device.type == "cpu":
+def plain(task: RowTask, process: Process) -> System:
+    """Build our model in a plain loop, for the changes between the original and this trainer."""
+    changes = task.row.changes
+    if changes.get("keeps_memory") and process.device.type == "cpu":
         keep_freed_memory()
-    model = initial_model(order.model).to(process.device)
+    model = initial_model(task.model).to(process.device)
     torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY,
-                                  fused=levers.get("fused", False))
-    precision = levers.get("precision", "fp32")
+                                  fused=changes.get("fused", False))
+    precision = changes.get("precision", "fp32")
     parts = _Plain(model, optimizer, GradScaler(enabled=False), precision,
-                   reads=levers.get("reads", False))
-    return System(_plain_step(order, process, parts), precision)
+                   reads_loss=changes.get("reads_loss", False))
+    return System(_plain_step(task, process, parts), precision)
 
 
 SYSTEMS = {"ours": ours, "original": original, "hugging face": hugging_face, "plain": plain}
@@ -165,24 +166,24 @@ class _Plain:
     scaler: GradScaler
     precision: str
     loss_of: Callable[[Tensor, Tensor], Tensor] | None = None  # the model's logits, if None
-    reads: bool = True  # each loss at once
+    reads_loss: bool = True  # after each microbatch, which waits for the device
 
 
-def _plain_step(order: Order, process: Process,
+def _plain_step(task: RowTask, process: Process,
                 plain: _Plain) -> Callable[[Iterator[Microbatch]], Tensor]:
     loss_of = plain.loss_of or (lambda token_ids, targets: F.cross_entropy(
         plain.model(token_ids).flatten(0, 1), targets.flatten()))
     in_low_precision = plain.precision in ("bf16", "fp16")
 
     def step(batches: Iterator[Microbatch]) -> Tensor:
-        num_microbatches, losses = order.num_microbatches(1), []
+        num_microbatches, losses = task.num_microbatches(1), []
         plain.optimizer.zero_grad()
         for _ in range(num_microbatches):
             _, token_ids, targets = next(batches)
             with autocast(plain.precision, process.device) if in_low_precision else nullcontext():
                 loss = loss_of(token_ids, targets) / num_microbatches
             plain.scaler.scale(loss).backward()
-            losses.append(torch.tensor(loss.item()) if plain.reads else loss.detach())
+            losses.append(torch.tensor(loss.item()) if plain.reads_loss else loss.detach())
         plain.scaler.step(plain.optimizer)
         plain.scaler.update()
         return torch.stack(losses).sum()
@@ -191,13 +192,13 @@ def _plain_step(order: Order, process: Process,
 
 
 def initial_model(config: ModelConfig) -> GPTModel:
-    """Build the model whose weights all systems start from."""
+    """Build the model whose weights all systems begin with."""
     torch.manual_seed(SEED)
     return GPTModel(config)
 
 
 def hugging_face_config(model: ModelConfig) -> Any:
-    """Give the `transformers.GPT2Config` of a model without dropout."""
+    """Return the `transformers.GPT2Config` of a model without dropout."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -209,7 +210,7 @@ def hugging_face_config(model: ModelConfig) -> Any:
 
 
 def hugging_face_weights(model: GPTModel) -> dict[str, Tensor]:
-    """Name a model's weights as `transformers` does; its matrices are transposed."""
+    """Rename a model's weights for `transformers`, whose matrices are transposed."""
     weights = {
         "transformer.wte.weight": model.token_embedding.weight,
         "transformer.wpe.weight": model.position_embedding.weight,
@@ -234,7 +235,7 @@ def hugging_face_weights(model: GPTModel) -> dict[str, Tensor]:
 
 
 class NaiveNorm(nn.Module):
-    """Layer norm, an operation at a time."""
+    """Layer norm in single operations."""
 
     def __init__(self, norm: nn.LayerNorm) -> None:
         super().__init__()
@@ -247,7 +248,7 @@ class NaiveNorm(nn.Module):
 
 
 class NaiveBlock(nn.Module):
-    """A layer with three projections, attention in the open, and a mask that is kept."""
+    """A layer with three projections, attention in single operations, and a stored mask."""
 
     def __init__(self, block: nn.Module, context_length: int) -> None:
         super().__init__()
@@ -276,7 +277,7 @@ class NaiveBlock(nn.Module):
 
 
 class NaiveGPT(nn.Module):
-    """The same network as `GPTModel`, and the same weights, as the original system computes it."""
+    """The same network and weights as `GPTModel`, computed as in the original system."""
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()

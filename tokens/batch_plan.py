@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from basics.errors import UserError
@@ -36,17 +35,6 @@ class BatchPlan:
     @property
     def num_tokens(self) -> int:
         return self.num_steps * self.tokens_per_step
-
-    def microbatch_index(self, global_step: int, accumulation_step: int, *, rank: int) -> int:
-        """Return the position in the token file, in microbatches after `start_train_token`."""
-        accumulated = global_step * self.gradient_accumulation_steps + accumulation_step
-        return accumulated * self.world_size + rank
-
-    def microbatch_indices(self, rank: int, *, steps: range) -> Iterator[int]:
-        """Yield the microbatches that one process reads in these global steps, in order."""
-        for global_step in steps:
-            for accumulation_step in range(self.gradient_accumulation_steps):
-                yield self.microbatch_index(global_step, accumulation_step, rank=rank)
 
 
 def accumulation_steps_of(run: Run, *, world_size: int) -> int:

@@ -16,7 +16,7 @@ FINAL_LEARNING_RATE_FRACTION = 0.1
 def build_optimizer(model: nn.Module, train: TrainConfig) -> AdamW:
     """Build AdamW with weight decay on matrices and embeddings only.
 
-    Norms and biases decay too where `decay_norms_and_biases` asks for it, as the original's did.
+    With `decay_norms_and_biases`, norms and biases decay too, as in the original.
 
     Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
     """
@@ -31,10 +31,10 @@ def build_optimizer(model: nn.Module, train: TrainConfig) -> AdamW:
 
 
 def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) -> float:
-    """Give the learning rate of one global step: a pure function, so a resumed run needs no state.
+    """Return the learning rate of a global step: a pure function, so there is no state to save.
 
-    With `schedule_learning_rate`: a linear warm-up over `warmup_period_percent` of the steps that
-    reaches `learning_rate` at its last one, then half a cosine down to a tenth at the run's end.
+    With `schedule_learning_rate`: a linear warm-up over `warmup_period_percent` of the steps, then
+    half a cosine from `learning_rate` down to a tenth of it at the last step.
 
     Source: Loshchilov and Hutter 2017, "SGDR", equation 5, without restarts.
     """
@@ -50,12 +50,13 @@ def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) ->
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Measure the gradient's norm over all parameters, (); scale it down where one is set."""
+    """Return the gradient's norm over all parameters, (); clip it to `max_norm` if that is set."""
     parameters = list(model.parameters())
     norm = get_total_norm([parameter.grad for parameter in parameters])
     if max_norm is not None:
@@ -64,9 +65,9 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def skip_unless_finite(optimizer: AdamW, grad_norm: Tensor) -> None:
-    """Let the optimizer's next step do nothing if the gradient is not finite.
+    """Make the optimizer's next step do nothing if the gradient is not finite.
 
-    The device decides, nobody waits for it: the fused kernel leaves weights, moments and its count
-    of steps alone where `found_inf` is 1. That is the way of `GradScaler`, which sets its own.
+    Without waiting for the device: where `found_inf` is 1, the fused kernel leaves weights, moments
+    and its step count unchanged. `GradScaler` uses the same attribute.
     """
     optimizer.found_inf = (~grad_norm.isfinite()).float()

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from basics.errors import UserError
+from ddp_train import microbatch_indices
 from run_config import Run, load_run
 from tests.support.workplace import Workplace
 from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
@@ -24,15 +25,15 @@ def test_every_split_over_processes_reads_each_microbatch_once(
     world_size: int, microbatch_size: int, accumulation: int, num_steps: int
 ) -> None:
     plan = BatchPlan(microbatch_size, accumulation, world_size, 8, num_steps)
-    steps = range(num_steps)
-    read = Counter(i for rank in range(world_size)
-                   for i in plan.microbatch_indices(rank, steps=steps))
-    assert read == Counter(range(accumulation * world_size * num_steps))
-    for step in steps:  # the microbatches of a global step are adjacent, however they are split
-        first = step * accumulation * world_size
-        seen = {plan.microbatch_index(step, a, rank=r)
-                for a in range(accumulation) for r in range(world_size)}
+    by_rank = [list(microbatch_indices(plan, rank, first_step=0)) for rank in range(world_size)]
+    assert Counter(sum(by_rank, [])) == Counter(range(accumulation * world_size * num_steps))
+    for step in range(num_steps):  # a global step's microbatches are adjacent for every split
+        first, own = step * accumulation * world_size, slice(step * accumulation,
+                                                              (step + 1) * accumulation)
+        seen = {index for indices in by_rank for index in indices[own]}
         assert seen == set(range(first, first + accumulation * world_size))
+    resumed = list(microbatch_indices(plan, 0, first_step=num_steps - 1))
+    assert resumed == by_rank[0][-accumulation:]
 
 
 @pytest.mark.parametrize(("file_tokens", "min_tokens", "start", "num_steps"), [
