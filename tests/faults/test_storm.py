@@ -13,7 +13,7 @@ import pytest
 from basics.failpoints import VARIABLE
 from basics.manifest import find_damage
 from checkpointing import list_checkpoints
-from reporting.summary import FINISHED, is_marked
+from reporting.summary import FINISHED, has_status
 from run_config import load_run
 from tests.support.runs import metrics_of, validations_of, weights_of
 from tests.support.workplace import Workplace, children_of, start_forked, succeeded
@@ -58,7 +58,7 @@ def kill_once(workplace: Workplace, name: str) -> bool:
                               environment={VARIABLE: "train:slow:seconds=0.05"})
     process.join(timeout=random.uniform(0.1, LONGEST))
     # A finished process waits inside PyTorch, which hangs if a process dies there: do not kill it.
-    if is_marked(load_run(workplace.runs_dir, name), FINISHED):
+    if has_status(load_run(workplace.runs_dir, name), FINISHED):
         process.join(timeout=60)
     if not process.is_alive():
         return process.exitcode != 0
