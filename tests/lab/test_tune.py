@@ -17,7 +17,7 @@ import torch
 from click.testing import Result
 
 from basics.errors import UserError
-from checkpointing import CheckpointMeta, save_checkpoint
+from checkpointing import CheckpointMeta, Snapshot, save_checkpoint
 from gpt import GPTModel
 from lab.instruct import instructions
 from lab.instruct.instructions import (
@@ -34,7 +34,6 @@ from run_config import ModelConfig
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.workplace import TINY_MODEL, Workplace
 from tokens.tokenizer import load_tokenizer
-from checkpointing import Snapshot
 
 MODEL = ModelConfig(**TINY_MODEL | {"context_length": 192})
 OPTIONS = TuneOptions(loss_on="response", learning_rate=0.01, weight_decay=0.1, batch_size=4,
