@@ -75,14 +75,13 @@ class Validation(_Record):
     """`validation.json`: the result of validating a checkpoint."""
 
     loss: float | None  # nats a token; None if not finite
+    seconds: ByPhase = {}  # of the run up to here, as in `meta.json`
+    usd: ByPhase = {}
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The unwrapped model, the optimizer and the gradient scaler.
-
-    The schedule and the random streams are functions of the position: they have no state to save.
-    """
+    """The unwrapped model, the optimizer, the gradient scaler: nothing else has a state to save."""
 
     model: GPTModel
     optimizer: Optimizer
@@ -143,7 +142,7 @@ class Checkpoint:
     @property
     def loss(self) -> float | None:
         """The loss that decides which checkpoint is `best`."""
-        return self.validation.loss if self.validation else self.meta.loss
+        return (self.validation or self.meta).loss
 
     def facts(self) -> dict[str, Any]:
         """Return what `summary.json` records of it."""

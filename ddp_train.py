@@ -23,7 +23,7 @@ from basics.errors import UserError, drop_unwritable_output, print_line
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
-from checkpointing import CheckpointMeta, TrainingState
+from checkpointing import CheckpointMeta, TrainingState, Validation
 from microbatch_search.search import search
 from processes.before_torch import exit_with
 from processes.command_line import read_command_line
@@ -228,7 +228,8 @@ class Trainer:
                 is_interrupted=lambda: bool(self.watchdog.stop_signal))
         if loss is not None and self.process.is_main:
             self.reports.validation(global_step, loss, phase.seconds)
-            self.saver.add_validation(loss)
+            self.saver.add_validation(Validation(
+                loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()))
 
 
 if __name__ == "__main__":

@@ -61,9 +61,9 @@ class BackgroundSaver:
         self._unsaved, self._validation = (self._buffers.take(state), meta), None
         self._write = self._thread.submit(self._run)
 
-    def add_validation(self, loss: float) -> None:
-        """Add a validation's loss to the newest checkpoint, once that is whole on disk."""
-        self._validation = Validation(loss=loss if math.isfinite(loss) else None)
+    def add_validation(self, validation: Validation) -> None:
+        """Add a validation to the newest checkpoint, once that is whole on disk."""
+        self._validation = validation
         self._write = self._thread.submit(self._run)
 
     @property

@@ -122,7 +122,8 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         run, name, data, thoroughly=is_first_reader) if name else None)
     if resume_from is not None:
         warnings += changed_validation(resume_from, data.fingerprints)
-        clock.resume(resume_from.meta.seconds, resume_from.meta.usd)
+        latest = resume_from.validation or resume_from.meta
+        clock.resume(latest.seconds, latest.usd)
     prepared = PreparedRun(run, data, resume_from, options, has_finished, tuple(warnings))
     if not options.fresh:
         clock.count_lost(*step("spent", lambda: spent_before(run.metrics_path, run.summary_path)))

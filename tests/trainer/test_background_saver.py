@@ -11,6 +11,7 @@ from checkpointing import (
     Checkpoint,
     CheckpointMeta,
     TrainingState,
+    Validation,
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
@@ -131,14 +132,14 @@ def test_a_validation_is_added_once_its_checkpoint_is_whole(
     saver.save(state(), meta(0))
     assert gate.entered.wait(timeout=30)
     assert not saver.is_validated
-    saver.add_validation(0.5)  # the validation is quicker than the write
+    saver.add_validation(Validation(loss=0.5))  # the validation is quicker than the write
     assert saver.is_validated and not list_checkpoints(tmp_path)
     gate.opened.set()
     saver.wait()
     assert find_checkpoint(tmp_path, "best").loss == 0.5
     saver.save(state(), meta(1))
     assert not saver.is_validated
-    saver.add_validation(0.25)
+    saver.add_validation(Validation(loss=0.25))
     saver.wait()
     assert not saver.is_behind and not saver.take_failure()
     (kept,) = list_checkpoints(tmp_path)  # the earlier one is neither the newest nor the best
@@ -156,7 +157,7 @@ def test_a_validation_that_cannot_be_written_is_tried_again(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(background_saver, "add_validation", fail)
-    saver.add_validation(float("inf"))
+    saver.add_validation(Validation(loss=None))
     saver.wait()
     assert saver.is_behind and saver.take_failure() == (
         "the validation loss of step 1 could not be written (No space left on device)")
@@ -174,6 +175,6 @@ def test_an_earlier_launchs_checkpoint_is_validated(tmp_path: Path) -> None:
     (newest,) = list_checkpoints(tmp_path)
     saver = BackgroundSaver(tmp_path, newest=newest)
     assert not saver.is_validated
-    saver.add_validation(0.75)
+    saver.add_validation(Validation(loss=0.75))
     saver.wait()
     assert list_checkpoints(tmp_path)[0].loss == 0.75 and saver.num_checkpoints == 0

@@ -71,6 +71,10 @@ def test_a_resumed_run_adds_what_each_start_cost(workplace: Workplace) -> None:
     succeeded(workplace.torchrun(1, "tiny", "--usd-per-hour", str(PRICE / 10)))
     both = summary_of(run_dir)
     later = sum(both["seconds"].values()) - sum(first["seconds"].values())
+    validated = json.loads(next(run_dir.glob("checkpoints/*-4/validation.json")).read_text())
+    spent = sum(validated["seconds"].values())
+    assert sum(meta["seconds"].values()) < spent <= sum(first["seconds"].values())
+    assert both["seconds"]["lost"] == pytest.approx(sum(first["seconds"].values()) - spent)
     assert both["usd"]["total"] == pytest.approx(first["usd"]["total"] + later, rel=1e-3)
 
 
