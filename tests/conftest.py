@@ -32,7 +32,7 @@ def num_restarts(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Count what strangers could have made, and was answered as it should be."""
+    """Print how many hostile inputs were refused, and the slowest of them."""
     seconds = [report.duration for report in terminalreporter.stats.get("passed", [])
                if report.when == "call" and "test_hostile" in report.nodeid]
     if seconds:
@@ -40,8 +40,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                                     f" after {max(seconds):.1f} s")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "thorough" in item.keywords and not config.getoption("--thorough"):
+            item.add_marker(pytest.mark.skip(reason="only with --thorough"))

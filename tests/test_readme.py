@@ -144,7 +144,7 @@ def check_transcript(output: str) -> None:
 def test_the_example_run_can_be_planned(checkout: Path) -> None:
     """The README's estimates are those that `lab plan` prints."""
     lines = lab_in(checkout, PLAN_ONE_GPU).splitlines()
-    at_peak, = (line.split() for line in lines if "fullest" in line)
+    at_peak, = (line.split() for line in lines if line.startswith("total"))
     assert f"{float(at_peak[-2]):.1f} of 24 GiB at microbatch 16" in README
     row, = (line for line in lines if line.startswith("4090 "))
     low, high, usd_low, usd_high = re.findall(r"[\d.]+(?= to )|(?<= to )[\d.]+", row)

@@ -49,7 +49,7 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"min_train_tokens": 0}, "min_train_tokens is 0"),
     ("train", {"validation_batches": None}, "validation_interval goes together with"),
     ("train", {"validation_interval": None, "validation_batches": None}, "checkpoint_interval"),
-    ("train", {"validation_sequences": 4}, "validation_batches and validation_sequences are two"),
+    ("train", {"validation_sequences": 4}, "validation_batches and validation_sequences exclude"),
     ("train", {"global_batch_size": 8}, "gradient_accumulation_steps follows from global_batch"),
     ("train", {"global_batch_size": 0}, "global_batch_size should be greater than or equal to 1"),
     ("train", {"fit_budget": True}, "fit_budget needs max_cost_usd or max_hours"),

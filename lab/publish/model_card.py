@@ -106,12 +106,12 @@ def measurements(target: Target, dataset: str) -> list[dict[str, Any]]:
 
     Of repeated evaluations the newest counts; values that are not numbers are left out.
     """
-    meta, found = target.checkpoint.meta, {}
-    if target.run.train.validates and meta.loss is not None:
+    checkpoint, found = target.checkpoint, {}
+    if target.run.train.validates and checkpoint.loss is not None:
         name = "validation loss during training (nats per token)"
-        found[dataset, name] = {"metric": "loss", "value": meta.loss, "split": "validation"}
+        found[dataset, name] = {"metric": "loss", "value": checkpoint.loss, "split": "validation"}
     for record in read_metrics(target.run.evaluations_path):
-        if record.get("checkpoint") == target.checkpoint.name:
+        if record.get("checkpoint") == checkpoint.name:
             for metric, name in MEASURED.items():
                 if (value := number(record.get(metric))) is not None:
                     where = one_line(str(record.get("benchmark") or record.get("dataset")))

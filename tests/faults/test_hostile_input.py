@@ -122,7 +122,7 @@ def moment(
     change: Callable[[np.ndarray], np.ndarray], name: str = "exp_avg"
 ) -> Callable[[Path], None]:
     key = f"{name}/final_norm.weight"
-    return tensors(lambda found: found.update({key: change(found[key])}))
+    return tensors(lambda found: found.update({key: np.asarray(change(found[key]))}))
 
 
 CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -379,9 +379,8 @@ def test_real_files_with_random_damage(resumable: tuple[Workplace, Path], seed: 
 def test_no_file_of_the_project_unpickles_code() -> None:
     paths = [path for path in PROJECT_DIR.glob("**/*.py")
              if path.relative_to(PROJECT_DIR).parts[0] not in (".venv", "tests")]
-    assert PROJECT_DIR / "trainer" / "checkpoint_loading.py" in paths
+    assert PROJECT_DIR / "checkpointing.py" in paths
     for path in paths:
         text = path.read_text()
-        assert text.count("torch.load(") == text.count("weights_only=True"), path
-        assert "weights_only=False" not in text and "shell=True" not in text, path
+        assert "torch.load(" not in text and "shell=True" not in text, path
         assert not {f"import {name}\n" for name in ("pickle", "dill")} & set(text.splitlines(True))

@@ -11,7 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -715,8 +715,8 @@ def test_missing_charts_are_reported_and_old_charts_are_deleted(
 def test_failed_write_of_a_chart_leaves_no_file_and_names_the_path(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: OSError
 ) -> None:
-    def savefig(_: Figure, path: Path, **__: Any) -> None:
-        Path(path).write_bytes(b"half")
+    def savefig(_: Figure, file: BinaryIO, **__: Any) -> None:
+        file.write(b"half")
         raise reason
 
     runs.add("a")

@@ -140,7 +140,7 @@ def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
     assert facts["license"] == "apache-2.0" and facts["library_name"] == "transformers"
     results = {found.metric_name: found.metric_value for found in card.data.eval_results}
     assert results == {
-        "validation loss during training (nats per token)": checkpoint.meta.loss,
+        "validation loss during training (nats per token)": checkpoint.loss,
         "loss (nats per token), 320 tokens from token 16": 5.25,
         "perplexity, 320 tokens from token 16": 190.5,
     }

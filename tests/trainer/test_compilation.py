@@ -109,7 +109,7 @@ def step_of(**changes: object) -> TrainingStep:
     drop_rate = changes.pop("drop_rate", 0.0)
     train = resolve_for_device(TrainConfig(**TINY_TRAIN | {"compile": True} | changes), CPU)
     process = Process(rank=0, local_rank=0, world_size=1, device=CPU)
-    model = ModelConfig(**TINY_MODEL | {"drop_rate": drop_rate})
+    model = ModelConfig(**TINY_MODEL | {"drop_rate": drop_rate, "n_layers": 1})
     return TrainingStep(build_training_state(model, train, CPU), train, process)
 
 
@@ -232,7 +232,9 @@ def test_compiled_it_drops_what_eager_code_drops(layout: type) -> None:
     assert not torch.allclose(losses[0], model(*tokens), rtol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"head_chunks": 4, "activation_checkpointing": True}])
+@pytest.mark.parametrize("changes", [
+    {}, pytest.param({"head_chunks": 4, "activation_checkpointing": True},
+                     marks=pytest.mark.thorough)])
 def test_compiled_it_trains_and_validates_the_same(changes: dict) -> None:
     step, plain = step_of(**changes), step_of(compile=False)
     assert step.is_compiled and not step.why_eager
