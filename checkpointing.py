@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
-from basics.files import check_tensor_header, fsync, read_plain, write_aside
+from basics.files import check_tensor_header, fsync, read_regular_file, write_atomically
 from basics.manifest import add_to_manifest, find_damage, read_manifest, write_manifest
 from gpt import GPTModel
 from run_config import ModelConfig
@@ -36,7 +36,7 @@ WEIGHTS, OPTIMIZER, META, VALIDATION = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json")
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
 PARTIAL_PREFIX, LATEST, BEST = ".partial-", "latest", "best"
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
 ByPhase = Annotated[dict[str, Annotated[float, Field(ge=0, le=1e12)]], Field(max_length=64)]
@@ -74,7 +74,7 @@ class CheckpointMeta(_Record):
 class Validation(_Record):
     """`validation.json`: the result of validating a checkpoint."""
 
-    loss: float | None  # nats a token; None if not finite
+    loss: float | None  # nats per token; None if not finite
     seconds: ByPhase = {}  # of the run up to here, as in `meta.json`
     usd: ByPhase = {}
 
@@ -178,7 +178,8 @@ def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint
     Raises:
         OSError: it could not be written; the checkpoint is whole, and not validated.
     """
-    write_aside(checkpoint.path / VALIDATION, validation.model_dump_json() + "\n", durable=True)
+    text = validation.model_dump_json() + "\n"
+    write_atomically(checkpoint.path / VALIDATION, text, durable=True)
     failpoint("save.validation")
     add_to_manifest(checkpoint.path, VALIDATION)
     return replace(checkpoint, validation=validation,
@@ -249,15 +250,17 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
     if not damage:
         try:
             manifest = read_manifest(path)
-            meta = CheckpointMeta.model_validate_json(read_plain(path / META))
+            meta = CheckpointMeta.model_validate_json(read_regular_file(path / META))
             validation = None
+            if PICKLED_OPTIMIZER in manifest.files and meta.loss is not None:
+                validation = Validation(loss=meta.loss)  # it was validated before it was saved
             if VALIDATION in manifest.files:
-                validation = Validation.model_validate_json(read_plain(path / VALIDATION))
+                validation = Validation.model_validate_json(read_regular_file(path / VALIDATION))
             if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
                 return Checkpoint(path, meta, validation)
             damage = f"{META} does not agree with the manifest"
         except (OSError, ValueError):
-            damage = f"{META} cannot be read"
+            damage = f"{META} or {VALIDATION} cannot be read"
     raise UserError(f"{path}: damaged: {damage}")
 
 
@@ -350,11 +353,8 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
     Options of the optimizer, such as weight decay, come from train.json, not from the checkpoint.
 
     Raises:
-        UserError: a file is damaged, or was written by an earlier version.
+        UserError: a file is missing or damaged.
     """
-    if (checkpoint.path / PICKLED_OPTIMIZER).exists():
-        raise UserError(f"{checkpoint.path}: was written by an earlier version, whose optimizer is"
-                        " a pickle; resume with that version, or use --fresh (lab reads weights)")
     try:
         weights = _read_weights(checkpoint)
         moments = _read_moments(checkpoint, state.model)
@@ -389,7 +389,7 @@ def _read_moments(checkpoint: Checkpoint, model: GPTModel) -> dict[str, Tensor]:
     """Read the optimizer's moments after comparing their names, dtypes and shapes."""
     path = checkpoint.path / OPTIMIZER
     wanted = {f"{moment}/{name}": ("F32", [] if moment == "step" else list(parameter.shape))
-              for name, parameter in model.named_parameters() for moment in MOMENTS}
+              for name, parameter in model.named_parameters() for moment in ADAMW_STATE}
     check_tensor_header(path)
     with safe_open(path, framework="pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}
@@ -409,7 +409,7 @@ def _load_moments(moments: dict[str, Tensor], state: TrainingState) -> None:
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     state.optimizer.load_state_dict({
-        "state": {number: {moment: moments[f"{moment}/{names[parameter]}"] for moment in MOMENTS}
+        "state": {number: {key: moments[f"{key}/{names[parameter]}"] for key in ADAMW_STATE}
                   for number, parameter in enumerate(parameters)},
         "param_groups": state.optimizer.state_dict()["param_groups"]})
 

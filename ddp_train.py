@@ -1,6 +1,6 @@
 """Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`; without torchrun, it is started.
 
-`main` is the command, `work` one process of a run, and `Trainer.train` the training loop.
+`main` is the command, `run_worker` is what each process runs, `Trainer.train` is the training loop.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ from trainer.validation import mean_loss
 
 
 def main() -> None:
-    clock = PhaseClock.since_process_start()
-    agreement = Agreement.in_one_process()
+    clock, agreement = PhaseClock.since_process_start(), Agreement.in_one_process()
     try:
         if started_by_torchrun():
-            clock.take_over()
+            clock.import_from_parent()
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-            work(agreement, clock)
+            run_worker(agreement, clock)
         else:
             sys.exit(launch(__file__, read_command_line(), clock, agreement))
     except AgreedError as error:
@@ -64,13 +63,13 @@ def main() -> None:
         drop_unwritable_output()
 
 
-def work(agreement: Agreement, clock: PhaseClock) -> None:
-    """Be one of the processes that torchrun has started. Every rank."""
+def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
+    """Run one of the processes that torchrun has started. Every rank."""
     options = agreement.run("command line", read_command_line)
     process = agreement.run("process", this_process)
     if options.find_max_microbatch:
         run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
-        search(run, process, agreement, options=options, wrap=average_gradients)
+        search(run, process, agreement, options=options, wrap=wrap_in_ddp)
         return
     if process.device.type == "cpu":
         keep_freed_memory()
@@ -82,6 +81,7 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
         if process.is_main:
             print_line(prepared.finished_line())
         return
+    prepared = agreement.run("device", lambda: prepared.for_device(process.device))
     state = agreement.run("state", lambda: build_state(prepared, process.device))
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
                         heartbeat_path=prepared.run.heartbeat_path)
@@ -90,8 +90,8 @@ def work(agreement: Agreement, clock: PhaseClock) -> None:
         Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
 
 
-def average_gradients(loss: nn.Module, process: Process) -> nn.Module:
-    """Wrap the training loss in DistributedDataParallel. Every rank."""
+def wrap_in_ddp(loss: nn.Module, process: Process) -> nn.Module:
+    """Wrap the training loss so that DDP averages its gradients over the processes. Every rank."""
     if process.world_size == 1:
         return loss  # there is nothing to average, and DDP would cost time
     return DistributedDataParallel(  # the model has no buffers to broadcast
@@ -114,12 +114,12 @@ class Trainer:
     """One process's part in the training of a run.
 
     Args:
-        group: of gloo, for all processes and for waits that are longer than a collective's.
+        group: a gloo group of all processes, for waits longer than a collective's timeout.
     """
 
     def __init__(self, prepared: PreparedRun, state: TrainingState, watchdog: Watchdog, *,
                  clock: PhaseClock, group: dist.ProcessGroup) -> None:
-        self.prepared, self.run, self.config = prepared, prepared.run, prepared.run.train
+        self.prepared, self.run, self.config = prepared, prepared.run, prepared.train
         self.plan, self.data, self.state = prepared.plan, prepared.data, state
         self.watchdog, self.process, self.clock = watchdog, watchdog.process, clock
         self.group, resumed = group, prepared.resume_from
@@ -132,7 +132,7 @@ class Trainer:
     def train(self, agreement: Agreement) -> None:
         """Train to the end of the run, or as far as this launch may go. Every rank."""
         self.begin(agreement)
-        batches, global_step = self.batches(), self.prepared.first_step - 1
+        microbatches, global_step = self.microbatches(), self.prepared.first_step - 1
         ends = self.prepared.is_trained
         while not ends:
             global_step += 1
@@ -140,50 +140,52 @@ class Trainer:
             learning_rate = learning_rate_at(self.config, global_step,
                                              num_steps=self.stop.num_steps)
             loss, grad_norm = self.step.take(
-                batches, num_microbatches=self.plan.gradient_accumulation_steps,
+                microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
                 learning_rate=learning_rate)
             self.reports.add(loss, grad_norm)
             if global_step == self.prepared.first_step:
                 self.reports.after_first_step(loss)
-            ends = self.stop.after(global_step)  # the last step, a signal, a budget
-            saves = ends or self.stop.saves_after(global_step)
+            ends = self.stop.after(global_step, is_report_due=self.reports.is_due)
+            saves = ends or self.stop.is_save_due(global_step)
             if saves or self.reports.is_due:
                 self.reports.write(global_step, learning_rate, num_steps=self.stop.num_steps)
             if saves:
                 self.save_and_validate(global_step)
-                ends = self.stop.is_asked() or ends  # a signal may have cut the validation short
-        batches.close()
+                ends = self.stop.signal_received() or ends  # perhaps during the validation
+        microbatches.close()
         if self.process.is_main:
-            self.reports.end(global_step, self.stop)
+            is_due = self.stop.is_validation_due(global_step)
+            self.reports.end(global_step, self.stop.num_steps, stop_reason=self.stop.reason,
+                             lacks_validation=is_due and not self.saver.is_validated)
 
     def begin(self, agreement: Agreement) -> None:
-        """Report what is trained, compile it, and make up for a validation. Every rank."""
+        """Print the settings, compile, run a validation that is still missing. Every rank."""
         self.reports.begin(self.state.model.num_parameters())
         if self.process.is_main:
             agreement.record_training_began()
-        self.step = TrainingStep(self.state, self.config, self.process, wrap=average_gradients)
-        self.reports.compiled(self.step)
+        self.step = TrainingStep(self.state, self.config, self.process, wrap=wrap_in_ddp)
+        self.reports.report_compilation(self.step)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)
             self.wait_for_all()
 
-    def batches(self) -> Generator[Microbatch]:
+    def microbatches(self) -> Generator[Microbatch]:
         """Return this process's microbatches, each of them read while the one before is used."""
         indices = microbatch_indices(self.plan, self.process.rank,
                                      first_step=self.prepared.first_step)
-        batches = prefetch(self.data.train, indices, device=self.process.device)
-        return self.clock.waiting_for(self.watchdog.watching(batches))
+        microbatches = prefetch(self.data.train, indices, device=self.process.device)
+        return self.clock.waiting_for(self.watchdog.watching(microbatches))
 
     def save_and_validate(self, global_step: int) -> None:
         """Let rank 0 save, validate and draw charts while the other ranks wait. Every rank."""
-        self.wait_for_all()
         if self.process.is_main:
             self.save(global_step)
-        if self.stop.validates_after(global_step):
+        self.wait_for_all()
+        if self.stop.is_validation_due(global_step):
             self.validate(global_step)
         if self.process.is_main:
-            self.reports.charts()
+            self.reports.draw_charts()
         self.wait_for_all()
 
     def wait_for_all(self) -> None:
@@ -193,7 +195,7 @@ class Trainer:
             dist.barrier(self.group)
 
     def save(self, global_step: int) -> None:
-        """Hand a copy of the training state to the saver, which writes it meanwhile. Rank 0."""
+        """Copy the training state; a background thread writes it. Rank 0."""
         train_loss = finite_or_none(self.reports.window.take_loss_since_checkpoint())
         with self.clock.phase(CHECKPOINT):
             self.saver.save(self.state, CheckpointMeta(
@@ -213,7 +215,7 @@ class Trainer:
         self.reports.warn_of_failed_write()
 
     def validate(self, global_step: int) -> None:
-        """Measure the validation loss, on rank 0 or where `validate_on` says; rank 0 keeps it.
+        """Measure the validation loss, on rank 0 or on all ranks; rank 0 records it.
 
         A collective if `validate_on` is `all`: every rank.
         """
@@ -223,13 +225,14 @@ class Trainer:
         with self.clock.phase(VALIDATION) as phase:
             loss = mean_loss(
                 self.step, self.data.validation, shares=on_all,
-                watched=lambda batches, count: self.reports.console.validation_bar(
-                    self.watchdog.watching(batches), count),
+                watched=lambda microbatches, count: self.reports.console.validation_bar(
+                    self.watchdog.watching(microbatches), count),
                 is_interrupted=lambda: bool(self.watchdog.stop_signal))
         if loss is not None and self.process.is_main:
-            self.reports.validation(global_step, loss, phase.seconds)
+            self.reports.console.report_validation(global_step, loss, phase.seconds)
             self.saver.add_validation(Validation(
                 loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()))
+            self.reports.write_samples(global_step)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A lock on a directory that is released when its process ends, and that leaves no file behind."""
+"""A lock on a directory that ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import fcntl
 import os
 from pathlib import Path
 
-LOCK_NAME = ".lock"  # used where the file system cannot lock a directory, for example NFS
+LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 
 
 def lock_directory(directory: Path) -> int:
-    """Lock a directory for this process; closing the returned descriptor releases the lock.
+    """Lock a directory for this process; the lock ends when the returned descriptor is closed.
 
-    A library such as filelock would have to create a file, but a refused launch writes nothing.
+    A library such as filelock would have to create a file: a launch that is refused writes nothing.
 
     Raises:
         BlockingIOError: another process holds the lock.
         OSError: the directory is missing or cannot be opened.
     """
-    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _lock(directory, os.O_RDONLY)
     except BlockingIOError:
-        os.close(descriptor)
         raise
     except OSError:
-        os.close(descriptor)
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        return _lock(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+
+
+def _lock(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags)
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # Exit statuses, beside 0 and 128 + n for a run that signal n stopped.
-FAILED, BAD_INPUT, NUMBERS, DISK, HANG = 1, 2, 3, 4, 5
+FAILED, BAD_INPUT, NON_FINITE, DISK_FULL, HANG = 1, 2, 3, 4, 5
 STOP_SIGNALS = {int(number): number.name
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 MAX_LINE_LENGTH = 190  # characters of a printed message
@@ -41,7 +41,7 @@ def cannot_be_written(place: Path, error: OSError) -> UserError:
     """Describe a failed write; a full disk has its own exit status."""
     line = f"{place}: cannot be written: {error.strerror or str(error)[:80]}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{line}; make room, or name another place", DISK)
+        return UserError(f"{line}; make room, or name another place", DISK_FULL)
     return UserError(line)
 
 

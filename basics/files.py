@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_BYTES = 2**20  # default limit of `read_plain`
+MAX_BYTES = 2**20  # default limit of `read_regular_file`
 MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
 
 
-def read_plain(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
+def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     """Read an untrusted text file.
 
     Raises:
@@ -80,7 +80,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         fsync(path.parent)
 
 
-def write_aside(path: Path, text: str, *, durable: bool = False) -> None:
+def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace a file's text in one step; see `replacing`."""
     with replacing(path, durable=durable) as file:
         file.write(text.encode())

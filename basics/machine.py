@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 
 def num_cpu_cores() -> int:
@@ -13,6 +16,15 @@ def num_cpu_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def seconds_since_process_start() -> float:
+    """Return the age of this process."""
+    try:  # psutil counts from a boot time that is rounded to whole seconds
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return time.time() - psutil.Process().create_time()
 
 
 def process_namespace() -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from basics.files import fsync, write_aside
+from basics.files import fsync, write_atomically
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 2**20  # far more than a manifest needs
@@ -59,7 +59,7 @@ def add_to_manifest(directory: Path, name: str) -> None:
     manifest, path = read_manifest(directory), directory / name
     facts = FileFacts(bytes=path.stat().st_size, sha256=_sha256(path))
     manifest = manifest.model_copy(update={"files": manifest.files | {name: facts}})
-    write_aside(directory / MANIFEST, manifest.text(), durable=True)
+    write_atomically(directory / MANIFEST, manifest.text(), durable=True)
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_train import average_gradients
+from ddp_train import wrap_in_ddp
 from lab.plan.memory import Setting, peak_memory
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
@@ -94,7 +94,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def _build(model: ModelConfig, train: TrainConfig, process: Process) -> TrainingStep:
     train = resolve_for_device(train, process.device)
     return TrainingStep(build_training_state(model, train, process.device), train, process,
-                        wrap=average_gradients)
+                        wrap=wrap_in_ddp)
 
 
 def _take_steps(step: TrainingStep, model: ModelConfig, num_steps: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from basics.memory_meters import keep_freed_memory
-from ddp_train import average_gradients
+from ddp_train import wrap_in_ddp
 from gpt import ForwardOptions, GPTModel
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
@@ -96,7 +96,7 @@ def ours(task: RowTask, process: Process) -> System:
 
     with patch("trainer.step.choose_forward_options", options):
         state = build_training_state(task.model, train, process.device)
-    step = TrainingStep(state, train, process, wrap=average_gradients)
+    step = TrainingStep(state, train, process, wrap=wrap_in_ddp)
 
     def take(batches: Iterator[Microbatch]) -> Tensor:
         return step.take(batches, num_microbatches=task.num_microbatches(process.world_size),

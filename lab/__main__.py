@@ -35,7 +35,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Plan, evaluate, compare, tune and publish runs."""
+    """Plan, evaluate, compare, generate, tune, judge and publish."""
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from basics.curve_fits import Line, fit_line
 from basics.errors import UserError
-from basics.files import write_aside
+from basics.files import write_atomically
 from microbatch_search.trial import Trial, Trials
 from processes.command_line import Options
 from processes.launch import Process
@@ -253,7 +253,7 @@ def save_microbatch(run: Run, largest: int, *, world_size: int) -> str:
     values: dict[str, Any] = json.loads(run.train_path.read_text(encoding="utf-8"))
     old_names = {new: old for old, new in RENAMED_KEYS.items() if old in values}
     values[old_names.get("microbatch_size", "microbatch_size")] = size
-    write_aside(run.train_path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
+    write_atomically(run.train_path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
     return (f"saved in {run.train_path}: microbatch_size {size}; x accumulation {accumulation}"
             f" x {world_size} = global batch {size * accumulation * world_size}"
             f" ({'kept' if batch else 'it follows the microbatch; global_batch_size fixes it'})")

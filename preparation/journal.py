@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from basics.directory_lock import lock_directory
 from basics.errors import UserError
-from basics.files import append_whole, fsync, write_aside
+from basics.files import append_whole, fsync, write_atomically
 from preparation.token_file_writer import DATA_START
 
 
@@ -122,7 +122,7 @@ class Journal:
                 )
         self.dataset_dir.mkdir(exist_ok=True)
         lines = [request, *([self.progress] if self.progress.num_shards else [])]
-        write_aside(self.path, "".join(map(_line, lines)), durable=True)
+        write_atomically(self.path, "".join(map(_line, lines)), durable=True)
         self._counts_path.unlink(missing_ok=True)  # the request contains them
         self.request = request
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from basics.errors import DISK, UserError, cannot_be_written
+from basics.errors import DISK_FULL, UserError, cannot_be_written
 from preparation.cutting import BadShard
 from preparation.dataset_card import write_card
 from preparation.documents import Shard, Source
@@ -57,7 +57,7 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
         if error.errno == errno.ENOSPC:
             raise UserError(f"{journal.dir}: the disk is full; free some space, then run the same"
                             f" command again: {journal.progress.num_shards} shards are finished",
-                            DISK) from None
+                            DISK_FULL) from None
         raise cannot_be_written(output_dir, error) from None
     return progress
 

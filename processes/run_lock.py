@@ -16,7 +16,7 @@ import psutil
 
 from basics.directory_lock import LOCK_NAME, lock_directory
 from basics.errors import UserError
-from basics.files import read_plain
+from basics.files import read_regular_file
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _descriptors: list[int] = []  # of the run directory that this process has locked, if any
@@ -63,7 +63,7 @@ def _holder(run_dir: Path) -> str:
     """Describe the process that holds the lock. The heartbeat may be that of a dead process."""
     pid, host = _locking_pid(run_dir), socket.gethostname()
     with suppress(OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        beat = json.loads(read_plain(run_dir / "heartbeat.json"))
+        beat = json.loads(read_regular_file(run_dir / "heartbeat.json"))
         if beat["host"] == host:
             is_its_own = beat["pid"] == pid if pid else psutil.pid_exists(beat["pid"])
         else:

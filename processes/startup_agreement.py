@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from basics.errors import BAD_INPUT, FAILED, UserError, print_error
+from basics.errors import BAD_INPUT, FAILED, UserError, describe, print_error
 from processes.deadlines import Deadlines
 
 # Downloading a dataset of 20 GiB over a slow line may take long, before the first collective.
@@ -31,20 +31,18 @@ class Agreement:
     However long one process takes, no collective times out, and no process waits forever.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._join(rank, world_size, _open_torchrun_store)
+    def __init__(self, rank: int, world_size: int,
+                 open_root: Callable[[], dist.Store] | None = None) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._open_root = open_root or _open_torchrun_store
+        self.name = _agree_on_name(self._open_root(), rank, world_size)
+        self._store = self.connect()
 
     @classmethod
     def in_one_process(cls) -> Agreement:
-        """Return an agreement of this process with itself, outside of torchrun."""
-        agreement, store = cls.__new__(cls), dist.HashStore()
-        agreement._join(0, 1, lambda: store)
-        return agreement
-
-    def _join(self, rank: int, world_size: int, open_root: Callable[[], dist.Store]) -> None:
-        self._rank, self._world_size, self._open_root = rank, world_size, open_root
-        self.name = _agree_on_name(open_root(), rank, world_size)
-        self._store = self.connect()
+        """Return an Agreement for a single process, outside of torchrun."""
+        store = dist.HashStore()
+        return cls(0, 1, lambda: store)
 
     def connect(self, part: str = "") -> dist.Store:
         """Return a store with keys for this part of this launch alone.
@@ -66,7 +64,7 @@ class Agreement:
             failure = f"{error.status} {error}"
         except BaseException as error:  # whatever it is, the others must not wait for this process
             self._publish(
-                step, f"{FAILED} rank {self._rank} failed: {type(error).__name__}: {error}")
+                step, f"{FAILED} rank {self._rank} failed: {describe(error)}")
             raise
         self._raise_if_any(step, failure)
         return result

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from basics.errors import (
-    DISK,
+    DISK_FULL,
     FAILED,
     HANG,
     STOP_SIGNALS,
@@ -30,7 +30,7 @@ from basics.errors import (
     print_traceback,
 )
 from basics.failpoints import failpoint
-from basics.files import write_aside
+from basics.files import write_atomically
 from basics.json_files import to_json
 from processes.deadlines import Deadlines
 from processes.launch import Process
@@ -133,7 +133,7 @@ class Watchdog(AbstractContextManager):
             self._fail_after_peers(error)
         status = error.status if isinstance(error, UserError) else FAILED
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            status = DISK
+            status = DISK_FULL
         if not isinstance(error, (UserError, torch.OutOfMemoryError)):
             print_traceback(error)
         self._exit(status, f"failed {self._position()}: {describe(error)}")
@@ -279,7 +279,7 @@ class Watchdog(AbstractContextManager):
                                              f" has not answered for {timeout_seconds:.0f} s")
         if self.process.is_main:
             with suppress(OSError):  # a full disk is reported by what needs it more
-                write_aside(self._heartbeat_path, to_json({
+                write_atomically(self._heartbeat_path, to_json({
                     "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                     "phase": self._phase(), "global_step": self._step,
                     "pid": os.getpid(), "host": socket.gethostname()}) + "\n")

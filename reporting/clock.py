@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import psutil
+from basics.machine import seconds_since_process_start
 
 STARTUP, DOWNLOAD, COMPILE, TRAINING = "startup", "download", "compile", "training"
 WAITING, VALIDATION, CHECKPOINT, CHART = "waiting", "validation", "checkpoint", "chart"
@@ -47,8 +47,7 @@ class PhaseClock:
     @classmethod
     def since_process_start(cls) -> PhaseClock:
         """Return a clock that has run since the operating system started this process."""
-        age = time.time() - psutil.Process().create_time()
-        return cls(since=time.perf_counter() - max(0.0, age))
+        return cls(since=time.perf_counter() - seconds_since_process_start())
 
     def resume(self, seconds: dict[str, float], usd: dict[str, float]) -> None:
         """Add the seconds and dollars that a checkpoint records of earlier launches."""
@@ -120,11 +119,11 @@ class PhaseClock:
         return {phase: self._earlier_usd.get(phase, 0.0) + seconds / 3600 * self.usd_per_hour
                 for phase, seconds in self.read_this_launch().items()}
 
-    def hand_over(self) -> None:
+    def export_to_children(self) -> None:
         """Pass this process's seconds on to the processes that it starts."""
         os.environ[SPENT_VARIABLE] = json.dumps(self.read_this_launch())
 
-    def take_over(self) -> None:
+    def import_from_parent(self) -> None:
         """Add the seconds of the process that started torchrun, once."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             for phase, seconds in json.loads(os.environ.get(SPENT_VARIABLE, "{}")).items():

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from basics.failpoints import failpoint
-from basics.files import append_whole, write_aside
+from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import WindowSummary
@@ -130,7 +130,7 @@ class Console:
         if not failure:
             try:
                 failpoint("summary")
-                write_aside(self.run.summary_path, to_json(summary, indent=2) + "\n")
+                write_atomically(self.run.summary_path, to_json(summary, indent=2) + "\n")
             except OSError as error:
                 failure = f"summary.json could not be written ({error.strerror})"
         for line in summary_lines(summary, self.run):
@@ -179,6 +179,6 @@ def batch_arithmetic(plan: BatchPlan, num_steps: int) -> list[str]:
     return [
         f"microbatch {plan.microbatch_size} x accumulation {plan.gradient_accumulation_steps}"
         f" x {processes} = global batch {plan.global_batch_size} sequences"
-        f" x {plan.context_length:,} tokens = {plan.tokens_per_step:,} tokens a step",
+        f" x {plan.context_length:,} tokens = {plan.tokens_per_step:,} tokens per step",
         f"{num_steps:,} steps = {num_steps * plan.tokens_per_step:,} tokens",
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from basics.errors import UserError
-from basics.files import fsync, read_plain, write_aside
+from basics.files import fsync, read_regular_file, write_atomically
 from basics.json_files import to_json
 
 MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # per file: about four million steps
@@ -50,7 +50,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     try:
-        text = read_plain(path, max_bytes=MAX_RECORDS_BYTES)
+        text = read_regular_file(path, max_bytes=MAX_RECORDS_BYTES)
     except OSError:  # none yet, or refused by `check_records` at launch
         return []
     for line in text.split("\n"):
@@ -84,7 +84,7 @@ def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
     seconds = [record.get("seconds") for record in records]
     usd = [record.get("usd") for record in records]
     try:
-        summary = json.loads(read_plain(summary_path))
+        summary = json.loads(read_regular_file(summary_path))
         seconds.append(sum(summary["seconds"].values()))
         usd.append((summary["usd"] or {"total": 0.0})["total"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
@@ -98,14 +98,14 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
     """Drop the records of steps that a resumed run takes again, from `first_step` on.
 
     Args:
-        lacks_validation: drop the validation before that step too: it is repeated.
+        lacks_validation: drop the validation and samples before that step too: they are repeated.
     """
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["global_step"] < first_step
             and not (lacks_validation and record["global_step"] == first_step - 1
-                     and "validation_loss" in record)]
-    write_aside(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
+                     and record.keys() & {"validation_loss", "prompt"})]
+    write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
 
 
 def fsync_records(path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from basics.errors import STOP_SIGNALS
-from basics.files import read_plain, write_aside
+from basics.files import read_regular_file, write_atomically
 from basics.json_files import to_json
 from reporting.clock import (
     CHART,
@@ -82,7 +82,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
 def has_status(run: Run, status: str) -> bool:
     """Return whether a run's `summary.json` exists and has this status."""
     try:
-        return json.loads(read_plain(run.summary_path))["status"] == status
+        return json.loads(read_regular_file(run.summary_path))["status"] == status
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
@@ -92,7 +92,7 @@ def write_status(run: Run, status: str, reason: str | None, *, seconds: dict[str
     """Write a `summary.json` with only a run's status, its reason and what it has spent."""
     state = {"run": run.name, "status": status, "reason": reason, **_spent(seconds, usd)}
     with suppress(OSError):
-        write_aside(run.summary_path, to_json(state, indent=2) + "\n")
+        write_atomically(run.summary_path, to_json(state, indent=2) + "\n")
 
 
 def _spent(seconds: dict[str, float], usd: dict[str, float]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def final_status(run: Run, status: int) -> int:
         status: torchrun's; it is 0 also if a signal to one process has stopped the run.
     """
     try:
-        summary = json.loads(read_plain(run.summary_path))
+        summary = json.loads(read_regular_file(run.summary_path))
         stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()
                            if summary["reason"] == name), 0)
         if summary["status"] == "running":  # the processes were killed
@@ -114,7 +114,7 @@ def final_status(run: Run, status: int) -> int:
             summary |= {"status": "stopped", "reason": signal_name} if signal_name else {
                 "status": "failed", "reason": f"ended with status {status}"}
             with suppress(OSError):
-                write_aside(run.summary_path, to_json(summary, indent=2) + "\n")
+                write_atomically(run.summary_path, to_json(summary, indent=2) + "\n")
         return status or stopped_by
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return status
@@ -129,7 +129,7 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     because = f" ({summary['reason']})" if summary["reason"] else ""
     return [
         f"{run.name} {summary['status']} at step {summary['global_step'] + 1:,} of"
-        f" {summary['num_steps']:,}{because}: {losses} (nats a token)",
+        f" {summary['num_steps']:,}{because}: {losses} (nats per token)",
         _split("time", summary["seconds"], duration),
         *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
         f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} a second while"

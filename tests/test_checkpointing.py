@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -36,7 +37,7 @@ from tests.support.checkpoints import MODEL, damage, describe, save, state
 from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
 from trainer.resuming import changed_validation, check_identity, check_weights_fit
-from trainer.startup import PreparedRun, prepare_run
+from trainer.startup import PreparedRun, check_format, prepare_run
 
 NORM = "final_norm.bias"
 
@@ -202,9 +203,11 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_and_its_weights_are_read(
     (checkpoint.path / MANIFEST).unlink()
     write_manifest(checkpoint.path, global_step=3, tokens=0)
     (old,) = list_checkpoints(tmp_path)
+    assert old.validation == Validation(loss=1.0)  # a finished run stays finished
     with pytest.raises(UserError, match="was written by an earlier version") as caught:
-        load_checkpoint(old, state(0))
+        check_format(SimpleNamespace(resume_from=old, is_finished=False))
     assert "\n" not in str(caught.value)
+    check_format(SimpleNamespace(resume_from=old, is_finished=True))
     model = state(0).model
     load_weights(old, model)
     for name, value in state(3).model.state_dict().items():
@@ -239,7 +242,7 @@ def test_a_wrong_loss_scale_is_damage(tmp_path: Path, loss_scale: dict) -> None:
     (path / "meta.json").write_text(json.dumps(meta))
     (path / MANIFEST).unlink()
     write_manifest(path, global_step=3, tokens=0)
-    with pytest.raises(UserError, match="damaged: meta.json cannot be read"):
+    with pytest.raises(UserError, match="damaged: meta.json or validation.json cannot be read"):
         open_checkpoint(path)
 
 

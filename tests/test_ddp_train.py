@@ -366,7 +366,7 @@ def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "6"))
     before = workplace.files()
     for result in (workplace.torchrun(1, "tiny"), workplace.ddp_train("tiny")):
-        assert "was trained with 128 tokens a step, this launch has 64" in result.stderr
+        assert "was trained with 128 tokens per step, this launch has 64" in result.stderr
     assert workplace.files() == before
     change(workplace, "train", gradient_accumulation_steps=4)
     succeeded(workplace.torchrun(1, "tiny"))

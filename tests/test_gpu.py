@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing import SnapshotBuffers
-from ddp_train import average_gradients
+from ddp_train import wrap_in_ddp
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.sharing import Share
 from lab.targets import Target
@@ -72,7 +72,7 @@ def step_of(**changes: object) -> TrainingStep:
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
     train = resolve_for_device(train, process.device)
     return TrainingStep(build_training_state(MODEL, train, process.device), train, process,
-                        wrap=average_gradients)
+                        wrap=wrap_in_ddp)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name)
 
 
-def check_token_range(run: Run, data: RunData) -> None:
+def check_token_range(data: RunData) -> None:
     """Check every token id that the run will read. One process of each node.
 
     Raises:

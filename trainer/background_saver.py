@@ -59,12 +59,12 @@ class BackgroundSaver:
             self.retry()  # a validation that could not be written
         failpoint("save.snapshot")
         self._unsaved, self._validation = (self._buffers.take(state), meta), None
-        self._write = self._thread.submit(self._run)
+        self._write = self._thread.submit(self._run, self._write)
 
     def add_validation(self, validation: Validation) -> None:
         """Add a validation to the newest checkpoint, once that is whole on disk."""
         self._validation = validation
-        self._write = self._thread.submit(self._run)
+        self._write = self._thread.submit(self._run, self._write)
 
     @property
     def is_validated(self) -> bool:
@@ -83,7 +83,7 @@ class BackgroundSaver:
         """Wait for the last write; repeat it if it has failed."""
         self.wait()
         if self.is_behind:
-            self._write = self._thread.submit(self._run)
+            self._write = self._thread.submit(self._run, self._write)
             self.wait()
 
     def facts(self) -> dict[str, float]:
@@ -127,8 +127,10 @@ class BackgroundSaver:
         except OSError as error:
             self._failure = f"older checkpoints could not be removed ({error.strerror or error})"
 
-    def _run(self) -> None:
+    def _run(self, previous: Future[None] | None) -> None:
         """Write whatever is not on disk yet. In the thread."""
+        if previous is not None:
+            previous.result()  # an error that nobody has seen ends this write too
         began = time.perf_counter()
         if self._unsaved is not None and not self._save(*self._unsaved):
             return
@@ -153,6 +155,7 @@ class BackgroundSaver:
     def _save_validation(self, checkpoint: Checkpoint) -> bool:
         what = f"the validation loss of step {checkpoint.meta.global_step + 1:,}"
         try:
+            fsync_records(self._checkpoints_dir.parent / "metrics.jsonl")
             self._newest = add_validation(checkpoint, self._validation)
         except (OSError, ValueError) as error:
             self._failure = f"{what} could not be written ({getattr(error, 'strerror', error)})"

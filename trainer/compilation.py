@@ -54,8 +54,8 @@ class ByLayer(nn.Module):
     """A model's training loss for DistributedDataParallel, with each layer compiled separately.
 
     One compilation serves all layers. A layer's gradients are complete when its own backward pass
-    ends, so they are all-reduced while the backward pass goes on. Out of one graph for the whole
-    model, all gradients would come at its end.
+    ends, so they are all-reduced while the backward pass goes on. With one graph for the whole
+    model, all gradients would become available only at the end of the backward pass.
     """
 
     def __init__(self, model: GPTModel, train: TrainConfig) -> None:

@@ -32,6 +32,6 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
         print_line(prepared.finished_line())
         return 0
     release_run()  # for rank 0, which takes the lock
-    clock.hand_over()
+    clock.export_to_children()
     status = start_torchrun(script, sys.argv[1:], num_processes=num_processes)
     return final_status(prepared.run, status)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from basics.errors import DISK, NUMBERS, UserError, describe
+from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from checkpointing import best_of, list_checkpoints, remove_partial_checkpoints, renew_links
 from checkpointing import set_aside as set_checkpoints_aside
 from processes.launch import machine_facts, throttling
@@ -25,14 +24,11 @@ from trainer.precision import autocast
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
 
-if TYPE_CHECKING:
-    from trainer.stopping import Stop
-
 
 class Reports:
     """Prints and records a run as it trains. Only rank 0 prints; `write` is a collective."""
 
-    step: TrainingStep  # set by `compiled`
+    step: TrainingStep  # set by `report_compilation`
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
                  saver: BackgroundSaver) -> None:
@@ -52,7 +48,7 @@ class Reports:
             remove_partial_checkpoints(self.run.checkpoints_dir)
             renew_links(self.run.checkpoints_dir)
             if aside_dir := set_checkpoints_aside(self.run.run_dir, from_step=first_step):
-                self.console.say(f"earlier checkpoints from step {first_step} on are now in"
+                self.console.say(f"earlier checkpoints from step {first_step + 1:,} on are now in"
                                  f" {aside_dir}")
             if resume_from is not None:
                 self.console.say(f"resuming from {resume_from.path}")
@@ -61,12 +57,12 @@ class Reports:
             self.console.say(line)
         ratio = num_steps * self.plan.tokens_per_step / num_parameters
         self.console.say(f"{num_parameters:,} parameters, {ratio:.1f} tokens for each;"
-                         f" {self.run.train.precision} on {self.process.device.type}")
+                         f" {self.prepared.train.precision} on {self.process.device.type}")
         self.console.start(first_step, num_steps=num_steps,
                            lacks_validation=self.prepared.lacks_validation)
         self.clock.enter(COMPILE)  # until the end of the first step
 
-    def compiled(self, step: TrainingStep) -> None:
+    def report_compilation(self, step: TrainingStep) -> None:
         """Warn if the step could not be compiled."""
         self.step = step
         if step.why_eager:
@@ -120,7 +116,7 @@ class Reports:
                       f" step {global_step + 1:,}, were not finite; resume from an earlier"
                       " checkpoint with a lower learning_rate, or with precision bf16 or fp32")
             self.watchdog.before_exit("failed", reason)
-            raise AgreedError(reason, status=NUMBERS)
+            raise AgreedError(reason, status=NON_FINITE)
 
     def speed(self, num_steps: int) -> Speed:
         """Return the speed of this launch's last `num_steps`."""
@@ -139,22 +135,22 @@ class Reports:
             throttling=throttling(self.process.device),
         )
 
-    def validation(self, global_step: int, loss: float, seconds: float) -> None:
-        """Report a validation, and continue the run's `sample_prompts` with the model. Rank 0."""
-        self.console.report_validation(global_step, loss, seconds)
+    def write_samples(self, global_step: int) -> None:
+        """Continue the run's `sample_prompts` with the model. Rank 0."""
         if prompts := self.run.train.sample_prompts:
             with self.clock.phase(VALIDATION), autocast(self.step.precision, self.process.device):
                 failure = self._sampler().try_to_write(
                     self.run.samples_path, prompts, global_step)
             self.console.warn("no samples", failure)
 
-    def charts(self) -> None:
+    def draw_charts(self) -> None:
         """Draw the run's charts; a failure is only a warning. Rank 0."""
         with self.clock.phase(CHART):
             self.console.warn("no charts", try_to_draw_charts(self.run))
         gc.collect()  # the automatic collection is off, and charts leave reference cycles
 
-    def end(self, global_step: int, stop: Stop) -> None:
+    def end(self, global_step: int, num_steps: int, *, stop_reason: str | None,
+            lacks_validation: bool) -> None:
         """Wait for the last checkpoint; write and print the summary. Rank 0.
 
         Raises:
@@ -162,15 +158,15 @@ class Reports:
         """
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
             self.saver.prune()
-            self.charts()
+            self.draw_charts()
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         unwritten = self.console.finish(RunEnd(
             global_step=global_step,
-            num_steps=stop.num_steps,
-            stop_reason=stop.reason,
-            lacks_validation=stop.validates_after(global_step) and not self.saver.is_validated,
+            num_steps=num_steps,
+            stop_reason=stop_reason,
+            lacks_validation=lacks_validation,
             num_parameters=self.step.state.model.num_parameters(),
             best=best and best.facts(),
             checkpoints=self.saver.facts(),
@@ -181,7 +177,7 @@ class Reports:
             unwritten = self.saver.take_failure()
         if unwritten:
             raise UserError(f"{unwritten}; free disk space in {self.run.run_dir} and run the same"
-                            " command again: it resumes from the last whole one", DISK)
+                            " command again: it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
         self._print_sample()
 

@@ -44,7 +44,7 @@ def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
     """Refuse to resume with another global batch size: data would be read twice, or skipped.
 
     Raises:
-        UserError: the checkpoint's tokens are not its steps times this plan's tokens a step.
+        UserError: the checkpoint's tokens are not its steps times this plan's tokens per step.
     """
     num_steps = checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:

@@ -15,6 +15,7 @@ from basics.manifest import digest_of
 from checkpointing import (
     BEST,
     LATEST,
+    PICKLED_OPTIMIZER,
     Checkpoint,
     TrainingState,
     find_checkpoint,
@@ -31,7 +32,7 @@ from reporting.clock import DOWNLOAD, PhaseClock
 from reporting.metrics_file import check_records, spent_before
 from reporting.speed import BYTES_PER_PARAMETER_SAVED
 from reporting.summary import FINISHED, has_status
-from run_config import Run, check_inside, load_run
+from run_config import Run, TrainConfig, check_inside, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, check_token_range, open_run_data
 from trainer.budget import Budget
@@ -44,12 +45,17 @@ from trainer.step import build_training_state
 class PreparedRun:
     """A run that has been checked and is ready to train."""
 
-    run: Run  # its train config is resolved for the device
+    run: Run
+    train: TrainConfig  # the run's; `for_device` decides what the run leaves open
     data: RunData
     resume_from: Checkpoint | None
     options: Options
-    has_finished: bool  # summary.json says so
+    summary_says_finished: bool  # summary.json says so
     warnings: tuple[str, ...] = ()
+
+    def for_device(self, device: torch.device) -> PreparedRun:
+        """Return the run with its precision decided. Initialises CUDA. Raises: UserError."""
+        return replace(self, train=resolve_for_device(self.run.train, device))
 
     @property
     def plan(self) -> BatchPlan:
@@ -70,11 +76,10 @@ class PreparedRun:
     @property
     def lacks_validation(self) -> bool:
         """Whether the checkpoint's validation was due, and an earlier launch ended before it."""
-        train, step = self.run.train, self.first_step
-        if not (self.resume_from and train.validates) or self.resume_from.loss is not None:
+        if self.resume_from is None or not self.train.validates:
             return False
-        is_due = step % train.validation_interval == 0 or step == self.num_steps
-        return is_due and self.resume_from.validation is None
+        return self.resume_from.validation is None and is_due(
+            self.first_step - 1, self.train.validation_interval, num_steps=self.num_steps)
 
     @property
     def is_trained(self) -> bool:
@@ -84,16 +89,22 @@ class PreparedRun:
     @property
     def is_finished(self) -> bool:
         """Whether nothing is left to do; a kill may come between the last step and the end."""
-        return self.is_trained and not self.lacks_validation and self.has_finished
+        return self.is_trained and not self.lacks_validation and self.summary_says_finished
 
     def identity(self) -> object:
         """Return the values that must be equal on all processes."""
         checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
-        return self.run.model, self.run.train, self.plan, self.data.fingerprints, checkpoint
+        return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
     def finished_line(self) -> str:
         return (f"{self.run.name} is complete: {self.num_steps:,} steps,"
                 f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it over")
+
+
+def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
+    """Return whether something is due after a step: every `interval` steps, and at the end."""
+    return global_step == num_steps - 1 or (
+        interval is not None and (global_step + 1) % interval == 0)
 
 
 def prepare_run(options: Options, process: Process, clock: PhaseClock,
@@ -104,7 +115,8 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         UserError: on every rank, whichever found it.
     """
     step = agreement.run
-    run = step("configs", lambda: _load_run(options, process))
+    run = step("configs",
+               lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
     step("run directory", lambda: check_run_dir(run))
     dataset_dir = options.datasets_dir / run.train.dataset
     step("dataset directory",
@@ -113,8 +125,8 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
-    step("token ids", lambda: check_token_range(run, data) if process.is_main_of_node else None)
-    has_finished, name, *warnings = json.loads(agreement.from_rank_0(
+    step("token ids", lambda: check_token_range(data) if process.is_main_of_node else None)
+    summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
         "checkpoint", lambda: json.dumps([has_status(run, FINISHED),
                                           *choose_checkpoint(run, options)])))
     is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
@@ -124,10 +136,12 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         warnings += changed_validation(resume_from, data.fingerprints)
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
-    prepared = PreparedRun(run, data, resume_from, options, has_finished, tuple(warnings))
+    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
+                           tuple(warnings))
     if not options.fresh:
         clock.count_lost(*step("spent", lambda: spent_before(run.metrics_path, run.summary_path)))
     clock.usd_per_hour = run.train.usd_per_hour
+    step("checkpoint format", lambda: check_format(prepared))
     step("budget", lambda: check_budget(prepared, clock))
     step("disk space", lambda: check_disk_space(prepared) if process.is_main else None)
     return prepared
@@ -135,15 +149,10 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
 
 def build_state(prepared: PreparedRun, device: torch.device) -> TrainingState:
     """Build the model and its optimizer; load the checkpoint that the run resumes from, if any."""
-    state = build_training_state(prepared.run.model, prepared.run.train, device)
+    state = build_training_state(prepared.run.model, prepared.train, device)
     if prepared.resume_from is not None:
         load_checkpoint(prepared.resume_from, state)
     return state
-
-
-def _load_run(options: Options, process: Process) -> Run:
-    run = load_run(options.runs_dir, options.run).priced(options.usd_per_hour)
-    return replace(run, train=resolve_for_device(run.train, process.device))
 
 
 def check_run_dir(run: Run) -> None:
@@ -195,6 +204,18 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
     check_weights_fit(checkpoint, run.model)
     check_position(checkpoint, data.plan)
     return checkpoint
+
+
+def check_format(prepared: PreparedRun) -> None:
+    """Refuse to resume from a checkpoint whose optimizer is a pickle.
+
+    Raises:
+        UserError: an earlier version wrote it.
+    """
+    found = prepared.resume_from
+    if found and (found.path / PICKLED_OPTIMIZER).exists() and not prepared.is_finished:
+        raise UserError(f"{found.path}: was written by an earlier version, whose optimizer is a"
+                        " pickle; resume with that version, or use --fresh (lab reads weights)")
 
 
 def check_disk_space(prepared: PreparedRun) -> None:

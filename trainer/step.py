@@ -94,7 +94,7 @@ class TrainingStep:
         return model
 
     def _try(self, loss: nn.Module) -> None:
-        """Compile the training loss by running it once, before DDP counts backward passes."""
+        """Compile the training loss by running it once, before DDP wraps it."""
         tokens = torch.zeros(self._shape(), dtype=torch.int64, device=self.process.device)
         try:
             with autocast(self.precision, self.process.device):
@@ -180,7 +180,7 @@ class TrainingStep:
             index, token_ids, targets = next(microbatches)
             torch.manual_seed(dropout_seed(self.train.random_seed, index))
             # DDP reads require_backward_grad_sync in the forward pass, so forward and backward
-            # both stand inside no_sync().
+            # must both be inside no_sync().
             with self._gradient_sync(accumulation_step == num_microbatches - 1):
                 with autocast(self.precision, self.process.device):
                     loss = self.parallel_model(token_ids, targets) / num_microbatches

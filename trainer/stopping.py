@@ -14,7 +14,7 @@ from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL
 from trainer.background_saver import BackgroundSaver
 from trainer.budget import Budget, Pace
-from trainer.startup import PreparedRun
+from trainer.startup import PreparedRun, is_due
 
 
 class Stop:
@@ -38,12 +38,13 @@ class Stop:
         self.num_steps = prepared.num_steps
         self.reason = "--max-steps" if prepared.options.max_steps else None
 
-    def after(self, global_step: int) -> bool:
-        """Return whether the launch ends with this step."""
-        if self.is_asked():
+    def after(self, global_step: int, *, is_report_due: bool) -> bool:
+        """Return whether the launch ends with this step. Budgets are checked at reports."""
+        if self.signal_received():
             return True
-        if self._checks_budget_after(global_step):
-            if torch.cuda.is_available():
+        checks_budget = is_report_due or self.is_save_due(global_step)
+        if checks_budget and self._budget.is_limited and global_step < self._last_step():
+            if self._watchdog.process.device.type == "cuda":
                 torch.cuda.synchronize()  # the clock must include steps that are still queued
             pace = self.pace(global_step - self._prepared.first_step)
             if self._config.fit_budget:
@@ -51,11 +52,11 @@ class Stop:
             if self._from_rank_0(int(self._is_spent_after(global_step, pace))):
                 self.reason = self._budget.nearest_limit()
                 return True
-        if self.saves_after(global_step):
+        if self.is_save_due(global_step):
             self._fits_next = self._config.fit_budget  # the cost of a save is known by then
         return global_step >= self._last_step()
 
-    def is_asked(self) -> bool:
+    def signal_received(self) -> bool:
         """Return whether any process has received a signal to stop."""
         asked = torch.tensor(self._watchdog.stop_signal)
         with self._watchdog.suspended():
@@ -64,31 +65,26 @@ class Stop:
             self.reason = STOP_SIGNALS[int(asked)]
         return bool(asked)
 
-    def validates_after(self, global_step: int) -> bool:
+    def is_validation_due(self, global_step: int) -> bool:
         """Return whether a validation is due after this step. Not a collective."""
         return self._config.validates and self._is_due(global_step,
                                                        self._config.validation_interval)
 
-    def saves_after(self, global_step: int) -> bool:
+    def is_save_due(self, global_step: int) -> bool:
         """Return whether the run's intervals ask for a checkpoint here. Not a collective."""
-        return (self.validates_after(global_step)
+        return (self.is_validation_due(global_step)
                 or self._is_due(global_step, self._config.checkpoint_interval))
 
     def counts_train_loss(self, global_step: int) -> bool:
         """Return whether `best` goes by this step's training loss. Not a collective."""
-        return not self._config.validates and self.saves_after(global_step)
+        return not self._config.validates and self.is_save_due(global_step)
 
     def _is_due(self, global_step: int, interval: int | None) -> bool:
-        is_end = global_step == self.num_steps - 1
-        return is_end or (interval is not None and (global_step + 1) % interval == 0)
+        return is_due(global_step, interval, num_steps=self.num_steps)
 
     def _last_step(self) -> int:
         max_steps = self._prepared.options.max_steps or self.num_steps
         return min(self.num_steps, self._prepared.first_step + max_steps) - 1
-
-    def _checks_budget_after(self, global_step: int) -> bool:
-        is_report_due = (global_step + 1) % REPORT_INTERVAL == 0 or self.saves_after(global_step)
-        return self._budget.is_limited and is_report_due and global_step < self._last_step()
 
     def _from_rank_0(self, number: int) -> int:
         decided = torch.tensor(number)
@@ -116,7 +112,7 @@ class Stop:
         last_step = self._last_step()
         ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, last_step) + 1)
         due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
-        num_saves = sum(self.saves_after(step) for step in due if step != last_step)
+        num_saves = sum(self.is_save_due(step) for step in due if step != last_step)
         return not self._budget.affords(pace.seconds(
-            len(ahead), num_validations=sum(map(self.validates_after, due)),
+            len(ahead), num_validations=sum(map(self.is_validation_due, due)),
             num_saves=num_saves + 1) + pace.last_write)  # a launch ends with a save

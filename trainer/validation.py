@@ -18,7 +18,7 @@ def mean_loss(
     watched: Callable[[Iterable[Microbatch], int], Iterable[Microbatch]],
     is_interrupted: Callable[[], bool],
 ) -> float | None:
-    """Return the mean loss over all of `data`, in nats a token; None if it was interrupted.
+    """Return the mean loss over all of `data`, in nats per token; None if it was interrupted.
 
     The sum is in float64, so that neither the microbatch size nor the number of processes changes
     the result beyond rounding.

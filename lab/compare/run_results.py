@@ -24,7 +24,6 @@ MEMORY_SETTINGS = (  # change the memory of a step
     "gradient_accumulation_steps", "residual_dtype", "compile", "compile_mode", "head_chunks",
     "activation_checkpointing",
 )
-RESOLVED_BY_DEVICE = ("precision", "compile", "residual_dtype")  # if train.json does not set them
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,6 @@ def _config(run_dir: Path, written: Written) -> dict[str, Any]:
         if not in_file and not resolved:
             return {}
         config |= _with_defaults(config_type, resolved) if resolved else in_file
-        config |= {key: None for key in RESOLVED_BY_DEVICE if in_file.get(key, "") is None}
     return config
 
 

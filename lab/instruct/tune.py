@@ -201,11 +201,11 @@ def _answer(target: Target, entries: list[Entry], options: TuneOptions) -> list[
 
 
 def _write(output: Path, record: dict[str, Any]) -> None:
-    from basics.files import write_aside
+    from basics.files import write_atomically
     from basics.json_files import to_json
 
     try:
-        write_aside(output, to_json(record, indent=2))
+        write_atomically(output, to_json(record, indent=2))
     except OSError as error:
         raise UserError(f"{output}: cannot be written: {error.strerror or error}; free disk"
                         " space, or name another file with --output") from None

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from basics.errors import UserError, as_os_error, cannot_be_written
-from basics.files import read_plain
+from basics.files import read_regular_file
 from lab.publish.model_card import CHARTS, MARK
 from lab.publish.tokenizer_files import write_tokenizer_files
 from lab.targets import Target
@@ -65,7 +65,7 @@ def check_output(output_dir: Path) -> None:
 
 def _card_of(directory: Path) -> str:
     try:
-        return read_plain(directory / "README.md")
+        return read_regular_file(directory / "README.md")
     except OSError:
         return ""
 

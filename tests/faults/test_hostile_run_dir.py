@@ -11,7 +11,7 @@ import pytest
 
 from basics.errors import UserError
 from basics.failpoints import MARKS, VARIABLE
-from basics.files import write_aside
+from basics.files import write_atomically
 from checkpointing import set_aside
 from processes.run_lock import LockedError, lock_run, release_run
 from reporting.charts import draw_charts
@@ -101,7 +101,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     for name in (".metrics.jsonl.partial", ".loss-chart.png.partial", "a.json",
                  ".grad-norm-chart.png.partial", ".learning-rate-chart.png.partial"):
         (run_dir / name).symlink_to(victim)
-    write_aside(run_dir / "metrics.jsonl", "new")
+    write_atomically(run_dir / "metrics.jsonl", "new")
     names = ("train_loss", "train_loss_min", "train_loss_max", "grad_norm", "grad_norm_max",
              "learning_rate")
     draw_charts(run_dir, [{"global_step": 1} | dict.fromkeys(names, 1.0)])

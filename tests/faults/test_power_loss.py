@@ -65,14 +65,14 @@ class Recorder:
         watch(Path, "symlink_to", "link", 0)
         for module in (checkpointing, manifest, files, metrics_file):
             watch(module, "fsync", "flush", 0)
-        write_aside = files.write_aside
+        write_atomically = files.write_atomically
 
-        def watched_write_aside(path: Path, text: str, **options: object) -> None:
+        def watched_write(path: Path, text: str, **options: object) -> None:
             self.note("write", path.with_name(f".{path.name}.partial"), text.encode())
-            write_aside(path, text, **options)
+            write_atomically(path, text, **options)
 
         for module in (checkpointing, manifest):
-            monkeypatch.setattr(module, "write_aside", watched_write_aside)
+            monkeypatch.setattr(module, "write_atomically", watched_write)
 
 
 def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:

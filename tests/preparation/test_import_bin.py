@@ -54,7 +54,7 @@ def test_a_run_can_read_imported_files_of_nanogpt(workplace: Workplace, tmp_path
     assert not list(out.parent.glob(".*"))
     workplace.add_run(train={"dataset": "mine", "min_train_tokens": 64})
     run = load_run(workplace.runs_dir, "tiny")
-    check_token_range(run, open_run_data(run, out, world_size=1))
+    check_token_range(open_run_data(run, out, world_size=1))
 
 
 @settings(max_examples=15, deadline=None)

@@ -81,11 +81,11 @@ def test_what_the_starting_process_spent_is_handed_over_once(
     with starter.phase("download"):
         now.seconds += 60
     now.seconds += 3
-    starter.hand_over()
+    starter.export_to_children()
     worker = PhaseClock()
-    worker.take_over()
+    worker.import_from_parent()
     assert worker.read()["download"] == 60 and worker.read()["startup"] == 3
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     restarted = PhaseClock()
-    restarted.take_over()
+    restarted.import_from_parent()
     assert restarted.read()["download"] == 0

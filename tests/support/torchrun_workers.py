@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import ddp_train
 from basics.errors import UserError
 from benchmarks.memory_model import peak_of_training
-from ddp_train import Trainer, average_gradients
+from ddp_train import Trainer, wrap_in_ddp
 from microbatch_search.search import find_max_microbatch
 from microbatch_search.trial import Trials
 from processes.command_line import Options
@@ -54,7 +54,7 @@ def main() -> None:
         trials = Trials(load_run(root / "runs", "tiny"), process,
                         Agreement(process.rank, process.world_size),
                         memory_limit_gib=limits[process.rank % len(limits)],
-                        wrap=average_gradients)
+                        wrap=wrap_in_ddp)
         trials._context = multiprocessing.get_context("fork")  # spares the loading of torch
         random_state = torch.get_rng_state()
         tried = {trial.microbatch_size: trial.fits for trial in find_max_microbatch(trials.train)}
@@ -81,12 +81,13 @@ def count_all_reduces(root: Path, process, group) -> list[int]:
     """All-reduces of gradients after each microbatch of one global step."""
     options = Options("tiny", datasets_dir=root / "datasets", runs_dir=root / "runs")
     clock = PhaseClock()
-    prepared = prepare_run(options, process, clock, Agreement.in_one_process())
+    prepared = prepare_run(options, process, clock, Agreement.in_one_process()).for_device(
+        process.device)
     watchdog = Watchdog(process, open_store("watch"), phase=lambda: clock.current,
                         heartbeat_path=root / "heartbeat.json")
     trainer = Trainer(prepared, build_state(prepared, process.device), watchdog,
                       clock=clock, group=group)
-    trainer.step = TrainingStep(trainer.state, trainer.config, process, wrap=average_gradients)
+    trainer.step = TrainingStep(trainer.state, trainer.config, process, wrap=wrap_in_ddp)
     counted, after_each = [0], []
 
     def hook(group, bucket):
@@ -101,7 +102,7 @@ def count_all_reduces(root: Path, process, group) -> list[int]:
         return scale(loss)
 
     trainer.step.state.scaler.scale = watched_scale
-    trainer.step.take(trainer.batches(), learning_rate=0.01,
+    trainer.step.take(trainer.microbatches(), learning_rate=0.01,
                       num_microbatches=trainer.plan.gradient_accumulation_steps)
     return [*after_each[1:], counted[0]]
 
@@ -129,18 +130,18 @@ def count_compilations() -> None:
     compile_with = compilation.torch.compile
     compilation.torch.compile = lambda function, **options: compile_with(
         function, backend="aot_eager", **options)
-    charts, end = Reports.charts, Reports.end
+    charts, end = Reports.draw_charts, Reports.end
 
     def charts_and_counts(reports: Reports) -> None:
         charts(reports)
         counts = {kind: dict(counters[kind]) for kind in ("frames", "stats", "graph_break")}
         reports.console.say(f"compiled: {json.dumps(counts)}")
 
-    def end_and_counts(reports: Reports, *arguments: object) -> None:
-        end(reports, *arguments)
+    def end_and_counts(reports: Reports, *arguments: object, **keywords: object) -> None:
+        end(reports, *arguments, **keywords)
         reports.console.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
 
-    Reports.charts, Reports.end = charts_and_counts, end_and_counts
+    Reports.draw_charts, Reports.end = charts_and_counts, end_and_counts
     del sys.argv[1:3]
     ddp_train.main()
 

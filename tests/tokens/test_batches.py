@@ -90,11 +90,11 @@ def test_ids_outside_the_vocabulary_are_found_before_training(
     tokens[65] = 300  # after the last token that the run reads
     write_tokens(dataset_dir / "train.safetensors", tokens)
     run = load_run(workplace.runs_dir, "tiny")
-    check_token_range(run, open_run_data(run, dataset_dir, world_size=1))
+    check_token_range(open_run_data(run, dataset_dir, world_size=1))
     tokens[position] = 257
     write_tokens(dataset_dir / "train.safetensors", tokens)
     with pytest.raises(UserError, match=f"token {position} has id 257"):
-        check_token_range(run, open_run_data(run, dataset_dir, world_size=1))
+        check_token_range(open_run_data(run, dataset_dir, world_size=1))
 
 
 def test_the_error_names_the_token_if_the_metadata_has_a_too_large_id(workplace: Workplace) -> None:
@@ -104,7 +104,7 @@ def test_the_error_names_the_token_if_the_metadata_has_a_too_large_id(workplace:
     write_tokens(dataset_dir / "train.safetensors", tokens, {"max_token_id": "300"})
     run = load_run(workplace.runs_dir, "tiny")
     with pytest.raises(UserError, match="token 0 has id 300"):
-        check_token_range(run, open_run_data(run, dataset_dir, world_size=1))
+        check_token_range(open_run_data(run, dataset_dir, world_size=1))
 
 
 def damage(path: Path, kind: str) -> None:
@@ -219,7 +219,7 @@ def num_reads(monkeypatch: pytest.MonkeyPatch, run: Run, dataset_dir: Path) -> i
         read = part.token_file.read
         monkeypatch.setattr(part.token_file, "read",
                             lambda *span, read=read: reads.append(span) or read(*span))
-    check_token_range(run, data)
+    check_token_range(data)
     return len(reads)
 
 

@@ -120,7 +120,7 @@ class Simulated(Stop):
         super().__init__(prepared, clock=self.clock, watchdog=None, group=None, saver=self.saver)
         self._num_parameters = 10**8
 
-    def is_asked(self) -> bool:
+    def signal_received(self) -> bool:
         return False
 
     def _from_rank_0(self, number: int) -> int:
@@ -132,14 +132,19 @@ class Simulated(Stop):
 
     def run(self) -> float:
         """Train; return the seconds it took."""
+        since_report = 0
         self.clock.enter("compile")
         for step in itertools.count():
             self.now += self.seconds["step"] if step else 30
             if step == 0:
                 self.clock.enter("training")
             self.look_at_saver()
-            ends = self.after(step)
-            if ends or self.saves_after(step):
+            since_report += 1
+            is_report_due = since_report == 10
+            ends = self.after(step, is_report_due=is_report_due)
+            if is_report_due or ends or self.is_save_due(step):
+                since_report = 0
+            if ends or self.is_save_due(step):
                 self.save_and_validate(step)
             if ends:
                 return max(self.now, self.written_at)
@@ -151,7 +156,7 @@ class Simulated(Stop):
             self.now += self.seconds["checkpoint"]
         self.written_at = self.now + self.seconds["write"]
         with self.clock.phase("validation"):
-            self.now += self.seconds["validation"] if self.validates_after(step) else 0
+            self.now += self.seconds["validation"] if self.is_validation_due(step) else 0
 
 
 @pytest.mark.parametrize("fit_budget", [False, True])
