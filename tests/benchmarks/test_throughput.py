@@ -75,13 +75,11 @@ def test_two_processes_see_the_tokens_of_one() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[list[Measured]]:
-    """Measure the rows of one process in this process; restore its global settings."""
-    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Measure the rows of one process in this process."""
+    precision = torch.get_float32_matmul_precision()
     yield [Measured(row, [measure(RowTask(row, MODEL, 2, 4, STEPS, "cpu"), ALONE)])
            for row in ROWS[:-1]]
     torch.set_float32_matmul_precision(precision)
-    torch.set_num_threads(num_threads)
 
 
 def test_every_row_is_measured_in_turn_and_the_first_again(

@@ -1,4 +1,4 @@
-"""Samples while a run trains; how tokens are drawn stands in test_lab_generate.py."""
+"""Samples while a run trains; tests/lab/test_generate.py tests how tokens are sampled."""
 
 from __future__ import annotations
 
@@ -25,50 +25,61 @@ def tiny_model() -> GPTModel:
     return GPTModel(ModelConfig(**TINY_MODEL))
 
 
-def test_each_validation_leaves_a_line_for_each_prompt(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train=SAMPLED)
-    plain_dir = workplace.add_run("plain", train=SAMPLED | {"sample_prompts": None})
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """A trained run with samples."""
+    workplace = Workplace(tmp_path_factory.mktemp("sampled"))
+    workplace.add_run(train=SAMPLED)
     workplace.add_dataset()
-    for name in ("tiny", "plain"):
-        succeeded(workplace.torchrun(1, name))
-    lines = read_lines(run_dir / "samples.jsonl")
+    succeeded(workplace.torchrun(1, "tiny"))
+    return workplace
+
+
+def test_each_validation_writes_a_line_per_prompt(sampled: Workplace) -> None:
+    lines = read_lines(sampled.runs_dir / "tiny/samples.jsonl")
     assert [(line["global_step"], line["prompt"]) for line in lines] == [
         (step, prompt) for step in (4, 9, 11) for prompt in PROMPTS]
     assert len({line["text"] for line in lines}) > 3  # the model learns between them
-    weights = [(path / "checkpoints/latest/model.safetensors").read_bytes()
-               for path in (run_dir, plain_dir)]
-    assert weights[0] == weights[1]  # looking at it changes nothing
-    assert not (plain_dir / "samples.jsonl").exists()
 
 
-def test_a_killed_run_has_the_samples_of_each_step_once(workplace: Workplace) -> None:
+def test_samples_do_not_change_training(sampled: Workplace) -> None:
+    sampled.add_run("plain", train=SAMPLED | {"sample_prompts": None})
+    succeeded(sampled.torchrun(1, "plain"))
+    weights = [(sampled.runs_dir / name / "checkpoints/latest/model.safetensors").read_bytes()
+               for name in ("tiny", "plain")]
+    assert weights[0] == weights[1]
+    assert not (sampled.runs_dir / "plain/samples.jsonl").exists()
+
+
+def test_a_killed_run_has_the_samples_of_each_step_once(
+    sampled: Workplace, workplace: Workplace
+) -> None:
     run_dir = workplace.add_run(train=SAMPLED)
-    workplace.add_run("whole", train=SAMPLED)
     workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "whole"))
     assert workplace.torchrun(1, "tiny", **{VARIABLE: "save.rename:kill:hit=2"}).returncode
     steps = {line["global_step"] for line in read_lines(run_dir / "samples.jsonl")}
-    assert {4} <= steps <= {4, 9}  # the second save may end before its samples or after
+    assert {4} <= steps <= {4, 9}  # the second save may finish before or after its samples
     succeeded(workplace.torchrun(1, "tiny"))
-    whole = read_lines(workplace.runs_dir / "whole/samples.jsonl")
-    assert read_lines(run_dir / "samples.jsonl") == whole
+    expected = read_lines(sampled.runs_dir / "tiny/samples.jsonl")
+    assert read_lines(run_dir / "samples.jsonl") == expected
 
 
-def test_samples_that_cannot_be_drawn_do_not_end_a_run(workplace: Workplace) -> None:
-    workplace.add_run(train=SAMPLED, model={"vocab_size": 300})  # whose tokenizer nobody knows
+def test_samples_that_fail_do_not_stop_a_run(workplace: Workplace) -> None:
+    workplace.add_run(train=SAMPLED | {"min_train_tokens": 5 * 64},
+                      model={"vocab_size": 300})  # with an unknown tokenizer
     workplace.add_dataset()
     result = succeeded(workplace.torchrun(1, "tiny"))
-    assert result.stdout.count("warning: no samples: UserError: tokenizer") == 3
+    assert result.stdout.count("warning: no samples: UserError: tokenizer") == 1
 
 
-def test_drawing_leaves_the_model_in_training_mode(tmp_path: Path) -> None:
-    for tokenizer_name, went_wrong in (("bytes", False), (None, True)):
+def test_the_model_is_left_in_training_mode(tmp_path: Path) -> None:
+    for tokenizer_name, fails in (("bytes", False), (None, True)):
         model = tiny_model().eval()
         beats: list[None] = []
         sampler = Sampler(model, tokenizer_name, heartbeat=partial(beats.append, None))
         failure = sampler.try_to_write(tmp_path / "samples.jsonl", ["a"], 3)
-        assert bool(failure) is went_wrong and model.training
-        assert bool(beats) is not went_wrong  # else a slow sample would be taken for a hang
+        assert bool(failure) is fails and model.training
+        assert bool(beats) is not fails  # else slow sampling would look like a hang
     line, = read_lines(tmp_path / "samples.jsonl")
     assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]
 
@@ -77,7 +88,7 @@ def test_drawing_leaves_the_model_in_training_mode(tmp_path: Path) -> None:
     ("def ", "sample_prompts"), ([], "sample_prompts"), ([1], "sample_prompts"),
     (["a"] * 65, "sample_prompts"), (["a" * 20_000], "sample_prompts"),
 ])
-def test_prompts_that_are_no_list_of_texts_are_refused(
+def test_prompts_must_be_a_list_of_texts(
     tmp_path: Path, prompts: object, message: str
 ) -> None:
     values = {"dataset": "d", "microbatch_size": 1, "validation_interval": 1,
