@@ -20,7 +20,7 @@ def tiny_model(**changes: object) -> GPTModel:
 
 @settings(max_examples=20, deadline=None)
 @given(position=st.integers(0, 15), replacement=st.integers(0, 256))
-def test_a_token_changes_nothing_before_it(position: int, replacement: int) -> None:
+def test_a_token_changes_no_logits_before_it(position: int, replacement: int) -> None:
     model = tiny_model().double()
     token_ids = torch.arange(16)[None] * 7  # (1, T)
     changed = token_ids.clone()
@@ -31,7 +31,7 @@ def test_a_token_changes_nothing_before_it(position: int, replacement: int) -> N
         assert not torch.allclose(before[:, position:], after[:, position:])
 
 
-def test_sequences_of_a_batch_do_not_see_each_other() -> None:
+def test_sequences_of_a_batch_are_independent() -> None:
     model = tiny_model().double()
     a, b = torch.randint(0, 257, (2, 1, 16))
     together = model(torch.cat([a, b]))
@@ -39,7 +39,7 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
-def test_gpt2_init_starts_at_the_loss_of_a_uniform_guess(tie_weights: bool) -> None:
+def test_gpt2_init_has_the_loss_of_a_uniform_guess(tie_weights: bool) -> None:
     model = tiny_model(vocab_size=50257, emb_dim=128, n_heads=4, context_length=64,
                        tie_weights=tie_weights)
     token_ids = torch.randint(0, 50257, (4, 64))
@@ -47,7 +47,7 @@ def test_gpt2_init_starts_at_the_loss_of_a_uniform_guess(tie_weights: bool) -> N
     assert abs(model(token_ids, targets).item() - math.log(50257)) < 0.3
 
 
-def test_torch_init_with_tying_starts_far_off() -> None:
+def test_torch_init_with_tied_weights_has_a_huge_loss() -> None:
     model = tiny_model(vocab_size=50257, emb_dim=768, n_heads=4, tie_weights=True, init="torch")
     token_ids = torch.randint(0, 50257, (1, 16))
     assert model(token_ids[:, :-1], token_ids[:, 1:]).item() > 100
@@ -77,7 +77,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits() -> None:
     torch.testing.assert_close(model(token_ids, targets), expected)
 
 
-def test_every_lever_changes_the_parameters_it_names() -> None:
+def test_options_change_only_the_parameters_they_name() -> None:
     plain = {name for name, _ in tiny_model().named_parameters()}
     with_bias = {name for name, _ in tiny_model(qkv_bias=True).named_parameters()}
     assert with_bias - plain == {f"blocks.{i}.attention.qkv.bias" for i in range(2)}
@@ -88,10 +88,10 @@ def test_every_lever_changes_the_parameters_it_names() -> None:
 def test_checkpoints_hold_parameters_only_and_no_mask() -> None:
     model = tiny_model()
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
-    assert not list(model.buffers())  # nor does DDP have any to broadcast
+    assert not list(model.buffers())  # so DDP has none to broadcast
 
 
-def test_dropout_is_drawn_in_training_and_not_in_eval() -> None:
+def test_dropout_applies_in_training_mode_only() -> None:
     model = tiny_model(drop_rate=0.5)
     token_ids = torch.randint(0, 257, (2, 16))
     assert not torch.equal(model(token_ids), model(token_ids))

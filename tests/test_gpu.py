@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped, with the reason, where there is none."""
+"""Tests that need a GPU; skipped without one."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def step_of(**changes: object) -> TrainingStep:
 
 
 @contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    """Inside, PyTorch raises where the program would wait for the device, and it does so at all."""
+def synchronizing_is_an_error() -> Iterator[None]:
+    """Make PyTorch raise if the program waits for the device; check first that it does."""
     number = torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -88,7 +88,8 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def noisy_steps_upwards() -> Iterator[Microbatch]:
+def rising_tokens() -> Iterator[Microbatch]:
+    """Yield sequences that rise by 1 to 3, which a model can learn."""
     generator = torch.Generator().manual_seed(0)
     while True:
         steps = torch.randint(1, 4, (8, MODEL.context_length + 1), generator=generator)
@@ -97,12 +98,12 @@ def noisy_steps_upwards() -> Iterator[Microbatch]:
 
 
 def losses_of(step: TrainingStep, num_steps: int) -> torch.Tensor:
-    batches = noisy_steps_upwards()
+    batches = rising_tokens()
     return torch.stack([step.take(batches, num_microbatches=1, learning_rate=4e-4)[0]
                         for _ in range(num_steps)]).cpu()
 
 
-def test_the_fast_path_is_the_default_and_learns_as_float32_does() -> None:
+def test_the_default_is_the_fast_path_and_learns_like_float32() -> None:
     fast, plain = step_of(), step_of(precision="fp32", compile=False, residual_dtype="fp32")
     assert fast.is_compiled and fast.precision == "bf16" and not plain.is_compiled
     assert fast.attention_kernel() in ("flash", "cudnn")  # PyTorch chooses by the card
@@ -115,16 +116,16 @@ def test_the_fast_path_is_the_default_and_learns_as_float32_does() -> None:
 @pytest.mark.parametrize("changes", [{}, {"compile": False}, {"head_chunks": 4},
                                      {"activation_checkpointing": True, "compile": False}])
 def test_a_step_never_waits_for_the_device(changes: dict) -> None:
-    step, batches = step_of(**changes), noisy_steps_upwards()
+    step, batches = step_of(**changes), rising_tokens()
     ready = [next(batches) for _ in range(6)]
     step.take(iter(ready[:2]), num_microbatches=2, learning_rate=1e-3)
-    with waiting_is_an_error():
+    with synchronizing_is_an_error():
         losses = [step.take(iter(part), num_microbatches=2, learning_rate=1e-3)[0]
                   for part in (ready[2:4], ready[4:])]
     assert torch.stack(losses).isfinite().all()
 
 
-def test_a_checkpoint_has_the_vocabulary_s_rows(workplace: Workplace) -> None:
+def test_a_checkpoint_has_no_padded_rows(workplace: Workplace) -> None:
     workplace.add_dataset()
     workplace.add_run("tiny", model={"vocab_size": 50257}, train={"precision": "bf16"})
     succeeded(workplace.typed_torchrun(1, "tiny", "--max-steps", "2"))
@@ -142,14 +143,14 @@ def test_a_whole_step_with_its_data_never_waits_for_the_device(tmp_path) -> None
     step = step_of()
     batches = prefetch(data, range(16), device=step.process.device)
     step.take(batches, num_microbatches=2, learning_rate=1e-3)
-    with waiting_is_an_error():
+    with synchronizing_is_an_error():
         losses = [step.take(batches, num_microbatches=2, learning_rate=1e-3)[0] for _ in range(5)]
     assert torch.stack(losses).isfinite().all()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(precision: str) -> None:
-    step, batches = step_of(precision=precision), noisy_steps_upwards()
+    step, batches = step_of(precision=precision), rising_tokens()
     step.take(batches, num_microbatches=1, learning_rate=1e-3)
     before = SnapshotBuffers().take(step.state)
     step.state.model.final_norm.weight.register_hook(lambda grad: grad * torch.nan)
@@ -161,7 +162,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(precision: s
 
 
 def test_a_snapshot_is_a_copy_in_pinned_memory() -> None:
-    step, batches, buffers = step_of(), noisy_steps_upwards(), SnapshotBuffers()
+    step, batches, buffers = step_of(), rising_tokens(), SnapshotBuffers()
     step.take(batches, num_microbatches=1, learning_rate=1e-3)
     snapshot = buffers.take(step.state)
     kept = {name: tensor.clone() for name, tensor in snapshot.weights.items()}
@@ -173,9 +174,9 @@ def test_a_snapshot_is_a_copy_in_pinned_memory() -> None:
     assert all(torch.equal(snapshot.weights[name], tensor) for name, tensor in kept.items())
 
 
-def test_compiled_it_validates_as_eager_code_does() -> None:
+def test_compiled_validation_has_the_loss_of_eager_validation() -> None:
     compiled, eager = step_of(), step_of(compile=False)
-    _, token_ids, targets = next(noisy_steps_upwards())
+    _, token_ids, targets = next(rising_tokens())
     for step in (compiled, eager):
         step.state.model.eval()
     with torch.inference_mode():
@@ -185,14 +186,14 @@ def test_compiled_it_validates_as_eager_code_does() -> None:
                                        eager.validation_loss(*part), rtol=2e-3, atol=0)
 
 
-def test_layers_compiled_one_by_one_share_gradients_over_nccl() -> None:
-    """A group of one: the second process would need a second GPU."""
+def test_layers_compiled_separately_have_eager_gradients_over_nccl() -> None:
+    """One process: a second would need a second GPU."""
     step = step_of(compile=False)
     loss = ByLayer(step.state.model, step.train)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shared = DistributedDataParallel(loss, device_ids=[0], gradient_as_bucket_view=True)
-        _, token_ids, targets = next(noisy_steps_upwards())
+        _, token_ids, targets = next(rising_tokens())
         with autocast("bf16", step.process.device):
             found = shared(token_ids, targets)
             found.backward()
@@ -209,7 +210,7 @@ def test_layers_compiled_one_by_one_share_gradients_over_nccl() -> None:
         dist.destroy_process_group()
 
 
-def test_a_model_evaluates_and_writes_as_on_a_cpu(tmp_path: Path) -> None:
+def test_a_model_evaluates_and_generates_as_on_a_cpu(tmp_path: Path) -> None:
     write_tokens(tmp_path / "validation.safetensors",
                  np.random.default_rng(0).integers(0, 257, size=4001).astype(np.uint16))
     file = TokenFile(tmp_path / "validation.safetensors")
@@ -224,7 +225,7 @@ def test_a_model_evaluates_and_writes_as_on_a_cpu(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_samples_are_drawn_in_the_precision_of_training(tmp_path: Path) -> None:
+def test_samples_are_generated_under_autocast(tmp_path: Path) -> None:
     step = step_of()
     with autocast("bf16", step.process.device):
         sampler = Sampler(step.state.model, "bytes", heartbeat=lambda: None)

@@ -83,7 +83,7 @@ def test_wrong_values_are_refused_in_one_line(
     (b"\xff\xfe", "cannot be read"),
     (None, "no such file"),
 ])
-def test_files_that_are_no_json_object_are_refused(
+def test_files_that_are_not_a_json_object_are_refused(
     workplace: Workplace, text: str | bytes | None, message: str
 ) -> None:
     path = workplace.add_run() / "train.json"
@@ -102,19 +102,19 @@ def test_run_names_stay_inside_the_runs_directory(workplace: Workplace, name: st
         load_run(workplace.runs_dir, name)
 
 
-def test_a_missing_run_names_those_there_are(workplace: Workplace) -> None:
+def test_the_error_for_a_missing_run_lists_the_existing_ones(workplace: Workplace) -> None:
     workplace.add_run()
     with pytest.raises(UserError, match="no such run; .* has: tiny"):
         load_run(workplace.runs_dir, "tinny")
 
 
-def test_a_key_that_was_renamed_still_works_with_one_warning(workplace: Workplace) -> None:
+def test_a_renamed_key_works_with_one_warning(workplace: Workplace) -> None:
     run = load(workplace, train={"microbatch_size": None, "minibatch_size": 4})
     assert run.train.microbatch_size == 4
     assert [("minibatch_size is now called microbatch_size" in w) for w in run.warnings] == [True]
 
 
-def test_tying_with_torch_init_draws_a_warning(workplace: Workplace) -> None:
+def test_tied_weights_with_torch_init_cause_a_warning(workplace: Workplace) -> None:
     run = load(workplace, model={"tie_weights": True, "init": "torch"})
     assert len(run.warnings) == 1 and "480" in run.warnings[0]
 
@@ -126,7 +126,7 @@ def test_configs_cannot_be_changed(workplace: Workplace) -> None:
     assert json.loads(run.train.model_dump_json())["microbatch_size"] == 2
 
 
-def test_the_price_is_the_runs_or_the_command_lines(workplace: Workplace) -> None:
+def test_the_price_on_the_command_line_overrides_the_runs(workplace: Workplace) -> None:
     run = load(workplace, train={"usd_per_hour": 5.0, "max_cost_usd": 3.0})
     assert run.priced(None).train.usd_per_hour == 5.0
     assert run.priced(7.5).train.usd_per_hour == 7.5

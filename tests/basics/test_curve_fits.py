@@ -7,24 +7,24 @@ import pytest
 
 from basics.curve_fits import fit_line, fit_log_quadratic
 
-# What the original system measured: largest microbatch by GiB of a card, test loss by batch.
+# Measured by the original system: GiB by largest microbatch, test loss by global batch.
 PUBLISHED_MICROBATCHES = {6: 24, 13: 40, 28: 80, 27: 80, 64: 160}
 PUBLISHED_LOSSES = {6: 3.944, 104: 3.674, 216: 3.725, 224: 3.730, 512: 3.771}
 
 
-def test_a_line_comes_back() -> None:
+def test_a_line_is_recovered() -> None:
     line = fit_line([1, 4, 9], [2.5, 4.0, 6.5])
     assert (line.intercept, line.slope) == pytest.approx((2.0, 0.5))
     assert line.at(100) == pytest.approx(52)
     assert line.largest_x(52) == pytest.approx(100)
 
 
-def test_a_line_goes_between_noisy_points() -> None:
+def test_noisy_points_give_the_least_squares_line() -> None:
     line = fit_line([0, 0, 2, 2], [0.9, 1.1, 4.9, 5.1])
     assert (line.intercept, line.slope) == pytest.approx((1.0, 2.0))
 
 
-def test_a_line_that_does_not_rise_has_no_largest_x() -> None:
+def test_a_line_that_does_not_rise_has_an_infinite_largest_x() -> None:
     assert fit_line([1, 2], [3, 3]).largest_x(10) == math.inf
 
 
@@ -35,7 +35,7 @@ def test_the_published_memory_is_a_line() -> None:
         assert line.at(size) == pytest.approx(memory, abs=6)
 
 
-def test_a_parabola_in_the_logarithm_comes_back_with_its_minimum() -> None:
+def test_a_parabola_in_the_logarithm_is_recovered_with_its_minimum() -> None:
     x = [2.0**n for n in range(3, 12)]
     y = [3.5 + 0.02 * math.log(size / 100) ** 2 for size in x]
     curve = fit_log_quadratic(x, y)
@@ -44,7 +44,7 @@ def test_a_parabola_in_the_logarithm_comes_back_with_its_minimum() -> None:
     np.testing.assert_allclose([curve.at(size) for size in x], y)
 
 
-def test_the_published_losses_have_their_minimum_near_the_best_that_was_tried() -> None:
+def test_the_published_losses_have_their_minimum_near_the_best_batch() -> None:
     curve = fit_log_quadratic(list(PUBLISHED_LOSSES), list(PUBLISHED_LOSSES.values()))
     batch, loss = curve.minimum()
     assert 80 < batch < 130

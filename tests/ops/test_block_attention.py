@@ -9,11 +9,11 @@ from ops.block_attention import block_attention
 from ops.sizes import BLOCK_ROWS, attention_blocks
 
 
-def output_and_gradients(attend, length: int, dtype: torch.dtype) -> list[Tensor]:
+def output_and_gradients(attention, length: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(2, length, 3, 4, 8, generator=generator).to(dtype).requires_grad_()
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # strided, as the model has them
-    output = attend(q, k, v)
+    output = attention(q, k, v)
     (output.float() * torch.randn(output.shape, generator=generator)).sum().backward()
     assert output.dtype == dtype and output.shape == (2, 4, length, 8)
     return [output.detach().float(), qkv.grad.float()]
@@ -21,7 +21,7 @@ def output_and_gradients(attend, length: int, dtype: torch.dtype) -> list[Tensor
 
 @pytest.mark.parametrize("length", [1, 16, BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS - 5])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_it_attends_as_pytorch_does(length: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_it_computes_what_pytorch_does(length: int, dtype: torch.dtype, tolerance: float) -> None:
     ours = output_and_gradients(
         lambda *qkv: block_attention(*qkv, drop_rate=0.0), length, dtype)
     exact = output_and_gradients(
@@ -30,7 +30,7 @@ def test_it_attends_as_pytorch_does(length: int, dtype: torch.dtype, tolerance: 
         assert (found - wanted).norm() <= tolerance * wanted.norm()
 
 
-def test_weights_are_dropped_and_the_rest_scaled() -> None:
+def test_dropout_scales_the_remaining_weights() -> None:
     torch.manual_seed(0)
     q, k = torch.zeros(2, 1, 8, 200, 4)
     v = torch.ones(1, 8, 200, 4)
@@ -40,6 +40,6 @@ def test_weights_are_dropped_and_the_rest_scaled() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 1000])
-def test_the_blocks_cover_every_row_once(length: int) -> None:
-    rows = [row for start, stop in attention_blocks(length) for row in range(start, stop)]
-    assert rows == list(range(length))
+def test_the_blocks_cover_every_query_once(length: int) -> None:
+    queries = [i for start, stop in attention_blocks(length) for i in range(start, stop)]
+    assert queries == list(range(length))

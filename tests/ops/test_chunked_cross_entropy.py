@@ -26,32 +26,32 @@ def loss_and_gradients(chunk_tokens: int | None, *, precision: torch.dtype | Non
             loss = F.cross_entropy(F.linear(x, weight).float(), targets)
         else:
             loss = chunked_cross_entropy(x, weight, targets, chunk_tokens=chunk_tokens,
-                                     multiple=multiple)
-    (loss * 8 / 3).backward()  # a scaler's factor, and an accumulation's
+                                         multiple=multiple)
+    (loss * 8 / 3).backward()  # factors of a gradient scaler and of accumulation
     assert loss.dtype == weight.grad.dtype == torch.float32 and x.grad.dtype == x_dtype
     return loss.detach(), x.grad.float(), weight.grad
 
 
-@pytest.mark.parametrize("multiple", [1, 64])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 20, N, N + 1])
+@pytest.mark.parametrize(("chunk_tokens", "multiple"), [
+    (1, 1), (7, 64), (20, 1), (N, 64), (N + 1, 1)])
 @pytest.mark.parametrize(("precision", "x_dtype", "tolerance"), [
     (None, torch.float32, 1e-6),
     (torch.bfloat16, torch.float32, 2e-2),
     (torch.bfloat16, torch.bfloat16, 2e-2),
     (torch.float16, torch.float32, 2e-3),
 ])
-def test_pieces_give_the_loss_and_the_gradients_of_the_whole(
-    chunk_tokens: int, precision: torch.dtype | None, x_dtype: torch.dtype, tolerance: float,
-    multiple: int
+def test_chunks_have_the_loss_and_gradients_of_the_whole(
+    chunk_tokens: int, multiple: int, precision: torch.dtype | None, x_dtype: torch.dtype,
+    tolerance: float
 ) -> None:
     whole = loss_and_gradients(None, precision=None, x_dtype=torch.float32)
-    pieces = loss_and_gradients(chunk_tokens, precision=precision, x_dtype=x_dtype,
-                                multiple=multiple)
-    for found, wanted in zip(pieces, whole, strict=True):
+    chunked = loss_and_gradients(chunk_tokens, precision=precision, x_dtype=x_dtype,
+                                 multiple=multiple)
+    for found, wanted in zip(chunked, whole, strict=True):
         assert (found - wanted).norm() <= tolerance * wanted.norm()
 
 
-def test_the_loss_has_all_its_digits_in_low_precision() -> None:
+def test_the_loss_is_float32_in_low_precision() -> None:
     exact = loss_and_gradients(None, precision=None)[0]
     found = loss_and_gradients(9, precision=torch.bfloat16)[0]
     assert found != found.bfloat16()  # not rounded to two digits
@@ -65,17 +65,17 @@ def test_without_gradients_the_loss_is_the_same() -> None:
     assert found == loss_and_gradients(9, precision=None)[0]
 
 
-def test_a_hopeless_target_has_a_finite_loss() -> None:
+def test_an_impossible_target_has_a_finite_loss() -> None:
     x, weight = torch.full((1, C), 10.0), torch.zeros(V, C)
     weight[1] = 10.0
     loss = chunked_cross_entropy(x, weight, torch.tensor([0]), chunk_tokens=1)
     assert loss == 10.0 * 10.0 * C
 
 
-def test_the_logits_of_the_whole_never_exist() -> None:
+def test_no_tensor_has_the_logits_of_all_tokens() -> None:
     sizes = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **kwargs or {})
             for tensor in result if isinstance(result, tuple | list) else [result]:
@@ -84,22 +84,22 @@ def test_the_logits_of_the_whole_never_exist() -> None:
             return result
 
     x, weight, targets = inputs()
-    with Watch():
+    with Recorder():
         chunked_cross_entropy(x, weight, targets, chunk_tokens=10).backward()
-    assert max(sizes) == V * C  # the head itself; a piece has 10 * V
+    assert max(sizes) == V * C  # the head itself; a chunk has 10 * V
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_every_product_of_the_head_has_whole_tiles(trains: bool) -> None:
+def test_every_matrix_product_has_the_padded_head(trains: bool) -> None:
     seen = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if function.name().startswith("aten::mm"):
                 seen.append(sorted({*args[0].shape, *args[1].shape} - {10, C}))
             return function(*args, **kwargs or {})
 
     x, weight, targets = inputs()
-    with Watch(), torch.set_grad_enabled(trains):
+    with Recorder(), torch.set_grad_enabled(trains):
         chunked_cross_entropy(x, weight, targets, chunk_tokens=10, multiple=64)
     assert seen == [[320]] * (12 if trains else 4)

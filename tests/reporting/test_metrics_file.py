@@ -17,7 +17,7 @@ def test_nan_never_enters_json() -> None:
     assert json.loads(to_json(values)) == {"a": None, "b": {"c": None, "d": 1.5}, "e": 3}
 
 
-def test_steps_that_come_again_are_removed_with_a_line_cut_short(tmp_path: Path) -> None:
+def test_repeated_steps_and_a_partial_line_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"global_step": 4}\n{"global_step": 9}\n{"global_step": 14}\n{"global_st')
     assert len(read_metrics(path)) == 3
@@ -26,7 +26,7 @@ def test_steps_that_come_again_are_removed_with_a_line_cut_short(tmp_path: Path)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_steps_skipped_in_a_row_are_counted_across_reports_and_not_forgotten() -> None:
+def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         window, found = LossWindow(torch.device("cpu")), []

@@ -31,13 +31,13 @@ SLOW = replace(GOOD, tokens_per_second=500_000)
     ("Tesla T4", "T4"),
     ("h100", "H100"),
 ])
-def test_gpus_are_known_by_their_drivers_names(device: str, name: str) -> None:
+def test_gpus_are_found_by_their_drivers_names(device: str, name: str) -> None:
     assert find_gpu(device).name == name
 
 
 @pytest.mark.parametrize("device", ["AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000",
                                     "NVIDIA GeForce RTX 4090 Laptop GPU"])
-def test_what_is_not_known_is_not_guessed(device: str) -> None:
+def test_an_unknown_gpu_is_not_guessed(device: str) -> None:
     assert find_gpu(device) is None
     line = replace(SLOW, device_name=device).line()
     assert f"no peak known for {device}" in line and "MFU" not in line
@@ -53,13 +53,13 @@ def test_the_originals_speed_is_its_published_mfu() -> None:
     assert "493,000 tokens/s" in line and "5.3% MFU" in line
 
 
-def test_a_gpu_has_less_to_give_in_higher_precision() -> None:
+def test_higher_precision_has_a_lower_peak() -> None:
     a100 = find_gpu("NVIDIA A100-SXM4-40GB")
     assert a100.peak("bf16") == a100.peak("fp16") == 312e12
     assert a100.peak("tf32") == 156e12 and a100.peak("fp32") == 19.5e12
 
 
-def test_a_good_speed_gets_no_reason() -> None:
+def test_a_good_speed_has_no_reasons() -> None:
     assert "30.2% MFU; H100 should reach up to 41%" in GOOD.line()
     assert "reason" not in GOOD.line()
     assert "likely reason: none found" in SLOW.line()
@@ -73,22 +73,22 @@ def test_a_good_speed_gets_no_reason() -> None:
     ({"throttling": "sw thermal slowdown"}, "the GPU is throttled (sw thermal slowdown)"),
     ({"microbatch_tokens": 1024}, "a small microbatch of 1,024 tokens"),
 ])
-def test_a_low_speed_gets_its_reason_and_no_other(changes: dict, reason: str) -> None:
+def test_a_low_speed_has_its_reason_and_no_other(changes: dict, reason: str) -> None:
     assert replace(SLOW, **changes).line().endswith(f"likely reason: {reason}")
     assert reason not in replace(GOOD, **changes).line()
 
 
-def test_several_reasons_come_with_the_strongest_first() -> None:
+def test_several_reasons_are_listed_strongest_first() -> None:
     line = replace(SLOW, is_compiled=False, waiting_share=0.5).line()
     assert line.endswith("waiting for data 50% of the time, the model is not compiled")
 
 
-def test_far_below_means_below_half_of_what_it_should_reach() -> None:
-    just = 8 * 989e12 * 0.41 * FAR_BELOW / 854.44e6
-    assert "reason" not in replace(GOOD, tokens_per_second=just * 1.01).line()
-    assert "reason" in replace(GOOD, tokens_per_second=just * 0.99).line()
+def test_reasons_are_listed_below_half_of_the_expected_mfu() -> None:
+    limit = 8 * 989e12 * 0.41 * FAR_BELOW / 854.44e6
+    assert "reason" not in replace(GOOD, tokens_per_second=limit * 1.01).line()
+    assert "reason" in replace(GOOD, tokens_per_second=limit * 0.99).line()
 
 
 @pytest.mark.parametrize("card", [12, 16, 24, 40, 80, 141, 192])
-def test_a_card_keeps_some_memory_for_itself(card: int) -> None:
+def test_some_memory_of_a_card_is_not_usable(card: int) -> None:
     assert 0.85 * card < usable_gib(card) < card - 1

@@ -1,0 +1,52 @@
+"""Files are replaced in one step, and nothing is read or written through a link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from basics.files import append_whole, read_plain, replacing, write_aside
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_is_replaced(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with replacing(path, durable=durable) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and names(tmp_path) == ["a.json"]
+
+
+def test_an_error_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
+
+
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".a.json.partial").symlink_to(tmp_path / "victim")
+    write_aside(tmp_path / "a.json", "näu")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == "näu"
+    assert names(tmp_path) == ["a.json", "victim"]
+
+
+def test_a_link_is_not_read_and_a_large_file_neither(tmp_path: Path) -> None:
+    append_whole(tmp_path / "a", "12")
+    append_whole(tmp_path / "a", "3")
+    assert read_plain(tmp_path / "a") == "123"
+    with pytest.raises(OSError, match="3 bytes"):
+        read_plain(tmp_path / "a", max_bytes=2)
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(OSError, match="symbolic links"):
+        read_plain(tmp_path / "b")
