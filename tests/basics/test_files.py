@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from basics.files import append_whole, read_plain, replacing, write_aside
+from basics.files import append_whole, read_regular_file, replacing, write_atomically
 
 
 def names(directory: Path) -> list[str]:
@@ -35,7 +35,7 @@ def test_an_error_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
 def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".a.json.partial").symlink_to(tmp_path / "victim")
-    write_aside(tmp_path / "a.json", "näu")
+    write_atomically(tmp_path / "a.json", "näu")
     assert (tmp_path / "victim").read_text() == "precious"
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "näu"
     assert names(tmp_path) == ["a.json", "victim"]
@@ -44,9 +44,9 @@ def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
 def test_a_link_is_not_read_and_a_large_file_neither(tmp_path: Path) -> None:
     append_whole(tmp_path / "a", "12")
     append_whole(tmp_path / "a", "3")
-    assert read_plain(tmp_path / "a") == "123"
+    assert read_regular_file(tmp_path / "a") == "123"
     with pytest.raises(OSError, match="3 bytes"):
-        read_plain(tmp_path / "a", max_bytes=2)
+        read_regular_file(tmp_path / "a", max_bytes=2)
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(OSError, match="symbolic links"):
-        read_plain(tmp_path / "b")
+        read_regular_file(tmp_path / "b")

@@ -172,15 +172,6 @@ def test_setting_missing_in_an_older_summary_is_not_a_difference(runs: Runs) -> 
     assert [row.differs for row in runs.compare().rows] == ["", ""]
 
 
-def test_settings_resolved_by_the_device_are_not_differences(runs: Runs) -> None:
-    resolved = {"precision": "bf16", "compile": True, "residual_dtype": "bf16"}
-    runs.add("on a gpu", train={"precision": None}, summary={"train": TINY_TRAIN | resolved})
-    runs.add("on a cpu", train={"precision": None}, summary={"train": TINY_TRAIN})
-    runs.add("chosen", train={"precision": "bf16"})
-    assert {row.name: row.differs for row in runs.compare().rows} == {
-        "on a gpu": "", "on a cpu": "", "chosen": "precision=bf16"}
-
-
 def test_settings_come_from_the_json_files_if_there_is_no_summary(runs: Runs) -> None:
     runs.add("a", train={"weight_decay": 0.25})
     runs.add("b")
