@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from basics.errors import UserError
+from ddp_train import wrap_in_ddp
 from microbatch_search import search
 from microbatch_search.search import (
     MAX_TRIALS,
@@ -27,7 +28,7 @@ from microbatch_search.search import (
     smallest_failure,
 )
 from microbatch_search.trial import Trial
-from processes.command_line import read_command_line
+from processes.command_line import Options, read_command_line
 from processes.launch import Process
 from run_config import load_run
 from tests.support.one_process import AgreementOfOne
@@ -164,7 +165,8 @@ def simulated_search(workplace: Workplace, monkeypatch: pytest.MonkeyPatch, *, c
     memory = Memory(1.0, 0.5, capacity)
     monkeypatch.setattr(search, "Trials", lambda *_, **__: memory)
     search.search(load_run(workplace.runs_dir, "tiny"), Process(0, 0, 1, torch.device("cpu")),
-                  AgreementOfOne(), **{"memory_limit_gib": 20.0, "save": False} | options)
+                  AgreementOfOne(), wrap=wrap_in_ddp,
+                  options=Options("tiny", **{"memory_limit_gib": 20.0} | options))
 
 
 def test_trials_and_result_are_printed_and_saved(

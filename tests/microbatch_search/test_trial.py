@@ -13,6 +13,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from ddp_train import wrap_in_ddp
 from microbatch_search import trial
 from microbatch_search.trial import Trial, Trials, is_out_of_memory
 from processes.launch import Process
@@ -56,7 +57,7 @@ def trials(workplace: Workplace) -> Trials:
     workplace.add_run()
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     trials = Trials(load_run(workplace.runs_dir, "tiny"), process, AgreementOfOne(),
-                    memory_limit_gib=1.0, wrap=lambda loss, process: loss)
+                    memory_limit_gib=1.0, wrap=wrap_in_ddp)
     trials._context = multiprocessing.get_context("fork")
     return trials
 
@@ -151,8 +152,8 @@ def test_a_trial_includes_the_optimizers_state(
     steps = []
 
     class RecordedStep(TrainingStep):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)
             steps.append(self)
 
     monkeypatch.setattr(trial, "TrainingStep", RecordedStep)
@@ -161,7 +162,7 @@ def test_a_trial_includes_the_optimizers_state(
     monkeypatch.setattr("basics.memory_meters.resource.setrlimit", lambda *_: None)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     run = load_run(workplace.runs_dir, "tiny")
-    trial._train(trial.TrialTask(run, process, 1, 1, "trial", 1.0))
+    trial._train(trial.TrialTask(run, process, 1, 1, "trial", 1.0, wrap_in_ddp))
     optimizer = steps[0].state.optimizer
     taken = {float(state["step"]) for state in optimizer.state.values()}
     assert taken == {3.0} and len(optimizer.state) == len(list(steps[0].state.model.parameters()))

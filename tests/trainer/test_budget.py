@@ -7,6 +7,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +118,9 @@ class Simulated(Stop):
         prepared = SimpleNamespace(
             first_step=0, num_steps=3000, plan=plan, options=SimpleNamespace(max_steps=None),
             run=SimpleNamespace(train=train, model=ModelConfig(**TINY_MODEL)))
-        super().__init__(prepared, clock=self.clock, watchdog=None, group=None, saver=self.saver)
+        process = SimpleNamespace(device=torch.device("cpu"))
+        super().__init__(prepared, clock=self.clock, watchdog=SimpleNamespace(process=process),
+                         group=None, saver=self.saver)
         self._num_parameters = 10**8
 
     def signal_received(self) -> bool:

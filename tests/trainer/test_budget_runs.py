@@ -87,7 +87,7 @@ def test_what_a_kill_undid_was_paid_for_all_the_same(workplace: Workplace) -> No
     succeeded(workplace.torchrun(1, "tiny", earlier))
     after = summary_of(run_dir)
     assert after["usd"]["lost"] > 0 and after["seconds"]["lost"] > 0
-    kept = json.loads((next(run_dir.glob("checkpoints/*-iteration-4")) / "meta.json").read_text())
+    kept = json.loads(next(run_dir.glob("checkpoints/*-iteration-4/validation.json")).read_text())
     lost = sum(before["seconds"].values()) - sum(kept["seconds"].values())
     assert after["seconds"]["lost"] == pytest.approx(lost, rel=0.01)
     assert after["usd"]["total"] > before["usd"]["total"]
