@@ -42,7 +42,7 @@ from trainer.startup import PreparedRun, check_format, prepare_run
 NORM = "final_norm.bias"
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_state(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 7)
     saved, loaded = state(7), state(8)
     load_checkpoint(checkpoint, loaded)
@@ -75,12 +75,12 @@ def test_a_run_directory_can_be_moved(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "latest" / "model.safetensors").is_file()
 
 
-def test_two_in_the_same_second_do_not_collide(tmp_path: Path) -> None:
+def test_two_checkpoints_in_the_same_second_do_not_collide(tmp_path: Path) -> None:
     names = {save(tmp_path, 3).name for _ in range(3)}
     assert len(names) == 3 == len(list_checkpoints(tmp_path))
 
 
-def test_what_a_kill_leaves_behind_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+def test_partial_checkpoints_are_ignored_and_removed(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 3)
     (tmp_path / ".partial-20260101Z000000-iteration-9").mkdir()
     (tmp_path / ".partial-latest").symlink_to(checkpoint.name)
@@ -110,7 +110,7 @@ def test_damage_is_named_and_the_newest_whole_one_used(
         newest_whole(tmp_path)
 
 
-def test_the_order_is_that_of_steps_whatever_the_clock_says(
+def test_checkpoints_are_ordered_by_step_not_by_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step, year in ((5, 2031), (50, 2026), (500, 2019)):
@@ -156,7 +156,7 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) ->
     ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
     ({"data": {"train": "100 tokens, xyz"}}, "train.json: the train tokens of tiny are not those"),
 ])
-def test_another_run_is_no_resume(workplace: Workplace, changes: dict, message: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(workplace: Workplace, changes: dict, message: str) -> None:
     model = {k: v for k, v in changes.items() if k in ("n_heads", "tie_weights")}
     train = {k: v for k, v in changes.items() if k == "random_seed"}
     workplace.add_run(model=model | {"drop_rate": 0.3}, train=train)
@@ -275,7 +275,7 @@ def test_a_kill_while_a_validation_is_added_leaves_the_checkpoint_whole(
 
 
 @pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
-def test_what_fails_after_the_rename_costs_no_checkpoint(
+def test_a_failure_after_the_rename_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     writer = BackgroundSaver(tmp_path, keep=1)
@@ -295,7 +295,7 @@ def test_what_fails_after_the_rename_costs_no_checkpoint(
 
 
 @pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
-def test_a_run_ends_well_where_only_links_or_pruning_fail(
+def test_a_run_succeeds_if_only_links_or_pruning_fail(
     workplace: Workplace, fault: str
 ) -> None:
     run_dir = workplace.add_run(train={"keep_checkpoints": 1, "validation_interval": 2})
@@ -309,8 +309,8 @@ def test_a_run_ends_well_where_only_links_or_pruning_fail(
     assert json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["global_step"] == 6
 
 
-def test_a_full_disk_is_said_as_one(tmp_path: Path) -> None:
-    """A genuine one: what PyTorch and safetensors make of it is not for people."""
+def test_a_full_disk_is_reported_as_enospc(tmp_path: Path) -> None:
+    """On a real full disk: safetensors has an error of its own for it."""
     place = tmp_path / "small"
     place.mkdir()
     for size in ("8k", "48k", "64k", "96k"):
@@ -319,7 +319,7 @@ def test_a_full_disk_is_said_as_one(tmp_path: Path) -> None:
         assert (caught.value.errno, caught.value.strerror) == (28, "No space left on device"), size
 
 
-def test_each_machine_proves_its_own_copy(workplace: Workplace) -> None:
+def test_each_machine_checks_its_own_copy(workplace: Workplace) -> None:
     workplace.add_run(train={"gradient_accumulation_steps": None, "global_batch_size": 8})
     workplace.add_dataset()
     succeeded(workplace.torchrun(1, "tiny", "--max-steps", "3"))
@@ -340,7 +340,7 @@ def test_each_machine_proves_its_own_copy(workplace: Workplace) -> None:
 
 @dataclass
 class Decided:
-    """Stands for an agreement in which rank 0 has seen another machine's files."""
+    """An agreement in which rank 0 has read another machine's files."""
 
     by_rank_0: list[object]
 

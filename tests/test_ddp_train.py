@@ -47,11 +47,11 @@ def without_times(records: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, str]:
-    """A tiny run trained to its end on two processes in one go, and what it printed."""
+    """A tiny run trained to its end on two processes, and its output."""
     workplace = Workplace(tmp_path_factory.mktemp("finished"))
     workplace.add_run()
     workplace.add_dataset()
-    result = succeeded(workplace.typed_torchrun(2, "tiny"))
+    result = succeeded(workplace.real_torchrun(2, "tiny"))
     assert "Warning" not in result.stderr
     return workplace, result.stdout
 
@@ -68,7 +68,7 @@ def test_a_finished_run_leaves_its_files(finished: tuple[Workplace, str]) -> Non
     assert "token_embedding.weight" in names and not any("module" in name for name in names)
 
 
-def test_metrics_have_a_line_a_report_and_a_line_a_validation(
+def test_metrics_have_one_line_per_report_and_one_per_validation(
     finished: tuple[Workplace, str]
 ) -> None:
     records = read_lines(finished[0].runs_dir / "tiny" / "metrics.jsonl")
@@ -214,7 +214,7 @@ def test_fresh_sets_earlier_checkpoints_aside(
     assert (aside / "metrics.jsonl").exists() and (aside / "loss-chart.png").exists()
 
 
-def test_an_earlier_checkpoint_can_be_gone_on_from(
+def test_a_run_can_resume_from_an_earlier_checkpoint(
     finished: tuple[Workplace, str], workplace: Workplace
 ) -> None:
     run_dir = workplace.add_run()
@@ -328,7 +328,7 @@ def test_bad_input_is_one_line_and_status_2(workplace: Workplace, case: str) -> 
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_under_torchrun_is_told_once_before_any_collective(
+def test_bad_input_under_torchrun_is_reported_once_before_any_collective(
     workplace: Workplace, case: str
 ) -> None:
     make, message = BAD_INPUTS[case]
@@ -380,7 +380,7 @@ def test_help_needs_no_run() -> None:
     assert "Usage: ddp_train.py [OPTIONS] RUN [CHECKPOINT]" in result.stdout
 
 
-def test_a_dataset_on_the_hub_is_fetched_once_a_machine_before_the_start(
+def test_a_hub_dataset_is_downloaded_once_per_machine(
     finished: tuple[Workplace, str], workplace: Workplace
 ) -> None:
     run_dir = workplace.add_run(train={"dataset": "owner/tiny"})
@@ -420,7 +420,7 @@ def test_nothing_is_compiled_again_after_the_first_validation(
         assert f"graphs in the end: {graphs_in_training + 1}" in output
 
 
-def test_compiled_or_not_it_learns_the_same_on_any_number_of_processes(
+def test_compiled_and_eager_runs_have_the_same_curve_on_one_and_two_processes(
     workplace: Workplace
 ) -> None:
     workplace.add_dataset()
@@ -443,7 +443,7 @@ def test_compiled_or_not_it_learns_the_same_on_any_number_of_processes(
         np.testing.assert_allclose(curves[name], curves["eager"], rtol=1e-4)
 
 
-def test_what_checkpoints_cost_is_said(finished: tuple[Workplace, str]) -> None:
+def test_the_summary_has_the_cost_of_checkpoints(finished: tuple[Workplace, str]) -> None:
     place, output = finished
     summary = json.loads((place.runs_dir / "tiny" / "summary.json").read_text())
     assert summary["checkpoints"]["saved"] == 3

@@ -57,9 +57,9 @@ def test_a_run_trains_stops_and_resumes(workplace: Workplace, precision: str) ->
     changes = {"precision": precision, "gradient_accumulation_steps": 1, "min_train_tokens": 640}
     for name in ("whole", "parts"):
         workplace.add_run(name, train=changes)
-    succeeded(workplace.typed_torchrun(1, "whole"))
-    succeeded(workplace.typed_torchrun(1, "parts", "--max-steps", "7"))
-    succeeded(workplace.typed_torchrun(1, "parts"))
+    succeeded(workplace.real_torchrun(1, "whole"))
+    succeeded(workplace.real_torchrun(1, "parts", "--max-steps", "7"))
+    succeeded(workplace.real_torchrun(1, "parts"))
     losses = [[r["validation_loss"] for r in read_lines(workplace.runs_dir / n / "metrics.jsonl")
                if "validation_loss" in r] for n in ("whole", "parts")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -128,7 +128,7 @@ def test_a_step_never_waits_for_the_device(changes: dict) -> None:
 def test_a_checkpoint_has_no_padded_rows(workplace: Workplace) -> None:
     workplace.add_dataset()
     workplace.add_run("tiny", model={"vocab_size": 50257}, train={"precision": "bf16"})
-    succeeded(workplace.typed_torchrun(1, "tiny", "--max-steps", "2"))
+    succeeded(workplace.real_torchrun(1, "tiny", "--max-steps", "2"))
     weights = load_file(workplace.runs_dir / "tiny/checkpoints/latest/model.safetensors")
     assert weights["head.weight"].shape == weights["token_embedding.weight"].shape == (50257, 16)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}

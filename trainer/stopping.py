@@ -99,7 +99,7 @@ class Stop:
         return replace(pace, last_write=2 * self._saver.longest_write_seconds)
 
     def _fitting_steps(self, global_step: int, pace: Pace) -> int:
-        """Return the number of steps that the budget has room for, when it can be judged."""
+        """Return the number of steps that fit into the budget, once this can be judged."""
         is_judged = global_step - self._prepared.first_step + 1 >= 2 * REPORT_INTERVAL
         if not (self._fits_next and is_judged):
             return self.num_steps

@@ -1,4 +1,4 @@
-"""What breaks a run, and what the same command makes of it afterwards."""
+"""Faults of a run: how it ends, and that the same command resumes it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from trainer import startup
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a run that nothing has happened to."""
+    """The run directory of a run without faults."""
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
 
 
@@ -56,9 +56,9 @@ def run_dir(workplace: Workplace) -> Path:
     return workplace.add_run(train=SETTINGS)
 
 
-def assert_goes_on_as_if_nothing_was(workplace: Workplace, run_dir: Path, undisturbed: Path, *,
+def assert_resumes_to_the_same_result(workplace: Workplace, run_dir: Path, undisturbed: Path, *,
                                      stopped_between: bool = False) -> None:
-    """Where a run was stopped between two reports, each has a line of its own."""
+    """Resume; a run stopped between two reports has one more report line."""
     succeeded(workplace.torchrun(2, "tiny"))
     assert weights_of(run_dir) == weights_of(undisturbed)
     found, wanted = metrics_of(run_dir), metrics_of(undisturbed)
@@ -97,7 +97,7 @@ def test_one_rank_fails_and_none_hangs(
         assert all(f"rank {r} in " in result.stderr for r in (0, 1))  # its stacks
         assert 'failpoints.py", line' in result.stderr
     assert summary_of(run_dir)["status"] == "failed" or (fault, rank) in (("kill", 0), ("exit", 0))
-    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
 
 
 # After step 10, and after the last one, where the run is trained to its end but has not got there.
@@ -112,7 +112,7 @@ def test_killed_anywhere_between_two_steps(
     workplace: Workplace, run_dir: Path, undisturbed: Path, place: str, hit: int
 ) -> None:
     assert with_fault(workplace, f"{place}:kill:rank=0:hit={hit}").returncode != 0
-    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
     assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
     charts = [path / "loss-chart.png" for path in (run_dir, undisturbed)]
     assert charts[0].read_bytes() == charts[1].read_bytes()
@@ -142,7 +142,7 @@ def test_killed_while_the_last_checkpoints_are_pruned(
         json.loads((run_dir / "train.json").read_text()) | {"keep_checkpoints": 1}))
     assert with_fault(workplace, "save.prune:kill:rank=0:hit=2").returncode != 0
     assert len(list((run_dir / "checkpoints").glob("*-iteration-*"))) > 1
-    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
     assert len(list((run_dir / "checkpoints").glob("*-iteration-*"))) == 1
 
 
@@ -179,7 +179,7 @@ def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
     assert result.stdout.count("could not be written (No space left on device)") >= 1
     line = last_line_of_ours(result)
     assert "the checkpoint of step 12 could not be written" in line and "free disk space" in line
-    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed)
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
 
 
 @pytest.mark.parametrize(("number", "name", "place", "rank", "hit"), thorough_but(
@@ -198,24 +198,24 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
     assert (summary["status"], summary["reason"]) == ("stopped", name)
     stopped_after = summary["global_step"]  # steps here take no longer than hearing of a signal
     assert {"train": 6, "validate": 9}[place] <= stopped_after < 11
-    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed,
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed,
                                      stopped_between=stopped_after != 9)
     steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
     assert steps == sorted(set(steps))
 
 
-def test_a_signal_in_the_last_validation_is_made_up_for(
+def test_a_validation_interrupted_by_a_signal_is_repeated(
     workplace: Workplace, run_dir: Path, undisturbed: Path
 ) -> None:
     at = "rank=0:hit=8"  # when all 12 steps are done
     fault = f"validate:signal:{at}:number=15;validate:slow:{at}:seconds=1"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
     assert result.returncode == 128 + 15
-    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed, stopped_between=True)
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
 
 
 @pytest.mark.parametrize("fault", ["signal:number=15", "kill"])
-def test_stopped_while_it_prepares_data_it_leaves_nothing_behind(
+def test_a_stop_during_data_preparation_leaves_no_files(
     workplace: Workplace, fault: str
 ) -> None:
     run_dir = workplace.add_run(train={"dataset": "python-stdlib"})
@@ -227,14 +227,14 @@ def test_stopped_while_it_prepares_data_it_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_stopped_while_it_compiles_it_leaves_and_goes_on_later(
+def test_a_stop_during_compilation_exits_and_can_be_resumed(
     workplace: Workplace, run_dir: Path, undisturbed: Path, rank: int
 ) -> None:
     fault = f"compile:signal:rank={rank}:number=15"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
     assert result.returncode == 128 + 15
     assert summary_of(run_dir)["status"] == "stopped"
-    assert_goes_on_as_if_nothing_was(workplace, run_dir, undisturbed, stopped_between=True)
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -249,7 +249,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     assert summary_of(run_dir)["skipped_steps"] == 1
 
 
-def test_too_many_in_a_row_end_the_run_and_leave_best_alone(workplace: Workplace) -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run(workplace: Workplace) -> None:
     workplace.add_dataset()
     run_dir = workplace.add_run(train=SETTINGS | {"max_skipped_steps": 3, "weight_decay": 0.5})
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
@@ -273,7 +273,7 @@ def test_validation_longer_than_the_collective_timeout_ends_nothing(
     assert weights_of(run_dir) == weights_of(undisturbed)
 
 
-def test_a_second_start_is_refused_and_names_the_first(
+def test_a_second_launch_is_refused_and_names_the_first(
     workplace: Workplace, run_dir: Path
 ) -> None:
     train_path = run_dir / "train.json"  # the first is to be slow, but not to be taken for hung
@@ -314,7 +314,7 @@ def test_a_run_directory_that_cannot_be_written_to_is_refused(
     assert re.fullmatch(r"Error: .*/tiny: cannot be written to \(.*\n", result.stderr)
 
 
-def test_too_little_room_is_said_before_anything_starts(
+def test_too_little_disk_space_is_an_error_before_training(
     workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000))
@@ -324,7 +324,7 @@ def test_too_little_room_is_said_before_anything_starts(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_torchrun_restarts_what_was_killed(
+def test_torchrun_restarts_a_killed_rank(
     workplace: Workplace, undisturbed: Path, rank: int, num_restarts: int
 ) -> None:
     workplace.add_dataset()
@@ -343,7 +343,7 @@ def test_torchrun_restarts_what_was_killed(
 
 
 @pytest.mark.parametrize("beginning", ["--fresh", "a named checkpoint"])
-def test_a_restart_goes_on_whatever_the_first_start_was_to_begin_from(
+def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(
     workplace: Workplace, run_dir: Path, undisturbed: Path, beginning: str
 ) -> None:
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))

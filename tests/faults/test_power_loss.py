@@ -1,4 +1,4 @@
-"""A model of power loss: what was not flushed may be gone, whatever the program had seen.
+"""A model of power loss: data without fsync may be gone, although the program could read it.
 
 The file operations of two saves are recorded. Then the power fails after each of them: of the names
 made or changed since a directory was last flushed some first part is on the disk, and a file that
@@ -31,7 +31,7 @@ from trainer.background_saver import BackgroundSaver
 
 @dataclass
 class Recorder:
-    """Every file operation below a directory, in order: its kind, a place, what goes with it."""
+    """Records every file operation below a directory: its kind, path and content."""
 
     root: Path
     operations: list[tuple[str, str, object]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Recorder:
 
 
 def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:
-    """Make what a disk may hold after these operations."""
+    """Create a state that a disk may have after these operations."""
     flushed = {place: at for at, (kind, place, _) in enumerate(operations) if kind == "flush"}
     lost_from: dict[str, int] = {}  # by directory, the first change of names that is gone
     for at, (kind, place, _) in enumerate(operations):
@@ -159,10 +159,10 @@ def test_after_a_power_loss_a_run_has_the_old_records_or_the_new_ones(
             assert (root / "metrics.jsonl").read_text() in expected
 
 
-def test_what_was_measured_is_on_the_disk_before_the_checkpoint(
+def test_metrics_are_durable_before_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that goes on from it has no record of the steps before it but these."""
+    """A resumed run has no other record of the steps before it."""
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     recorder, writer = Recorder(tmp_path), BackgroundSaver(tmp_path / "checkpoints")
     recorder.attach(monkeypatch)
@@ -173,7 +173,7 @@ def test_what_was_measured_is_on_the_disk_before_the_checkpoint(
 
 
 def newest_whole_or_none(checkpoints_dir: Path) -> tuple:
-    """Where no checkpoint was ever acknowledged, one that is damaged is all there may be."""
+    """Before the first checkpoint is saved, only damaged ones may exist."""
     try:
         return newest_whole(checkpoints_dir)
     except checkpointing.UserError:

@@ -360,7 +360,7 @@ def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace: Workplace)
     workplace.add_run(model={"vocab_size": 50257, "context_length": 1024, "emb_dim": 768,
                              "n_heads": 12, "n_layers": 12}, train={"precision": "bf16"})
     started = time.monotonic()
-    result = succeeded(workplace.typed_torchrun(
+    result = succeeded(workplace.real_torchrun(
         1, "tiny", "--find-max-microbatch", "--memory-limit-gib", "20"))
     results = tried(result.stdout)
     print(result.stdout, f"{(time.monotonic() - started) / len(results):.1f} s per trial")

@@ -57,7 +57,7 @@ def test_waiting_for_items_is_booked_and_closing_reaches_their_source(now: FakeT
     assert list(clock.waiting_for(items())) == [0, 1, 2, 3, 4]
 
 
-def test_earlier_starts_count_at_the_price_they_had(now: FakeTime) -> None:
+def test_earlier_launches_count_at_their_own_price(now: FakeTime) -> None:
     clock = PhaseClock()
     clock.resume({"training": 3600.0}, {"training": 10.0})
     clock.enter("training")
@@ -73,7 +73,7 @@ def test_without_any_price_there_are_no_dollars(now: FakeTime) -> None:
     assert PhaseClock().usd() == {}
 
 
-def test_what_the_starting_process_spent_is_handed_over_once(
+def test_the_launchers_seconds_are_counted_once(
     now: FakeTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DDP_TRAIN_SPENT_SECONDS", "")

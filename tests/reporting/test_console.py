@@ -1,4 +1,4 @@
-"""What a run writes down where there is no room to write, or nobody who reads."""
+"""The console and the records on a full disk, and with a closed pipe."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_log_that_cannot_be_written_ends_no_run(
     assert (summary["status"], summary["global_step"]) == ("finished", 11)
 
 
-def test_records_that_the_disk_has_no_room_for_are_told_of_once_and_made_up_for(
+def test_records_refused_by_a_full_disk_warn_once_and_are_written_later(
     workplace: Workplace, run_dir: Path
 ) -> None:
     faults = ";".join(f"record:full:hit={hit}" for hit in (2, 3, 5))
@@ -70,7 +70,7 @@ def test_records_that_the_disk_has_no_room_for_are_told_of_once_and_made_up_for(
     assert steps == [4, 4, 9, 9, 11, 11]
 
 
-def test_records_and_summaries_that_stay_unwritten_are_status_4_and_come_to_their_end_later(
+def test_unwritten_records_are_status_4_and_the_next_launch_finishes(
     workplace: Workplace, run_dir: Path
 ) -> None:
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "summary:full"})
@@ -104,7 +104,7 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
     {"run": "tiny", "status": "running", "reason": None},
     {"run": "tiny", "status": "stopped", "reason": "SIGTERM"},
 ])
-def test_a_search_beside_a_run_leaves_its_summary_and_has_a_status_of_its_own(
+def test_a_search_does_not_change_the_summary_of_a_run(
     workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch, summary: dict
 ) -> None:
     (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -117,7 +117,7 @@ def test_a_search_beside_a_run_leaves_its_summary_and_has_a_status_of_its_own(
         assert summary_of(run_dir) == summary
 
 
-def test_a_config_that_is_changed_while_a_run_trains_does_not_matter_at_its_end(
+def test_a_config_changed_during_training_is_not_read_at_the_end(
     workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start_torchrun(*_: object, **__: object) -> int:
@@ -132,7 +132,7 @@ def test_a_config_that_is_changed_while_a_run_trains_does_not_matter_at_its_end(
     assert summary_of(run_dir)["status"] == "failed"
 
 
-def test_a_mistake_of_all_keeps_its_exit_status() -> None:
+def test_an_agreed_error_keeps_its_exit_status() -> None:
     agreement = Agreement.in_one_process()
 
     def fail() -> None:

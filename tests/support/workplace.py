@@ -103,7 +103,7 @@ class Workplace:
         return forked("ddp_train.py", self.arguments(*arguments), num_processes=num_processes,
                       environment=environment)
 
-    def typed_torchrun(self, num_processes: int, *arguments: str) -> CompletedProcess[str]:
+    def real_torchrun(self, num_processes: int, *arguments: str) -> CompletedProcess[str]:
         """Run ddp_train.py under torchrun as a person types it: the same, ten seconds slower."""
         return run_command(*torchrun_command(num_processes, "ddp_train.py"),
                            *self.arguments(*arguments))

@@ -63,7 +63,7 @@ class Gate:
         return saved
 
 
-def test_training_goes_on_while_it_writes_what_was(
+def test_training_continues_while_the_snapshot_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, writer, trained = Gate(monkeypatch), BackgroundSaver(tmp_path), state()
@@ -82,7 +82,7 @@ def test_training_goes_on_while_it_writes_what_was(
     assert writer.num_checkpoints == 1 and writer.longest_write_seconds > 0
 
 
-def test_two_never_overlap_and_the_second_waits(
+def test_a_second_save_waits_for_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, writer, trained = Gate(monkeypatch), BackgroundSaver(tmp_path), state()
@@ -98,7 +98,7 @@ def test_two_never_overlap_and_the_second_waits(
     assert [found.meta.global_step for found in list_checkpoints(tmp_path)] == [0, 1]
 
 
-def test_an_error_of_a_write_is_not_lost_and_what_was_whole_stays(
+def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, trained = BackgroundSaver(tmp_path), state()

@@ -59,7 +59,7 @@ def test_the_pace_is_measured(now: FakeTime) -> None:
     assert pace_of(clock) == Pace(step=2.0, validation=5, save=3)
 
 
-def test_what_has_not_happened_yet_is_guessed(now: FakeTime) -> None:
+def test_costs_not_measured_yet_are_estimated(now: FakeTime) -> None:
     pace = pace_of(clock_with(now, compile=30, training=60))
     # three validation microbatches, each a third of one of a step's two; 12 GB at 100 MB/s
     assert pace == Pace(step=3.0, validation=pytest.approx(3 * 3 / 2 / 3), save=120)
@@ -85,7 +85,7 @@ def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
     assert by_cost.nearest_limit() == "max_cost_usd is 6, and the run has spent 5"
 
 
-def test_steps_are_afforded_with_what_falls_due_and_a_surprise(now: FakeTime) -> None:
+def test_affordable_steps_include_due_work_and_a_safety_margin(now: FakeTime) -> None:
     clock = clock_with(now, training=3500)  # leaves 100 seconds
     budget = Budget(train_config(max_hours=1.0), clock)
     pace = Pace(step=5.0, validation=7, save=10)
@@ -106,7 +106,7 @@ def test_affordable_steps_end_inside_the_budget_and_use_it(now: FakeTime) -> Non
 
 
 class Simulated(Stop):
-    """A run whose steps, validations and checkpoints, and their writing, only pass time."""
+    """A run whose steps, validations, checkpoints and writes only let time pass."""
 
     def __init__(self, seconds: dict[str, float], *, limit: float, fit_budget: bool) -> None:
         self.seconds, self.now, self.written_at = seconds, 30.0, 0.0
@@ -166,7 +166,7 @@ class Simulated(Stop):
 @settings(max_examples=60, deadline=None)
 @given(step=st.floats(0.1, 10), validation=st.floats(0, 90), checkpoint=st.floats(0.1, 20),
        write=st.floats(0, 30), extra=st.floats(0, 3))
-def test_no_limit_is_passed_whatever_falls_due(
+def test_no_limit_is_exceeded(
     fit_budget: bool, step: float, validation: float, checkpoint: float, write: float, extra: float
 ) -> None:
     seconds = {"step": step, "validation": validation, "checkpoint": checkpoint, "write": write}

@@ -53,7 +53,7 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
     assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
 
 
-def test_without_a_price_nothing_speaks_of_dollars(workplace: Workplace) -> None:
+def test_without_a_price_there_are_no_dollars(workplace: Workplace) -> None:
     run_dir = workplace.add_run()
     workplace.add_dataset()
     assert "$" not in succeeded(workplace.torchrun(1, "tiny")).stdout.split("sample:")[0]
@@ -61,7 +61,7 @@ def test_without_a_price_nothing_speaks_of_dollars(workplace: Workplace) -> None
     assert not any("usd" in record for record in read_lines(run_dir / "metrics.jsonl"))
 
 
-def test_a_resumed_run_adds_what_each_start_cost(workplace: Workplace) -> None:
+def test_a_resumed_run_adds_the_cost_of_each_launch(workplace: Workplace) -> None:
     run_dir = workplace.add_run()
     workplace.add_dataset()
     succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5", "--usd-per-hour", str(PRICE)))
@@ -78,7 +78,7 @@ def test_a_resumed_run_adds_what_each_start_cost(workplace: Workplace) -> None:
     assert both["usd"]["total"] == pytest.approx(first["usd"]["total"] + later, rel=1e-3)
 
 
-def test_what_a_kill_undid_was_paid_for_all_the_same(workplace: Workplace) -> None:
+def test_undone_steps_are_counted_as_lost(workplace: Workplace) -> None:
     run_dir = workplace.add_run(train={"usd_per_hour": float(PRICE)})
     workplace.add_dataset()
     succeeded(workplace.torchrun(1, "tiny", "--max-steps", "10"))
@@ -93,7 +93,7 @@ def test_what_a_kill_undid_was_paid_for_all_the_same(workplace: Workplace) -> No
     assert after["usd"]["total"] > before["usd"]["total"]
 
 
-def test_starting_over_starts_the_bill_over(workplace: Workplace) -> None:
+def test_fresh_resets_the_cost(workplace: Workplace) -> None:
     run_dir = workplace.add_run()
     workplace.add_dataset()
     succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5"))
@@ -134,7 +134,7 @@ FITTED = LONG | {"max_hours": 4 / 3600, "fit_budget": True, "schedule_learning_r
                  "warmup_period_percent": 10}
 
 
-def test_a_schedule_is_laid_out_to_end_inside_the_budget(workplace: Workplace) -> None:
+def test_a_schedule_is_fitted_to_the_budget(workplace: Workplace) -> None:
     run_dir = workplace.add_run(train=FITTED)
     workplace.add_dataset(num_tokens=300_000)
     output = succeeded(in_fake_time(workplace, "tiny")).stdout
@@ -153,7 +153,7 @@ def test_a_schedule_is_laid_out_to_end_inside_the_budget(workplace: Workplace) -
         workplace.torchrun(2, "tiny")).stdout
 
 
-def test_a_laid_out_schedule_is_kept_by_the_checkpoint(workplace: Workplace) -> None:
+def test_a_fitted_schedule_is_kept_by_the_checkpoint(workplace: Workplace) -> None:
     run_dir = workplace.add_run(train=FITTED)
     workplace.add_dataset(num_tokens=300_000)
     succeeded(in_fake_time(workplace, "tiny", "--max-steps", "60"))
@@ -164,7 +164,7 @@ def test_a_laid_out_schedule_is_kept_by_the_checkpoint(workplace: Workplace) -> 
     assert f"at step 62 of {laid_out:,} (--max-steps)" in output
 
 
-def test_a_budget_with_room_leaves_the_schedule_as_it_is(workplace: Workplace) -> None:
+def test_a_large_budget_does_not_change_the_schedule(workplace: Workplace) -> None:
     run_dir = workplace.add_run(train=FITTED | {"max_hours": 10.0,
                                                 "min_train_tokens": 60 * 128})
     workplace.add_dataset(num_tokens=300_000)

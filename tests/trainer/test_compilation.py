@@ -84,7 +84,7 @@ def test_padding_leaves_logits_and_weights_as_they_are() -> None:
         k: v.shape for k, v in plain.state_dict().items()}
 
 
-def test_a_bfloat16_stream_is_one_and_costs_little() -> None:
+def test_a_bfloat16_residual_stream_changes_the_loss_little() -> None:
     seen = []
     model = model_with(ForwardOptions(residual_dtype=torch.bfloat16))
     model.blocks[1].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
@@ -93,7 +93,7 @@ def test_a_bfloat16_stream_is_one_and_costs_little() -> None:
     assert abs(narrow - loss_and_gradients(model_with(ForwardOptions()))[0]) < 0.02
 
 
-def test_recomputing_keeps_less() -> None:
+def test_activation_checkpointing_saves_memory() -> None:
     def saved_bytes(options: ForwardOptions) -> int:
         total = [0]
         with torch.autograd.graph.saved_tensors_hooks(
@@ -128,7 +128,7 @@ def losses_of(step: TrainingStep, num_steps: int = 4) -> list[float]:
     RuntimeError("no compiler found\nsecond line"), OSError("no compiler found"),
     subprocess.CalledProcessError(1, "no compiler found"),
 ])
-def test_where_compiling_fails_it_trains_without(
+def test_a_compile_error_falls_back_to_eager_code(
     monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     def broken(function, **_):
@@ -145,7 +145,7 @@ def test_where_compiling_fails_it_trains_without(
     assert step.validation_loss(*torch.zeros(2, 2, 16, dtype=torch.int64)).isfinite()
 
 
-def test_a_full_device_is_no_fault_of_the_compiler() -> None:
+def test_out_of_memory_is_not_a_compile_error() -> None:
     def fail() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -153,7 +153,7 @@ def test_a_full_device_is_no_fault_of_the_compiler() -> None:
         compile_error(fail)
 
 
-def test_the_compiled_code_is_kept_where_it_outlives_a_reboot(
+def test_compiled_code_is_kept_in_the_users_cache(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -167,7 +167,7 @@ def test_the_compiled_code_is_kept_where_it_outlives_a_reboot(
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where compiled code is kept, with half a file in it."""
+    """The cache of compiled code, with a truncated file in it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     compilation.keep_compiled_code()
@@ -182,13 +182,13 @@ def trip_over(file: str) -> None:
         raise ImportError(f"backend='inductor' raised:\nImportError: {file}: file too short\n\n")
 
 
-def test_half_a_file_in_the_cache_is_left_behind_for_good(kept: Path) -> None:
+def test_a_truncated_file_in_the_cache_is_removed(kept: Path) -> None:
     assert compile_error(lambda: trip_over("half.so")) == ""
     assert not kept.exists()  # so that the next start does not trip
     assert compile_error(lambda: trip_over("half.so")) == ""
 
 
-def test_compiled_code_cut_short_is_compiled_anew(kept: Path) -> None:
+def test_truncated_compiled_code_is_compiled_again(kept: Path) -> None:
     work = "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(1000))"
     subprocess.run([sys.executable, "-c", work], check=True)
     written = [file for file in kept.rglob("*.so") if file.parent != kept]
@@ -198,7 +198,7 @@ def test_compiled_code_cut_short_is_compiled_anew(kept: Path) -> None:
     assert not kept.exists()
 
 
-def test_what_fails_without_a_cache_too_costs_no_cache(kept: Path) -> None:
+def test_an_error_without_the_cache_too_keeps_the_cache(kept: Path) -> None:
     assert compile_error(lambda: trip_over("")) == "ImportError: : file too short"
     assert kept.exists()
 
@@ -210,7 +210,7 @@ def test_a_cache_of_the_users_own_is_not_deleted(kept: Path, tmp_path: Path, mon
     assert (own / "half.so").exists()
 
 
-def test_a_user_without_a_home_has_pytorchs_own_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_uses_pytorchs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -221,7 +221,7 @@ def test_a_user_without_a_home_has_pytorchs_own_place(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("layout", [compilation.Whole, compilation.ByLayer])
-def test_compiled_it_drops_what_eager_code_drops(layout: type) -> None:
+def test_compiled_code_draws_the_dropout_of_eager_code(layout: type) -> None:
     step = step_of(compile=False, drop_rate=0.3)
     model, tokens = step.state.model, torch.randint(257, (2, 2, 16))
     losses = []
@@ -235,7 +235,7 @@ def test_compiled_it_drops_what_eager_code_drops(layout: type) -> None:
 @pytest.mark.parametrize("changes", [
     {}, pytest.param({"head_chunks": 4, "activation_checkpointing": True},
                      marks=pytest.mark.thorough)])
-def test_compiled_it_trains_and_validates_the_same(changes: dict) -> None:
+def test_compiled_code_trains_and_validates_as_eager_code(changes: dict) -> None:
     step, plain = step_of(**changes), step_of(compile=False)
     assert step.is_compiled and not step.why_eager
     torch.testing.assert_close(losses_of(step), losses_of(plain), rtol=1e-4, atol=0)

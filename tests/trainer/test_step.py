@@ -56,7 +56,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 
 class CountReads(TorchDispatchMode):
-    """Counts what would wait for a device: numbers that the program reads."""
+    """Counts reads of numbers, each of which would wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
