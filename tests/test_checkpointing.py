@@ -156,7 +156,9 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) ->
     ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
     ({"data": {"train": "100 tokens, xyz"}}, "train.json: the train tokens of tiny are not those"),
 ])
-def test_a_checkpoint_of_another_run_is_refused(workplace: Workplace, changes: dict, message: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    workplace: Workplace, changes: dict, message: str
+) -> None:
     model = {k: v for k, v in changes.items() if k in ("n_heads", "tie_weights")}
     train = {k: v for k, v in changes.items() if k == "random_seed"}
     workplace.add_run(model=model | {"drop_rate": 0.3}, train=train)

@@ -104,7 +104,7 @@ class Workplace:
                       environment=environment)
 
     def real_torchrun(self, num_processes: int, *arguments: str) -> CompletedProcess[str]:
-        """Run ddp_train.py under torchrun as a person types it: the same, ten seconds slower."""
+        """Run ddp_train.py under a torchrun process: the same as `torchrun`, ten seconds slower."""
         return run_command(*torchrun_command(num_processes, "ddp_train.py"),
                            *self.arguments(*arguments))
 
