@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.fake_time import FakeTime
 from tests.support.workplace import Workplace
 
 
@@ -24,6 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def workplace(tmp_path: Path) -> Workplace:
     return Workplace(tmp_path)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    """The time that a run's clock sees."""
+    time = FakeTime()
+    monkeypatch.setattr("reporting.clock.time.perf_counter", time)
+    return time
 
 
 @pytest.fixture

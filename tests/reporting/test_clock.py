@@ -3,21 +3,7 @@ from __future__ import annotations
 import pytest
 
 from reporting.clock import PhaseClock
-
-
-class FakeTime:
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    time = FakeTime()
-    monkeypatch.setattr("reporting.clock.time.perf_counter", time)
-    return time
+from tests.support.fake_time import FakeTime
 
 
 def test_time_is_booked_to_its_phase(now: FakeTime) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from reporting.clock import PhaseClock
 from run_config import ModelConfig, TrainConfig
+from tests.support.fake_time import FakeTime
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batch_plan import BatchPlan
 from trainer.budget import Budget, Pace
@@ -20,21 +21,6 @@ from trainer.stopping import Stop
 
 PLAN = BatchPlan(microbatch_size=4, gradient_accumulation_steps=2, world_size=2,
                  context_length=16, num_steps=1000)
-
-
-class FakeTime:
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    time = FakeTime()
-    monkeypatch.setattr("reporting.clock.time.perf_counter", time)
-    return time
 
 
 def train_config(**changes: object) -> TrainConfig:

@@ -1,0 +1,13 @@
+"""A clock that moves only if a test moves it."""
+
+from __future__ import annotations
+
+
+class FakeTime:
+    """Replaces `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
