@@ -132,7 +132,7 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f" {summary['num_steps']:,}{because}: {losses} (nats per token)",
         _split("time", summary["seconds"], duration),
         *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
-        f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} a second while"
+        f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} per second while"
         f" training, {summary['tokens_per_second_overall']:,.0f} over all the time",
         f"checkpoints: {saved['saved']} in this launch; they stalled training for"
         f" {saved['stalled_seconds']:.2f} s; the longest write in the background took"

@@ -49,7 +49,7 @@ def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
     num_steps = checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
         raise UserError(
-            f"{checkpoint.path}: was trained with {checkpoint.meta.tokens // num_steps} tokens a"
+            f"{checkpoint.path}: was trained with {checkpoint.meta.tokens // num_steps} tokens per"
             f" step, this launch has {plan.tokens_per_step}; change gradient_accumulation_steps or"
             " the number of processes, or set global_batch_size to"
             f" {checkpoint.meta.tokens // num_steps // plan.context_length}; or use --fresh"

@@ -161,8 +161,8 @@ def test_charts_never_fail_a_run(
 def test_a_full_disk_costs_one_checkpoint(
     workplace: Workplace, run_dir: Path, undisturbed: Path, place: str
 ) -> None:
-    # The second try is with the validation, the third with the next checkpoint.
-    result = succeeded(with_fault(workplace, f"{place}:full:hit=2;{place}:full:hit=3"))
+    # The validation that follows tries again.
+    result = succeeded(with_fault(workplace, f"{place}:full:hit=2;{place}:full:rank=0:hit=2"))
     assert ("warning: the checkpoint of step 10 could not be written (No space left on device);"
             in result.stdout)
     steps = {path.name.split("-")[-1] for path in (run_dir / "checkpoints").iterdir()}

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed.run
 from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
@@ -199,6 +200,11 @@ def _run_forked(script: str, arguments: list[str], outputs: list[Path],
     if launch is None:
         _run_script(script, arguments)
         return
+    _run_agent(script, arguments, **launch)
+
+
+def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
+    """Be torchrun's agent; its workers are forked instead of started anew."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(**{
@@ -231,6 +237,9 @@ def _end_with_siblings() -> None:
 def _run_script(script: str, arguments: list[str]) -> None:
     sys.argv, parent = [script, *arguments], os.getppid()
     charts.draw_by_hand = draw_bare
+    torch.distributed.run.run = lambda options: _run_agent(
+        options.training_script, options.training_script_args,
+        nproc_per_node=int(options.nproc_per_node))
     runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
     # What started it waits from here on for the agent, also for one that is dead.
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
