@@ -151,7 +151,7 @@ def test_a_signal_to_one_node_stops_both_with_a_checkpoint(
     for result in cluster.end():
         succeeded(result)
     newest = (cluster.runs.runs_dir / "tiny/checkpoints/latest").readlink().name
-    assert 4 < int(newest.split("-")[-1]) < 11
+    assert 4 <= int(newest.split("-")[-1]) < 11  # 4 if the signal came during its validation
     for result in cluster.train():
         succeeded(result)
     run_dir = cluster.runs.runs_dir / "tiny"
