@@ -166,7 +166,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
         _write(partial_dir, snapshot, meta)
         failpoint("save.rename")
         partial_dir.rename(checkpoints_dir / name)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: out of memory
         shutil.rmtree(partial_dir, ignore_errors=True)
         raise as_os_error(error) from None
     return Checkpoint(checkpoints_dir / name, meta, remark=_sync_and_link(checkpoints_dir))

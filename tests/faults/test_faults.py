@@ -268,8 +268,8 @@ def test_validation_longer_than_the_collective_timeout_ends_nothing(
     workplace: Workplace, undisturbed: Path
 ) -> None:
     workplace.add_dataset()
-    run_dir = workplace.add_run(train={"collective_timeout_seconds": 2.0})
-    succeeded(with_fault(workplace, "validate:slow:rank=0:hit=1:seconds=5"))
+    run_dir = workplace.add_run(train={"collective_timeout_seconds": 6.0})
+    succeeded(with_fault(workplace, "validate:slow:rank=0:hit=1:seconds=8"))
     assert weights_of(run_dir) == weights_of(undisturbed)
 
 
