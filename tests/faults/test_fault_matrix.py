@@ -25,9 +25,9 @@ from tests.support.runs import (
 )
 from tests.support.workplace import Workplace, succeeded
 
-SETTINGS = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 3.0, "validate_on": "all"}
+SETTINGS = {"hang_timeout_seconds": 8.0, "collective_timeout_seconds": 6.0, "validate_on": "all"}
 FAULTS = {"raise": "raise", "oom": "oom", "kill": "kill", "exit": "exit", "hang": "hang",
-          "full disk": "full", "longer than a collective waits": "slow:seconds=3.5",
+          "full disk": "full", "longer than a collective waits": "slow:seconds=7",
           "signal": "signal:number=15"}
 # The second validation, checkpoint and chart. Only rank 0 saves and charts: while it does so,
 # slowed down, rank 1 fails in the next step, or where it waits for rank 0.
@@ -60,7 +60,7 @@ ELSEWHERE = {
 }
 # Seconds from the fault to the end of all processes, checked with --thorough: 10, and a hang its
 # timeout more; twice that on a busy machine.
-PATIENCE, HANG_PATIENCE = 2 * 10.0, 2 * (4.0 + 10.0)
+PATIENCE, HANG_PATIENCE = 2 * 10.0, 2 * (8.0 + 10.0)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def workers_in_slow_step(process: multiprocessing.process.BaseProcess, run_dir: 
 @pytest.fixture
 def run_dir(workplace: Workplace) -> Path:
     workplace.add_dataset()
-    return workplace.add_run(train=SETTINGS | {"collective_timeout_seconds": 3.0})
+    return workplace.add_run(train=SETTINGS | {"collective_timeout_seconds": 5.0})
 
 
 @pytest.fixture
