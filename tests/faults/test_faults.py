@@ -323,7 +323,7 @@ def test_too_little_disk_space_is_an_error_before_training(
         startup.check_disk_space(prepared)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", thorough_but([0], [0, 1]))
 def test_torchrun_restarts_a_killed_rank(
     workplace: Workplace, undisturbed: Path, rank: int, num_restarts: int
 ) -> None:
