@@ -100,6 +100,7 @@ def wait_for_lines(path: Path, num_lines: int, process: subprocess.Popen[str]) -
         time.sleep(0.01)
 
 
+@pytest.mark.timeout(1200)
 def test_killed_ten_times_at_random_it_ends_with_the_same_bytes(
     tmp_path: Path, workplace: Workplace, request: pytest.FixtureRequest
 ) -> None:
