@@ -1,4 +1,4 @@
-"""Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`; without torchrun, it is started.
+"""Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`. Without torchrun, it starts torchrun.
 
 `main` is the command, `run_worker` is what each process runs, `Trainer.train` is the training loop.
 """
