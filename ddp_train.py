@@ -1,4 +1,4 @@
-"""Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`. Without torchrun, it starts torchrun.
+"""Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`. It can start torchrun itself.
 
 `main` is the command, `run_worker` is what each process runs, `Trainer.train` is the training loop.
 """
