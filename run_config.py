@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
+from basics.config_files import Config, FrozenConfig, read_config
 from basics.errors import UserError
 from basics.json_files import read_json_object
 
@@ -28,14 +27,9 @@ Count = Annotated[int, Field(ge=1, le=2**40)]
 # A JSON list becomes a tuple: the config is frozen.
 Prompts = Annotated[tuple[Annotated[str, Field(max_length=2**14)], ...],
                     Field(strict=False, min_length=1, max_length=64)]
-Config = TypeVar("Config", bound=BaseModel)
 
 
-class _FrozenConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class ModelConfig(_FrozenConfig):
+class ModelConfig(FrozenConfig):
     """`model.json`: the shape of the network."""
 
     vocab_size: int = Field(ge=2, le=MAX_VOCAB_SIZE)
@@ -55,7 +49,7 @@ class ModelConfig(_FrozenConfig):
         return self
 
 
-class TrainConfig(_FrozenConfig):
+class TrainConfig(FrozenConfig):
     """`train.json`: data, batch, optimizer and intervals of a run."""
 
     dataset: str = Field(pattern=DATASET_NAME)
@@ -242,32 +236,5 @@ def check_inside(path: Path, root: Path, option: str) -> None:
 
 
 def load_config(path: Path, config_type: type[Config]) -> Config:
-    """Read one JSON file into its config. Raises: UserError, naming file, key and value."""
-    values = read_json_object(path)
-    for old, new in RENAMED_KEYS.items():
-        if old in values and new in config_type.model_fields and new not in values:
-            values[new] = values.pop(old)
-    known = list(config_type.model_fields)
-    for key in values:
-        if key not in known:
-            nearest = max(known, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
-            raise UserError(f'{path}: unknown key "{key[:60]}"; the nearest known one is'
-                            f' "{nearest}"')
-    try:
-        return config_type.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"{path}: {describe(error)}") from None
-
-
-def describe(error: ValidationError) -> str:
-    """Describe the first error in a config, and what to do."""
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if not key:  # a rule of several keys: its validator has the text
-        return first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return f'"{key}" is missing; add it'
-    wanted = first["msg"].removeprefix("Input ").removeprefix("String ")
-    if first["type"] == "string_pattern_mismatch":
-        wanted = "should be a plain name, or owner/name"
-    return f"{key} {wanted}, found {json.dumps(first['input'], default=str)[:60]}; change it"
+    """Read one of the two files into its config. Raises: UserError, naming file, key and value."""
+    return read_config(path, config_type, renamed_keys=RENAMED_KEYS)

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from pydantic import ValidationError
 
+from basics.config_files import describe
 from basics.errors import UserError, first_line
 from basics.files import check_tensor_header
 from basics.json_files import read_json_object
@@ -18,7 +19,7 @@ from checkpointing import BEST, DAMAGE, Checkpoint, find_checkpoint, load_weight
 from gpt import GPTModel
 from lab.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is_original
 from preparation.hub import ask_hub
-from run_config import RUN_NAME, ModelConfig, Run, describe, load_config, load_run
+from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import END_OF_TEXT_IDS
 from trainer.resuming import check_weights_fit
