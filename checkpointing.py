@@ -10,7 +10,6 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,24 +18,27 @@ from typing import Annotated, Any
 import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
-from basics.files import check_tensor_header, fsync, read_regular_file, write_atomically
+from basics.files import fsync, read_regular_file, write_atomically
 from basics.manifest import add_to_manifest, find_damage, read_manifest, write_manifest
+from basics.tensor_files import header_of, read_tensors
 from gpt import GPTModel
 from run_config import ModelConfig
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 WEIGHTS, OPTIMIZER, META, VALIDATION = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json")
+AVERAGE = "average.safetensors"  # averaged weights, towards the end of a run with weight_average
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
 PARTIAL_PREFIX, LATEST, BEST = ".partial-", "latest", "best"
-ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
+# An optimizer's state of one parameter.
+ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
 ByPhase = Annotated[dict[str, Annotated[float, Field(ge=0, le=1e12)]], Field(max_length=64)]
@@ -63,6 +65,7 @@ class CheckpointMeta(_Record):
     seconds: ByPhase
     usd: ByPhase = {}  # empty if the machine's price was not known
     num_steps: int | None = Field(default=None, ge=1, lt=2**40)  # as `fit_budget` has set it
+    optimizer: str = "adamw"
     tokenizer: str | None
     loss_scale: LossScale | None = None  # only in fp16
     model: ModelConfig
@@ -75,17 +78,23 @@ class Validation(_Record):
     """`validation.json`: the result of validating a checkpoint."""
 
     loss: float | None  # nats per token; None if not finite
+    raw_loss: float | None = None  # of the weights themselves, if `loss` is that of their average
     seconds: ByPhase = {}  # of the run up to here, as in `meta.json`
     usd: ByPhase = {}
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The unwrapped model, the optimizer, the gradient scaler: nothing else has a state to save."""
+    """The unwrapped model, the optimizer, the gradient scaler: nothing else has a state to save.
+
+    Attributes:
+        average: the averaged weights by parameter, float32; empty before the averaging begins.
+    """
 
     model: GPTModel
     optimizer: Optimizer
     scaler: GradScaler
+    average: dict[str, Tensor] = field(default_factory=dict)
 
     def loss_scale(self) -> LossScale | None:
         """Return the scaler's state; None if it is disabled. In fp16 this waits for the device."""
@@ -97,10 +106,11 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy in host memory of a state's tensors, as two safetensors files hold them."""
+    """A copy in host memory of a state's tensors, as the safetensors files hold them."""
 
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]  # by "exp_avg/<parameter's name>"
+    average: dict[str, Tensor] = field(default_factory=dict)
 
 
 class SnapshotBuffers:
@@ -116,9 +126,11 @@ class SnapshotBuffers:
         moments = {f"{moment}/{name}": self._copy(f"{moment}/{name}", tensor)
                    for name, parameter in state.model.named_parameters()
                    for moment, tensor in state.optimizer.state[parameter].items()}
+        average = {name: self._copy(f"average/{name}", tensor)
+                   for name, tensor in state.average.items()}
         if any(tensor.is_cuda for tensor in state.model.parameters()):
             torch.cuda.synchronize()
-        return Snapshot(weights, moments)
+        return Snapshot(weights, moments, average)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._buffers:
@@ -143,6 +155,16 @@ class Checkpoint:
     def loss(self) -> float | None:
         """The loss that decides which checkpoint is `best`."""
         return (self.validation or self.meta).loss
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it holds averaged weights beside the ones to resume from."""
+        return (self.path / AVERAGE).exists()
+
+    @property
+    def weights_path(self) -> Path:
+        """The weights to evaluate and to export: the averaged ones, if there are any."""
+        return self.path / (AVERAGE if self.has_average else WEIGHTS)
 
     def facts(self) -> dict[str, Any]:
         """Return what `summary.json` records of it."""
@@ -204,6 +226,8 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     safetensors.torch.save_file(snapshot.weights, directory / WEIGHTS)
     failpoint("save.optimizer")
     safetensors.torch.save_file(snapshot.moments, directory / OPTIMIZER)
+    if snapshot.average:
+        safetensors.torch.save_file(snapshot.average, directory / AVERAGE)
     failpoint("save.meta")
     (directory / META).write_text(meta.model_dump_json(indent=2))
     for path in directory.iterdir():
@@ -213,28 +237,10 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     fsync(directory)
 
 
-def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> None:
-    """Remove all but the newest checkpoints, the best one and the protected ones. Rank 0.
-
-    Nothing is removed if the newest one is damaged.
-    """
-    checkpoints = list_checkpoints(checkpoints_dir)
-    kept = {checkpoint.name for checkpoint in checkpoints[-keep:]} | set(protected)
-    kept |= {checkpoint.name for checkpoint in [best_of(checkpoints)] if checkpoint}
-    removed = [checkpoint for checkpoint in checkpoints if checkpoint.name not in kept]
-    if not removed or find_damage(checkpoints[-1].path, thoroughly=True):
-        return
-    for checkpoint in removed:
-        failpoint("save.prune")
-        renamed = checkpoint.path.with_name(f"{PARTIAL_PREFIX}{checkpoint.name}")
-        checkpoint.path.rename(renamed)  # atomic: a kill leaves no damaged checkpoint
-        shutil.rmtree(renamed)
-
-
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
     """Return the checkpoints whose sizes are right, ordered by global step, not by their times."""
     found = []
-    for path in _named_as_checkpoints(checkpoints_dir):
+    for path in named_as_checkpoints(checkpoints_dir):
         with suppress(UserError):
             found.append(open_checkpoint(path))
     return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
@@ -271,7 +277,7 @@ def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
         UserError: there are checkpoints, but none is whole: starting over would lose the run.
     """
     warnings: list[str] = []
-    for path in reversed(_named_as_checkpoints(checkpoints_dir)):
+    for path in reversed(named_as_checkpoints(checkpoints_dir)):
         try:
             return open_checkpoint(path, thoroughly=True), warnings
         except UserError as error:
@@ -293,7 +299,7 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
     if name == BEST:
         best = best_of(list_checkpoints(checkpoints_dir))
         return best and open_checkpoint(best.path, thoroughly=True)
-    if checkpoints_dir / name in _named_as_checkpoints(checkpoints_dir):
+    if checkpoints_dir / name in named_as_checkpoints(checkpoints_dir):
         try:
             return open_checkpoint(checkpoints_dir / name, thoroughly=True)
         except UserError as error:
@@ -318,35 +324,6 @@ def renew_links(checkpoints_dir: Path) -> None:
         _replace_link(checkpoints_dir / BEST, best.name)
 
 
-def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
-    """Remove the partial files of a process that was killed while it saved. Rank 0."""
-    for path in checkpoints_dir.glob(f"{PARTIAL_PREFIX}*"):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
-    """Move checkpoints from a step on, damaged ones too, and copy the run's records. Rank 0.
-
-    Nothing is deleted. Returns the directory they were moved to, None if there was none to move.
-    """
-    checkpoints_dir = run_dir / "checkpoints"
-    named = _named_as_checkpoints(checkpoints_dir)
-    chosen = [path for path in named if _step_of(path) >= from_step]
-    if not chosen:
-        return None
-    aside_dir = run_dir / "set-aside" / time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
-    (aside_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
-        if path.is_file() and not path.is_symlink():
-            shutil.copy2(path, aside_dir / path.name)
-    for path in chosen:
-        path.rename(aside_dir / "checkpoints" / path.name)
-    for link in (checkpoints_dir / LATEST, checkpoints_dir / BEST):
-        link.unlink(missing_ok=True)
-    renew_links(checkpoints_dir)
-    return aside_dir
-
-
 def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
     """Load a training state from a checkpoint, in place. Every rank.
 
@@ -356,10 +333,14 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
         UserError: a file is missing or damaged.
     """
     try:
-        weights = _read_weights(checkpoint)
-        moments = _read_moments(checkpoint, state.model)
+        weights = read_tensors(checkpoint.path / WEIGHTS)
+        moments = _read_moments(checkpoint, state)
         state.model.load_state_dict(weights)
         _load_moments(moments, state)
+        if checkpoint.has_average:
+            device = state.model.head_weight.device
+            state.average.update({name: tensor.to(device) for name, tensor in read_tensors(
+                checkpoint.path / AVERAGE, wanted=header_of(weights)).items()})
         if state.scaler.is_enabled() and (saved := checkpoint.meta.loss_scale):
             state.scaler.load_state_dict(state.scaler.state_dict() | {
                 "scale": saved.scale, "_growth_tracker": saved.growth_tracker})
@@ -369,66 +350,49 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
 
 
 def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
-    """Load only the model's weights, in place. Raises: UserError if the file is damaged."""
+    """Load only the model's weights, in place; the averaged ones, if the checkpoint has them.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     try:
-        model.load_state_dict(_read_weights(checkpoint))
+        model.load_state_dict(read_tensors(checkpoint.weights_path))
     except DAMAGE as error:
         raise UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}") from None
 
 
-def _read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    path = checkpoint.path / WEIGHTS
-    check_tensor_header(path)
-    weights = safetensors.torch.load_file(path)
-    for name, value in weights.items():
-        _check_finite(name, value)
-    return weights
+def _state_names(optimizer: Optimizer) -> dict[Tensor, tuple[str, ...]]:
+    """Return the names of the optimizer's state by parameter."""
+    return {parameter: MUON_STATE if group.get("is_orthogonalised") else ADAMW_STATE
+            for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _read_moments(checkpoint: Checkpoint, model: GPTModel) -> dict[str, Tensor]:
-    """Read the optimizer's moments after comparing their names, dtypes and shapes."""
-    path = checkpoint.path / OPTIMIZER
-    wanted = {f"{moment}/{name}": ("F32", [] if moment == "step" else list(parameter.shape))
-              for name, parameter in model.named_parameters() for moment in ADAMW_STATE}
-    check_tensor_header(path)
-    with safe_open(path, framework="pt") as file:
-        slices = {key: file.get_slice(key) for key in file.keys()}
-        found = {key: (part.get_dtype(), part.get_shape()) for key, part in slices.items()}
-        for key in sorted(found.keys() | wanted.keys()):
-            if found.get(key) != wanted.get(key):
-                raise ValueError(f"{OPTIMIZER}: {key[:60]} is {found.get(key, 'absent')}, wanted"
-                                 f" {wanted.get(key, 'absent')}")
-        moments = {key: file.get_tensor(key) for key in wanted}
-    for key, value in moments.items():
-        _check_finite(f"{OPTIMIZER}: {key}", value,
-                      least=-math.inf if key.startswith("exp_avg/") else 0.0)
-    return moments
+def _read_moments(checkpoint: Checkpoint, state: TrainingState) -> dict[str, Tensor]:
+    """Read the optimizer's state after comparing its names, dtypes and shapes."""
+    keys_of = _state_names(state.optimizer)
+    wanted = {f"{key}/{name}": ("F32", [] if key == "step" else list(parameter.shape))
+              for name, parameter in state.model.named_parameters() for key in keys_of[parameter]}
+    return read_tensors(checkpoint.path / OPTIMIZER, wanted=wanted, least=lambda name: (
+        0.0 if name.startswith(("step/", "exp_avg_sq/")) else -math.inf))
 
 
 def _load_moments(moments: dict[str, Tensor], state: TrainingState) -> None:
     names = {parameter: name for name, parameter in state.model.named_parameters()}
-    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     state.optimizer.load_state_dict({
-        "state": {number: {key: moments[f"{key}/{names[parameter]}"] for key in ADAMW_STATE}
-                  for number, parameter in enumerate(parameters)},
+        "state": {number: {key: moments[f"{key}/{names[parameter]}"] for key in keys}
+                  for number, (parameter, keys) in enumerate(
+                      _state_names(state.optimizer).items())},
         "param_groups": state.optimizer.state_dict()["param_groups"]})
 
 
-def _check_finite(name: str, value: Tensor, *, least: float = -math.inf) -> None:
-    """Refuse numbers that would make every later weight NaN. One pass, without a copy."""
-    low, high = (float(bound) for bound in value.aminmax())
-    if not (math.isfinite(low) and math.isfinite(high) and low >= least):
-        raise ValueError(f"{name} holds numbers from {low:g} to {high:g}")
-
-
-def _named_as_checkpoints(checkpoints_dir: Path) -> list[Path]:
+def named_as_checkpoints(checkpoints_dir: Path) -> list[Path]:
     """Return the directories that have a checkpoint's name, by global step, whole or not."""
     paths = [path for path in checkpoints_dir.glob("*-iteration-*")
              if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
-    return sorted(paths, key=lambda path: (_step_of(path), path.name))
+    return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
 
 

@@ -36,12 +36,13 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
 from trainer.launcher import launch
-from trainer.optimization import learning_rate_at
 from trainer.reports import Reports
+from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run
 from trainer.step import TrainingStep
 from trainer.stopping import Stop
-from trainer.validation import mean_loss
+from trainer.validation import validate
+from trainer.weight_average import update_average
 
 
 def main() -> None:
@@ -82,7 +83,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
             print_line(prepared.finished_line())
         return
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-    state = agreement.run("state", lambda: build_state(prepared, process.device))
+    state = agreement.run("state", lambda: build_state(prepared, process))
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
                         heartbeat_path=prepared.run.heartbeat_path)
     watchdog.start()
@@ -141,7 +142,9 @@ class Trainer:
                                              num_steps=self.stop.num_steps)
             loss, grad_norm = self.step.take(
                 microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
-                learning_rate=learning_rate)
+                learning_rate=learning_rate, momentum=momentum_at(
+                    self.config, global_step, num_steps=self.stop.num_steps))
+            update_average(self.state, self.config, global_step, num_steps=self.stop.num_steps)
             self.reports.add(loss, grad_norm)
             if global_step == self.prepared.first_step:
                 self.reports.after_first_step(loss)
@@ -206,6 +209,7 @@ class Trainer:
                 seconds=self.clock.read(),
                 usd=self.clock.usd(),
                 num_steps=self.stop.num_steps if self.config.fit_budget else None,
+                optimizer=self.config.optimizer,
                 tokenizer=self.data.tokenizer_name,
                 loss_scale=self.state.loss_scale(),
                 model=self.run.model,
@@ -223,15 +227,17 @@ class Trainer:
         if not (self.process.is_main or on_all):
             return
         with self.clock.phase(VALIDATION) as phase:
-            loss = mean_loss(
+            losses = validate(
                 self.step, self.data.validation, shares=on_all,
                 watched=lambda microbatches, count: self.reports.console.validation_bar(
                     self.watchdog.watching(microbatches), count),
                 is_interrupted=lambda: bool(self.watchdog.stop_signal))
-        if loss is not None and self.process.is_main:
-            self.reports.console.report_validation(global_step, loss, phase.seconds)
+        if losses is not None and self.process.is_main:
+            self.reports.console.report_validation(global_step, losses.loss, phase.seconds,
+                                                   raw_loss=losses.raw_loss)
             self.saver.add_validation(Validation(
-                loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()))
+                loss=finite_or_none(losses.loss), raw_loss=finite_or_none(losses.raw_loss),
+                seconds=self.clock.read(), usd=self.clock.usd()))
             self.reports.write_samples(global_step)
 
 

@@ -119,8 +119,10 @@ class GPTModel(nn.Module):
         self.final_norm = nn.LayerNorm(config.emb_dim)
         if not config.tie_weights:
             self.head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
-        if config.init == "gpt2":
+        if config.init != "torch":
             self._init_gpt2()
+        if config.init == "zero_projections":
+            self._zero_projections()
         self.use(options or ForwardOptions())
 
     def use(self, options: ForwardOptions) -> None:
@@ -204,6 +206,16 @@ class GPTModel(nn.Module):
                 is_residual = name.endswith("output.weight")
                 scale = 1 / math.sqrt(2 * self.config.n_layers) if is_residual else 1.0
                 nn.init.normal_(parameter, std=INIT_STD * scale)
+
+    def _zero_projections(self) -> None:
+        """Zero the residual projections and an untied head: each layer starts as the identity.
+
+        Source: Yang et al. 2022, "Tensor Programs V", appendix D.2, for the head; the projections
+        follow Zhang et al. 2019, "Fixup Initialization", section 3.
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("output.weight") or name == "head.weight":
+                nn.init.zeros_(parameter)
 
 
 def num_parameters(config: ModelConfig) -> int:

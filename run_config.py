@@ -16,6 +16,7 @@ from basics.json_files import read_json_object
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 ResidualDtype = Literal["fp32", "bf16"]
+Schedule = Literal["constant", "cosine", "linear", "wsd"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs break accumulation
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
@@ -24,6 +25,10 @@ DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,9
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the original system
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
+# Options of one parameter group: None stands for the option without the group's name.
+GroupRate = Annotated[float | None, Field(gt=0)]
+GroupDecay = Annotated[float | None, Field(ge=0)]
+GroupBeta = Annotated[float | None, Field(ge=0, lt=1)]
 # A JSON list becomes a tuple: the config is frozen.
 Prompts = Annotated[tuple[Annotated[str, Field(max_length=2**14)], ...],
                     Field(strict=False, min_length=1, max_length=64)]
@@ -40,7 +45,7 @@ class ModelConfig(FrozenConfig):
     drop_rate: float = Field(ge=0, lt=1)
     qkv_bias: bool
     tie_weights: bool = False
-    init: Literal["gpt2", "torch"] = "gpt2"
+    init: Literal["gpt2", "torch", "zero_projections"] = "gpt2"
 
     @model_validator(mode="after")
     def _heads_divide_embedding(self) -> ModelConfig:
@@ -66,12 +71,40 @@ class TrainConfig(FrozenConfig):
     checkpoint_interval: Count | None = None  # global steps
     keep_checkpoints: Count | None = None  # None for all
     sample_prompts: Prompts | None = None
+    init_from: str | None = Field(default=None, min_length=1, max_length=4096)
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(default=4e-4, gt=0)
+    matrix_learning_rate: GroupRate = None
+    embedding_learning_rate: GroupRate = None
+    head_learning_rate: GroupRate = None
+    vector_learning_rate: GroupRate = None
     weight_decay: float = Field(default=0.1, ge=0)
+    matrix_weight_decay: GroupDecay = None
+    embedding_weight_decay: GroupDecay = None
+    head_weight_decay: GroupDecay = None
+    vector_weight_decay: GroupDecay = None
     decay_norms_and_biases: bool = False
+    cautious_weight_decay: bool = False
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    matrix_beta1: GroupBeta = None
+    embedding_beta1: GroupBeta = None
+    head_beta1: GroupBeta = None
+    vector_beta1: GroupBeta = None
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    matrix_beta2: GroupBeta = None
+    embedding_beta2: GroupBeta = None
+    head_beta2: GroupBeta = None
+    vector_beta2: GroupBeta = None
+    epsilon: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    momentum_warmup_percent: float = Field(default=0, ge=0, le=100)  # of the global steps
     clipping_max_norm: float | None = Field(default=None, gt=0)
+    schedule: Schedule | None = None
     schedule_learning_rate: bool = False
     warmup_period_percent: float = Field(default=0, ge=0, lt=100)  # of the global steps
+    decay_period_percent: float | None = Field(default=None, gt=0, le=100)  # of the global steps
+    final_learning_rate_fraction: float | None = Field(default=None, ge=0, le=1)
+    weight_average: Count | None = None  # global steps
     use_amp: bool = True
     precision: Precision | None = None
     residual_dtype: ResidualDtype | None = None
@@ -108,6 +141,18 @@ class TrainConfig(FrozenConfig):
         if not self.validates and self.checkpoint_interval is None:
             raise ValueError("set validation_interval with validation_batches, "
                              "or checkpoint_interval, so that the run is saved")
+        return self
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> TrainConfig:
+        if self.schedule == "constant" and self.schedule_learning_rate:
+            raise ValueError('schedule is "constant" but schedule_learning_rate is true: drop one')
+        if self.decay_norms_and_biases and self.vector_weight_decay is not None:
+            raise ValueError("vector_weight_decay and decay_norms_and_biases exclude each other:"
+                             " drop one")
+        if self.warmup_period_percent + (self.decay_period_percent or 0) > 100:
+            raise ValueError("warmup_period_percent and decay_period_percent are more than 100"
+                             " together: lower one")
         return self
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ import torch
 from basics.memory_meters import keep_freed_memory
 from benchmarks.memory_model import GPT2_SMALL
 from checkpointing import CheckpointMeta, TrainingState
+from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from trainer.background_saver import BackgroundSaver
 from trainer.precision import resolve_for_device
@@ -61,7 +62,8 @@ def trained_state(device: torch.device) -> TrainingState:
     """Build a state after one step, so that the optimizer has its moments."""
     train = resolve_for_device(
         TrainConfig(dataset="none", microbatch_size=1, checkpoint_interval=1), device)
-    state = build_training_state(MODEL, train, device)
+    process = Process(rank=0, local_rank=0, world_size=1, device=device)
+    state = build_training_state(MODEL, train, process)
     for parameter in state.model.parameters():
         parameter.grad = torch.randn_like(parameter)
     state.optimizer.step()

@@ -93,7 +93,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _build(model: ModelConfig, train: TrainConfig, process: Process) -> TrainingStep:
     train = resolve_for_device(train, process.device)
-    return TrainingStep(build_training_state(model, train, process.device), train, process,
+    return TrainingStep(build_training_state(model, train, process), train, process,
                         wrap=wrap_in_ddp)
 
 

@@ -59,7 +59,7 @@ def main() -> None:
 def stepping(model: ModelConfig, train: TrainConfig, process: Process) -> Callable[[], None]:
     """Return a function that takes one step and waits for the device."""
     train = resolve_for_device(train, process.device)
-    step = TrainingStep(build_training_state(model, train, process.device), train, process)
+    step = TrainingStep(build_training_state(model, train, process), train, process)
     shape = (train.microbatch_size, model.context_length)
     tokens = [torch.randint(model.vocab_size, shape, device=process.device) for _ in range(2)]
     batches = (Microbatch(0, *tokens) for _ in itertools.count())

@@ -95,7 +95,7 @@ def ours(task: RowTask, process: Process) -> System:
         return replace(choose_forward_options(*arguments), **task.row.forward)
 
     with patch("trainer.step.choose_forward_options", options):
-        state = build_training_state(task.model, train, process.device)
+        state = build_training_state(task.model, train, process)
     step = TrainingStep(state, train, process, wrap=wrap_in_ddp)
 
     def take(batches: Iterator[Microbatch]) -> Tensor:

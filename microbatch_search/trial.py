@@ -238,7 +238,7 @@ def _train(task: TrialTask) -> Trial:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     join_process_group(process, open_store(task.name), timeout=TRIAL_TIMEOUT)
     meter = (GpuMeter if on_gpu else CpuMeter)(process.device, task.memory_limit_gib)
-    state = build_training_state(run.model, train, process.device)
+    state = build_training_state(run.model, train, process)
     # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
     scaler = GradScaler(process.device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
     step = TrainingStep(replace(state, scaler=scaler), train, process, wrap=task.wrap)

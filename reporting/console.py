@@ -108,13 +108,22 @@ class Console:
             self.say(self._plain_line(global_step, learning_rate, window) + said
                      + f" | {duration(seconds_left)} left")
 
-    def report_validation(self, global_step: int, loss: float, seconds: float) -> None:
-        """Record and show one validation."""
+    def report_validation(self, global_step: int, loss: float, seconds: float, *,
+                          raw_loss: float | None = None) -> None:
+        """Record and show one validation.
+
+        Args:
+            raw_loss: of the weights themselves, if `loss` is that of their average.
+        """
         if not self.is_active:
             return
-        self._record(global_step, {"validation_loss": loss, "validation_seconds": seconds})
+        record, averaged = {"validation_loss": loss, "validation_seconds": seconds}, ""
+        if raw_loss is not None:
+            record["raw_validation_loss"] = raw_loss
+            averaged = f" of the averaged weights ({raw_loss:.4f} without averaging)"
+        self._record(global_step, record)
         self.say(f"step {global_step + 1:,}/{self.num_steps:,} | validation loss {loss:.4f}"
-                 f" | {seconds:.1f} s")
+                 f"{averaged} | {seconds:.1f} s")
 
     def validation_bar(self, batches: Iterable[Any], total: int) -> Iterable[Any]:
         """Show a second bar while validating."""

@@ -17,7 +17,8 @@ MAX_RECORD_LENGTH = 2**18
 MAX_STEP = 2**40
 # Keys of a record: with upper bounds, and at least 0; and any finite numbers.
 UPPER_BOUNDS = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": MAX_STEP}
-NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss", "grad_norm",
+NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss",
+           "raw_validation_loss", "grad_norm",
            "grad_norm_max", "learning_rate", "validation_seconds")
 
 

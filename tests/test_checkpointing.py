@@ -25,9 +25,6 @@ from checkpointing import (
     load_weights,
     newest_whole,
     open_checkpoint,
-    prune,
-    remove_partial_checkpoints,
-    set_aside,
 )
 from processes.command_line import command_line
 from processes.launch import Process
@@ -36,6 +33,7 @@ from run_config import load_run
 from tests.support.checkpoints import MODEL, damage, describe, save, state
 from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
+from trainer.checkpoint_cleanup import prune, remove_partial_checkpoints, set_aside
 from trainer.resuming import changed_validation, check_identity, check_weights_fit
 from trainer.startup import PreparedRun, check_format, prepare_run
 

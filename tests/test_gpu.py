@@ -71,7 +71,7 @@ def step_of(**changes: object) -> TrainingStep:
                            "clipping_max_norm": 1.0} | changes)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
     train = resolve_for_device(train, process.device)
-    return TrainingStep(build_training_state(MODEL, train, process.device), train, process,
+    return TrainingStep(build_training_state(MODEL, train, process), train, process,
                         wrap=wrap_in_ddp)
 
 

@@ -19,10 +19,10 @@ from checkpointing import (
     TrainingState,
     Validation,
     add_validation,
-    prune,
     save_checkpoint,
 )
 from reporting.metrics_file import fsync_records
+from trainer.checkpoint_cleanup import prune
 
 POLL_SECONDS = 0.5  # between two looks at the files of a write that is waited for
 

@@ -1,58 +1,87 @@
-"""Parameter groups, the optimizer, and the learning rate at every global step."""
+"""Parameter groups, the optimizer, and clipped gradients."""
 
 from __future__ import annotations
 
-import math
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
+from processes.launch import Process
 from run_config import TrainConfig
+from trainer.muon import AdamWWithCautiousDecay, Muon
 
-FINAL_LEARNING_RATE_FRACTION = 0.1
+Group = Literal["matrix", "embedding", "head", "vector"]
+
+MUON_LEARNING_RATE = 0.02
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig) -> AdamW:
-    """Build AdamW with weight decay on matrices and embeddings only.
+def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> AdamW:
+    """Build the optimizer with a parameter group for the matrices, embeddings, head and vectors.
 
-    With `decay_norms_and_biases`, norms and biases decay too, as in the original.
+    Args:
+        train: after `resolve_for_device`.
 
-    Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
+    Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, for
+    AdamW.
     """
-    decayed, kept = [], []
-    for parameter in model.parameters():
-        decays = parameter.dim() >= 2 or train.decay_norms_and_biases
-        (decayed if decays else kept).append(parameter)
-    groups = [{"params": decayed, "weight_decay": train.weight_decay}]
-    if kept:
-        groups.append({"params": kept, "weight_decay": 0.0})
-    return AdamW(groups, lr=train.learning_rate, fused=True)
+    by_group: dict[Group, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        by_group.setdefault(group_of(name, parameter), []).append(parameter)
+    groups = [_options(group, train) | {"params": parameters}
+              for group, parameters in by_group.items()]
+    if train.optimizer == "muon":
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        return Muon(groups, dtype=dtype, rank=process.rank, world_size=process.world_size)
+    if train.cautious_weight_decay:
+        return AdamWWithCautiousDecay(groups, fused=True)
+    return AdamW(groups, fused=True)
 
 
-def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) -> float:
-    """Return the learning rate of a global step: a pure function, so there is no state to save.
-
-    With `schedule_learning_rate`: a linear warm-up over `warmup_period_percent` of the steps, then
-    half a cosine from `learning_rate` down to a tenth of it at the last step.
-
-    Source: Loshchilov and Hutter 2017, "SGDR", equation 5, without restarts.
-    """
-    peak = train.learning_rate
-    if not train.schedule_learning_rate:
-        return peak
-    warmup_steps = int(num_steps * train.warmup_period_percent / 100)
-    if global_step < warmup_steps:
-        return peak * (global_step + 1) / warmup_steps
-    progress = (global_step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
-    floor = peak * FINAL_LEARNING_RATE_FRACTION
-    return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
+def group_of(name: str, parameter: Tensor) -> Group:
+    """Return the group of a parameter of `GPTModel`; a tied head is the token embedding."""
+    if parameter.dim() < 2:
+        return "vector"
+    if "embedding" in name:
+        return "embedding"
+    return "head" if name.startswith("head.") else "matrix"
 
 
-def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
+def peak_learning_rate(group: Group, train: TrainConfig) -> float:
+    """Return the highest learning rate of a group."""
+    own = getattr(train, f"{group}_learning_rate")
+    if own is None and group == "matrix" and train.optimizer == "muon":
+        return MUON_LEARNING_RATE
+    return train.learning_rate if own is None else own
+
+
+def _options(group: Group, train: TrainConfig) -> dict[str, Any]:
+    def own_or(name: str, default: float) -> float:
+        own = getattr(train, f"{group}_{name}")
+        return default if own is None else own
+
+    decays = group != "vector" or train.decay_norms_and_biases
+    decay = own_or("weight_decay", train.weight_decay if decays else 0.0)
+    is_cautious = train.cautious_weight_decay
+    peak = peak_learning_rate(group, train)
+    return {
+        "lr": peak, "peak_ratio": peak / train.learning_rate,
+        "betas": (own_or("beta1", train.beta1), own_or("beta2", train.beta2)),
+        "eps": train.epsilon,
+        "weight_decay": 0.0 if is_cautious else decay,
+        "cautious_decay": decay if is_cautious else 0.0,
+        "is_orthogonalised": group == "matrix" and train.optimizer == "muon",
+        "momentum": train.momentum,
+    }
+
+
+def set_rates(optimizer: AdamW, *, learning_rate: float, momentum: float) -> None:
+    """Set the rates of all parameter groups; those with a rate of their own keep their ratio."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group["peak_ratio"]
+        group["momentum"] = momentum
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:

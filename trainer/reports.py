@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
-from checkpointing import best_of, list_checkpoints, remove_partial_checkpoints, renew_links
-from checkpointing import set_aside as set_checkpoints_aside
+from checkpointing import best_of, list_checkpoints, renew_links
 from processes.launch import machine_facts, throttling
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
@@ -20,9 +21,12 @@ from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
 from reporting.summary import RunEnd
 from trainer.background_saver import BackgroundSaver
+from trainer.checkpoint_cleanup import remove_partial_checkpoints
+from trainer.checkpoint_cleanup import set_aside as set_checkpoints_aside
 from trainer.precision import autocast
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
+from trainer.weight_average import averaged_weights
 
 
 class Reports:
@@ -138,7 +142,7 @@ class Reports:
     def write_samples(self, global_step: int) -> None:
         """Continue the run's `sample_prompts` with the model. Rank 0."""
         if prompts := self.run.train.sample_prompts:
-            with self.clock.phase(VALIDATION), autocast(self.step.precision, self.process.device):
+            with self.clock.phase(VALIDATION), self._inference():
                 failure = self._sampler().try_to_write(
                     self.run.samples_path, prompts, global_step)
             self.console.warn("no samples", failure)
@@ -187,6 +191,13 @@ class Reports:
             self.saver.wait(timeout=self.watchdog.deadlines.last_write)
             self.console.write_status(status, reason)
 
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Compute as in validation: with autocast, and with averaged weights if there are any."""
+        with (averaged_weights(self.step.state),
+              autocast(self.step.precision, self.process.device)):
+            yield
+
     def _sampler(self) -> Sampler:
         return Sampler(self.step.state.model, self.prepared.data.tokenizer_name,
                        heartbeat=self.watchdog.heartbeat)
@@ -196,7 +207,7 @@ class Reports:
         if self.prepared.data.tokenizer_name is None:
             return
         try:
-            with autocast(self.step.precision, self.process.device):
+            with self._inference():
                 self.console.say(f"sample:\n{self._sampler().text()}")
         except Exception as error:
             self.console.say(f"warning: no sample: {describe(error)}")

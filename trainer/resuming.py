@@ -71,6 +71,10 @@ def check_identity(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
         if found != was:
             raise UserError(f"{run.run_dir / 'model.json'}: {key} is {found}, {checkpoint.name} was"
                             f" trained with {was}; set it back, or start over with --fresh")
+    if run.train.optimizer != meta.optimizer:
+        raise UserError(f'{run.train_path}: optimizer is "{run.train.optimizer}",'
+                        f' {checkpoint.name} was trained with "{meta.optimizer}"; set it back, or'
+                        " start over with --fresh")
     if run.train.random_seed != meta.random_seed:
         raise UserError(f"{run.train_path}: random_seed is {run.train.random_seed},"
                         f" {checkpoint.name} was trained with {meta.random_seed}; set it back, or"

@@ -147,9 +147,9 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     return prepared
 
 
-def build_state(prepared: PreparedRun, device: torch.device) -> TrainingState:
+def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
     """Build the model and its optimizer; load the checkpoint that the run resumes from, if any."""
-    state = build_training_state(prepared.run.model, prepared.train, device)
+    state = build_training_state(prepared.run.model, prepared.train, process)
     if prepared.resume_from is not None:
         load_checkpoint(prepared.resume_from, state)
     return state

@@ -29,7 +29,7 @@ from trainer.compilation import (
 from trainer.optimization import (
     build_optimizer,
     clip_gradients,
-    set_learning_rate,
+    set_rates,
     skip_unless_finite,
 )
 from trainer.precision import autocast, set_matmul_precision
@@ -38,7 +38,7 @@ Wrap = Callable[[nn.Module, Process], nn.Module]
 
 
 def build_training_state(
-    model_config: ModelConfig, train: TrainConfig, device: torch.device
+    model_config: ModelConfig, train: TrainConfig, process: Process
 ) -> TrainingState:
     """Build a model, the same on every rank, and its optimizer, as they are before step 0.
 
@@ -46,10 +46,11 @@ def build_training_state(
         train: after `resolve_for_device`.
     """
     keep_compiled_code()
+    device = process.device
     torch.manual_seed(train.random_seed)
     model = GPTModel(model_config, choose_forward_options(model_config, train, device)).to(device)
     scaler = GradScaler(device.type, enabled=train.precision == "fp16")
-    return TrainingState(model, build_optimizer(model, train), scaler)
+    return TrainingState(model, build_optimizer(model, train, process), scaler)
 
 
 class TrainingStep:
@@ -150,18 +151,19 @@ class TrainingStep:
         return SDPBackend(chosen).name.split("_")[0].lower()
 
     def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
-             learning_rate: float) -> tuple[Tensor, Tensor]:
+             learning_rate: float, momentum: float = 0.95) -> tuple[Tensor, Tensor]:
         """Take one global step. Every rank; nothing here waits for the device.
 
         Args:
             microbatches: the next `num_microbatches` of it are this process's part of the step.
+            momentum: of Muon; AdamW has no use for it.
 
         Returns:
             This process's mean loss and the norm of the averaged gradient, each () float32.
         """
         failpoint("train")
         optimizer, scaler = self.state.optimizer, self.state.scaler
-        set_learning_rate(optimizer, learning_rate)
+        set_rates(optimizer, learning_rate=learning_rate, momentum=momentum)
         loss = self._accumulate_gradients(microbatches, num_microbatches)
         scaler.unscale_(optimizer)
         grad_norm = clip_gradients(self.state.model, self.train.clipping_max_norm)

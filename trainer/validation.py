@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,36 @@ import torch.distributed as dist
 from basics.failpoints import failpoint
 from tokens.batches import Microbatch, Microbatches, prefetch
 from trainer.step import TrainingStep
+from trainer.weight_average import averaged_weights
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Result of a validation, in nats per token.
+
+    Attributes:
+        raw_loss: of the weights themselves, where `loss` is that of their average.
+    """
+
+    loss: float
+    raw_loss: float | None = None
+
+
+def validate(step: TrainingStep, data: Microbatches, **options: Any) -> Losses | None:
+    """Measure the loss of the weights, and of their average if there is one.
+
+    Args:
+        options: as those of `mean_loss`.
+
+    Returns:
+        None if it was interrupted.
+    """
+    with averaged_weights(step.state):
+        loss = mean_loss(step, data, **options)
+    if loss is None or not step.state.average:
+        return loss if loss is None else Losses(loss)
+    raw_loss = mean_loss(step, data, **options)
+    return None if raw_loss is None else Losses(loss, raw_loss)
 
 
 @torch.inference_mode()

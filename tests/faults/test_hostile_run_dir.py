@@ -12,13 +12,13 @@ import pytest
 from basics.errors import UserError
 from basics.failpoints import MARKS, VARIABLE
 from basics.files import write_atomically
-from checkpointing import set_aside
 from processes.run_lock import LockedError, lock_run, release_run
 from reporting.charts import draw_charts
 from reporting.metrics_file import MAX_RECORDS, check_records, read_metrics
 from tests.support.in_process import contents, refused
 from tests.support.runs import read_only, wait_for
 from tests.support.workplace import Workplace, read_lines, start_forked, succeeded
+from trainer.checkpoint_cleanup import set_aside
 
 RECORDS = ["metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "summary.json", "heartbeat.json"]
 KINDS: dict[str, Callable[[Path], object]] = {

@@ -20,13 +20,13 @@ from checkpointing import (
     Validation,
     add_validation,
     newest_whole,
-    remove_partial_checkpoints,
     renew_links,
 )
 from reporting import metrics_file
 from reporting.metrics_file import remove_metrics_from
 from tests.support.checkpoints import describe, save, state
 from trainer.background_saver import BackgroundSaver
+from trainer.checkpoint_cleanup import remove_partial_checkpoints
 
 
 @dataclass

@@ -16,17 +16,19 @@ from checkpointing import (
     save_checkpoint,
 )
 from gpt import GPTModel
+from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer.optimization import build_optimizer
 
 MODEL = ModelConfig(**TINY_MODEL)
+ONE_PROCESS = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
 def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
     torch.manual_seed(seed)
     network = GPTModel(model)
-    optimizer = build_optimizer(network, TrainConfig(**TINY_TRAIN))
+    optimizer = build_optimizer(network, TrainConfig(**TINY_TRAIN), ONE_PROCESS)
     network(torch.arange(16)[None], torch.arange(16)[None]).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -85,7 +85,7 @@ def count_all_reduces(root: Path, process, group) -> list[int]:
         process.device)
     watchdog = Watchdog(process, open_store("watch"), phase=lambda: clock.current,
                         heartbeat_path=root / "heartbeat.json")
-    trainer = Trainer(prepared, build_state(prepared, process.device), watchdog,
+    trainer = Trainer(prepared, build_state(prepared, process), watchdog,
                       clock=clock, group=group)
     trainer.step = TrainingStep(trainer.state, trainer.config, process, wrap=wrap_in_ddp)
     counted, after_each = [0], []

@@ -17,18 +17,17 @@ from checkpointing import (
     load_checkpoint,
 )
 from run_config import ModelConfig, TrainConfig
+from tests.support.checkpoints import ONE_PROCESS
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer import background_saver
 from trainer.background_saver import BackgroundSaver
 from trainer.precision import resolve_for_device
 from trainer.step import build_training_state
 
-CPU = torch.device("cpu")
-
 
 def state() -> TrainingState:
-    built = build_training_state(
-        ModelConfig(**TINY_MODEL), resolve_for_device(TrainConfig(**TINY_TRAIN), CPU), CPU)
+    train = resolve_for_device(TrainConfig(**TINY_TRAIN), ONE_PROCESS.device)
+    built = build_training_state(ModelConfig(**TINY_MODEL), train, ONE_PROCESS)
     take_step(built)
     return built
 

@@ -110,7 +110,7 @@ def step_of(**changes: object) -> TrainingStep:
     train = resolve_for_device(TrainConfig(**TINY_TRAIN | {"compile": True} | changes), CPU)
     process = Process(rank=0, local_rank=0, world_size=1, device=CPU)
     model = ModelConfig(**TINY_MODEL | {"drop_rate": drop_rate, "n_layers": 1})
-    return TrainingStep(build_training_state(model, train, CPU), train, process)
+    return TrainingStep(build_training_state(model, train, process), train, process)
 
 
 def losses_of(step: TrainingStep, num_steps: int = 4) -> list[float]:

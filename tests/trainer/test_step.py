@@ -20,7 +20,7 @@ def step_of(**changes: object) -> TrainingStep:
     train = TrainConfig(**TINY_TRAIN | {k: v for k, v in changes.items() if k in TINY_TRAIN})
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     train = resolve_for_device(train, process.device)
-    return TrainingStep(build_training_state(model, train, process.device), train, process)
+    return TrainingStep(build_training_state(model, train, process), train, process)
 
 
 @pytest.mark.parametrize(("precision", "drop_rate", "kernel"), [

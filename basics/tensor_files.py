@@ -1,0 +1,48 @@
+"""Reading of untrusted safetensors files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from basics.files import check_tensor_header
+
+Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it, and shape
+
+
+def read_tensors(path: Path, *, wanted: Header | None = None,
+                 least: Callable[[str], float] = lambda name: -math.inf) -> dict[str, Tensor]:
+    """Read all tensors of a file; numbers that would make later weights NaN are refused.
+
+    Args:
+        wanted: names, dtypes and shapes, compared before anything is read; None for any.
+        least: the lowest value that a tensor may hold, by its name.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be read, or is damaged.
+        ValueError: it does not hold what is wanted.
+    """
+    check_tensor_header(path)
+    with safe_open(path, framework="pt") as file:
+        if wanted is not None:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+            for name in sorted(found.keys() | wanted.keys()):
+                if found.get(name) != wanted.get(name):
+                    raise ValueError(f"{path.name}: {name[:60]} is {found.get(name, 'absent')},"
+                                     f" wanted {wanted.get(name, 'absent')}")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    for name, tensor in tensors.items():
+        low, high = (float(bound) for bound in tensor.aminmax())  # one pass, without a copy
+        if not (math.isfinite(low) and math.isfinite(high) and low >= least(name)):
+            raise ValueError(f"{path.name}: {name[:60]} holds numbers from {low:g} to {high:g}")
+    return tensors
+
+
+def header_of(tensors: Mapping[str, Tensor]) -> Header:
+    """Return the names, dtypes and shapes of float32 tensors."""
+    return {name: ("F32", list(tensor.shape)) for name, tensor in tensors.items()}

@@ -1,0 +1,68 @@
+"""Which checkpoints of a run are removed or set aside."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from basics.failpoints import failpoint
+from basics.manifest import find_damage
+from checkpointing import (
+    BEST,
+    LATEST,
+    PARTIAL_PREFIX,
+    best_of,
+    list_checkpoints,
+    named_as_checkpoints,
+    renew_links,
+    step_of,
+)
+
+
+def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> None:
+    """Remove all but the newest checkpoints, the best one and the protected ones. Rank 0.
+
+    Nothing is removed if the newest one is damaged.
+    """
+    checkpoints = list_checkpoints(checkpoints_dir)
+    kept = {checkpoint.name for checkpoint in checkpoints[-keep:]} | set(protected)
+    kept |= {checkpoint.name for checkpoint in [best_of(checkpoints)] if checkpoint}
+    removed = [checkpoint for checkpoint in checkpoints if checkpoint.name not in kept]
+    if not removed or find_damage(checkpoints[-1].path, thoroughly=True):
+        return
+    for checkpoint in removed:
+        failpoint("save.prune")
+        renamed = checkpoint.path.with_name(f"{PARTIAL_PREFIX}{checkpoint.name}")
+        checkpoint.path.rename(renamed)  # atomic: a kill leaves no damaged checkpoint
+        shutil.rmtree(renamed)
+
+
+def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
+    """Remove the partial files of a process that was killed while it saved. Rank 0."""
+    for path in checkpoints_dir.glob(f"{PARTIAL_PREFIX}*"):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
+    """Move checkpoints from a step on, damaged ones too, and copy the run's records. Rank 0.
+
+    Nothing is deleted. Returns the directory they were moved to, None if there was none to move.
+    """
+    checkpoints_dir = run_dir / "checkpoints"
+    named = named_as_checkpoints(checkpoints_dir)
+    chosen = [path for path in named if step_of(path) >= from_step]
+    if not chosen:
+        return None
+    aside_dir = run_dir / "set-aside" / time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+    (aside_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
+        if path.is_file() and not path.is_symlink():
+            shutil.copy2(path, aside_dir / path.name)
+    for path in chosen:
+        path.rename(aside_dir / "checkpoints" / path.name)
+    for link in (checkpoints_dir / LATEST, checkpoints_dir / BEST):
+        link.unlink(missing_ok=True)
+    renew_links(checkpoints_dir)
+    return aside_dir
