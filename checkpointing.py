@@ -336,7 +336,10 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
         weights = read_tensors(checkpoint.path / WEIGHTS)
         moments = _read_moments(checkpoint, state)
         state.model.load_state_dict(weights)
-        _load_moments(moments, state)
+        names = {parameter: name for name, parameter in state.model.named_parameters()}
+        for parameter, keys in _state_names(state.optimizer).items():
+            state.optimizer.state[parameter] = {  # "step" too: a fused optimizer wants it there
+                key: moments[f"{key}/{names[parameter]}"].to(parameter.device) for key in keys}
         if checkpoint.has_average:
             device = state.model.head_weight.device
             state.average.update({name: tensor.to(device) for name, tensor in read_tensors(
@@ -374,15 +377,6 @@ def _read_moments(checkpoint: Checkpoint, state: TrainingState) -> dict[str, Ten
               for name, parameter in state.model.named_parameters() for key in keys_of[parameter]}
     return read_tensors(checkpoint.path / OPTIMIZER, wanted=wanted, least=lambda name: (
         0.0 if name.startswith(("step/", "exp_avg_sq/")) else -math.inf))
-
-
-def _load_moments(moments: dict[str, Tensor], state: TrainingState) -> None:
-    names = {parameter: name for name, parameter in state.model.named_parameters()}
-    state.optimizer.load_state_dict({
-        "state": {number: {key: moments[f"{key}/{names[parameter]}"] for key in keys}
-                  for number, (parameter, keys) in enumerate(
-                      _state_names(state.optimizer).items())},
-        "param_groups": state.optimizer.state_dict()["param_groups"]})
 
 
 def named_as_checkpoints(checkpoints_dir: Path) -> list[Path]:

@@ -26,8 +26,8 @@ def update_average(state: TrainingState, train: TrainConfig, global_step: int, *
     if not state.average:
         state.average.update({name: weight.detach().clone() for name, weight in weights.items()})
     else:
-        torch._foreach_lerp_(list(state.average.values()), list(weights.values()),
-                             1 / train.weight_average)
+        averages = [state.average[name] for name in weights]  # a file has another order
+        torch._foreach_lerp_(averages, list(weights.values()), 1 / train.weight_average)
 
 
 @contextmanager
