@@ -151,6 +151,7 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) ->
 @pytest.mark.parametrize(("changes", "message"), [
     ({"n_heads": 4}, "model.json: n_heads is 4, .* was trained with 2; set it back"),
     ({"tie_weights": True}, "model.json: tie_weights is True"),
+    ({"optimizer": "muon"}, 'train.json: optimizer is "muon", .* was trained with "adamw"'),
     ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
     ({"data": {"train": "100 tokens, xyz"}}, "train.json: the train tokens of tiny are not those"),
 ])
@@ -158,7 +159,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     workplace: Workplace, changes: dict, message: str
 ) -> None:
     model = {k: v for k, v in changes.items() if k in ("n_heads", "tie_weights")}
-    train = {k: v for k, v in changes.items() if k == "random_seed"}
+    train = {k: v for k, v in changes.items() if k in ("random_seed", "optimizer")}
     workplace.add_run(model=model | {"drop_rate": 0.3}, train=train)
     checkpoint = save(workplace.root, 3)
     run = load_run(workplace.runs_dir, "tiny")

@@ -197,6 +197,31 @@ def test_the_split_of_a_global_batch_does_not_change_the_loss_curve(workplace: W
             torch.testing.assert_close(value, weights[0][name], rtol=1e-3, atol=1e-4)
 
 
+def test_muon_and_averaged_weights_resume_exactly_and_on_any_split(workplace: Workplace) -> None:
+    workplace.add_dataset()
+    changes = {"optimizer": "muon", "matrix_learning_rate": 0.05, "cautious_weight_decay": True,
+               "momentum_warmup_percent": 50, "schedule": "wsd", "weight_average": 1}
+    curves = {}
+    for name, processes, launches in (("whole", 2, [[]]), ("parts", 2, [["--max-steps", "10"], []]),
+                                      ("one", 1, [[]])):
+        accumulation = 2 if processes == 2 else 4
+        run_dir = workplace.add_run(
+            name, train=changes | {"gradient_accumulation_steps": accumulation})
+        for options in launches:
+            output = succeeded(workplace.torchrun(processes, name, *options)).stdout
+        assert "of the averaged weights (" in output
+        records = read_lines(run_dir / "metrics.jsonl")
+        assert [r["global_step"] for r in records if "raw_validation_loss" in r] == [9, 11]
+        curves[name] = [r["validation_loss"] for r in records if "validation_loss" in r]
+    whole, parts = (workplace.runs_dir / name for name in ("whole", "parts"))
+    assert checkpoint_bytes(parts) == checkpoint_bytes(whole)
+    average = "checkpoints/latest/average.safetensors"
+    assert (parts / average).read_bytes() == (whole / average).read_bytes()
+    assert curves["parts"] == curves["whole"]
+    np.testing.assert_allclose(curves["one"], curves["whole"], rtol=0, atol=1e-4)
+    assert curves["whole"][-1] < curves["whole"][0]
+
+
 def test_fresh_sets_earlier_checkpoints_aside(
     finished: tuple[Workplace, str], workplace: Workplace
 ) -> None:

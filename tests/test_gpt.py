@@ -62,6 +62,20 @@ def test_gpt2_init_scales_the_residual_projections() -> None:
         assert not projection.bias.any()
 
 
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_zero_projections_start_with_the_loss_of_a_uniform_guess(tie_weights: bool) -> None:
+    model = tiny_model(init="zero_projections", tie_weights=tie_weights)
+    for block in model.blocks:
+        assert not block.attention.output.weight.any() and not block.mlp.output.weight.any()
+        assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert model.token_embedding.weight.any(), "a tied head is the embedding"
+    token_ids = torch.randint(0, model.config.vocab_size, (2, 9))
+    loss = model(token_ids[:, :-1], token_ids[:, 1:])
+    assert abs(loss.item() - math.log(model.config.vocab_size)) < (0.2 if tie_weights else 1e-5)
+    loss.backward()
+    assert model.head_weight.grad.any() or tie_weights
+
+
 def test_the_original_has_163_million_parameters() -> None:
     with torch.device("meta"):
         model = GPTModel(load_run(PROJECT_DIR / "runs", "original").model)

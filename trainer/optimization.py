@@ -10,8 +10,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
 from processes.launch import Process
-from run_config import TrainConfig
+from run_config import ModelConfig, TrainConfig
 from trainer.muon import AdamWWithCautiousDecay, Muon
+from trainer.schedule import schedule_of
 
 Group = Literal["matrix", "embedding", "head", "vector"]
 
@@ -55,6 +56,24 @@ def peak_learning_rate(group: Group, train: TrainConfig) -> float:
     if own is None and group == "matrix" and train.optimizer == "muon":
         return MUON_LEARNING_RATE
     return train.learning_rate if own is None else own
+
+
+def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
+    """Return a warning for options that are set but have no effect beside another one."""
+    unused = {
+        'optimizer "adamw"': {"momentum", "momentum_warmup_percent"},
+        'optimizer "muon"': {"matrix_beta1", "matrix_beta2"},
+        'schedule "constant"': {"decay_period_percent", "final_learning_rate_fraction"},
+        "tie_weights": {"head_learning_rate", "head_weight_decay", "head_beta1", "head_beta2"},
+    }
+    reasons = [f'optimizer "{train.optimizer}"', f'schedule "{schedule_of(train)}"',
+               *(["tie_weights"] if model.tie_weights else [])]
+    warnings = []
+    for reason in reasons:
+        found = sorted(unused.get(reason, set()) & train.model_fields_set)
+        if found:
+            warnings.append(f"{', '.join(found)}: no effect with {reason}")
+    return warnings
 
 
 def _options(group: Group, train: TrainConfig) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from run_config import Run, TrainConfig, check_inside, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, check_token_range, open_run_data
 from trainer.budget import Budget
+from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
 from trainer.step import build_training_state
@@ -136,6 +137,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         warnings += changed_validation(resume_from, data.fingerprints)
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
+    warnings += unused_options(run.model, run.train)
     prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
                            tuple(warnings))
     if not options.fresh:

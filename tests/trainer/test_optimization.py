@@ -8,7 +8,7 @@ from gpt import GPTModel
 from run_config import ModelConfig, TrainConfig
 from tests.support.checkpoints import ONE_PROCESS
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
-from trainer.optimization import build_optimizer, clip_gradients
+from trainer.optimization import build_optimizer, clip_gradients, unused_options
 
 
 def config(**changes: object) -> TrainConfig:
@@ -34,3 +34,18 @@ def test_the_norm_is_measured_and_clipped_where_set(
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     assert clip_gradients(model, max_norm).item() == pytest.approx(5.0)
     assert model.weight.grad.norm().item() == pytest.approx(norm_after, rel=1e-4)
+
+
+@pytest.mark.parametrize(("model", "train", "wanted"), [
+    ({}, {"momentum": 0.9}, ['momentum: no effect with optimizer "adamw"']),
+    ({}, {"optimizer": "muon", "momentum": 0.9, "schedule": "wsd"}, []),
+    ({}, {"optimizer": "muon", "matrix_beta2": 0.9},
+     ['matrix_beta2: no effect with optimizer "muon"']),
+    ({}, {"final_learning_rate_fraction": 0.1},
+     ['final_learning_rate_fraction: no effect with schedule "constant"']),
+    ({}, {"final_learning_rate_fraction": 0.1, "schedule_learning_rate": True}, []),
+    ({"tie_weights": True}, {"head_beta1": 0.5, "head_learning_rate": 0.1},
+     ["head_beta1, head_learning_rate: no effect with tie_weights"]),
+])
+def test_options_without_effect_are_named(model: dict, train: dict, wanted: list[str]) -> None:
+    assert unused_options(ModelConfig(**TINY_MODEL | model), config(**train)) == wanted
