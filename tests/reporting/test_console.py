@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
@@ -87,11 +87,9 @@ def test_unwritten_records_are_status_4_and_the_next_launch_finishes(
 def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     trained = SimpleNamespace(
-        step=SimpleNamespace(precision="fp32", state=SimpleNamespace(model=None)),
         console=SimpleNamespace(say=said.append),
         prepared=SimpleNamespace(data=SimpleNamespace(tokenizer_name="gpt2")),
-        _sampler=lambda: SimpleNamespace(text=draw),
-        process=SimpleNamespace(device=torch.device("cpu")))
+        _sampler=lambda: SimpleNamespace(text=draw), _inference=nullcontext)
 
     def draw(*_: object) -> str:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
