@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from basics.errors import STOP_SIGNALS, UserError, print_line
+from basics.errors import STOP_SIGNALS, print_line
 from lab.compare.run_results import FINISHED
 from lab.sweep.plan import PlannedRun, Sweep
 from lab.sweep.results import DIVERGED, Outcome, read_outcome
@@ -108,7 +108,7 @@ class Execution:
     """Trains the runs of a sweep.
 
     Attributes:
-        stop_signal: the signal that has stopped the sweep; 0 if none has.
+        exit_status: of the sweep: 128 + n after signal n, or the status of a failed baseline.
         stop_reason: why not all runs were trained; empty if all were.
         statuses: exit statuses of the runs launched here, by directory name.
     """
@@ -116,7 +116,8 @@ class Execution:
     def __init__(self, launch: Launch, budget: Budget) -> None:
         self._launch, self._budget = launch, budget
         self._process: subprocess.Popen | None = None
-        self.stop_signal, self.stop_reason = 0, ""
+        self._signal = self.exit_status = 0
+        self.stop_reason = ""
         self.statuses: dict[str, int] = {}
 
     @contextmanager
@@ -130,7 +131,7 @@ class Execution:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _: object) -> None:
-        self.stop_signal = number
+        self._signal, self.exit_status = number, 128 + number
         self.stop_reason = STOP_SIGNALS[number]
         if self._process:
             self._process.send_signal(number)
@@ -138,8 +139,7 @@ class Execution:
     def train(self, sweep: Sweep) -> None:
         """Train all runs that have not finished, until a signal or the budget stops it.
 
-        Raises:
-            UserError: the baseline failed, so there is nothing to compare with.
+        A baseline that fails stops it too: there would be nothing to compare with.
         """
         runs = sweep.runs
         for i, run in enumerate(runs, start=1):
@@ -156,9 +156,9 @@ class Execution:
             if outcome.state != FINISHED:
                 print_line(f"{run.label}: {outcome.state}")
             if run.variant.is_baseline and status and outcome.state != DIVERGED:
-                raise UserError(f"{run.run_dir}: the baseline failed with status {status}, so"
-                                " changes cannot be compared with it; correct that and repeat the"
-                                " command", status)
+                self.stop_reason = f"{run.label}, failed with status {status}"
+                self.exit_status = status
+                return
 
     def _seconds_left(self, run: PlannedRun, runs: list[PlannedRun]) -> float:
         """Return the seconds that the budget leaves; set a reason to stop if a run takes more."""
@@ -174,8 +174,8 @@ class Execution:
     def _run(self, run: PlannedRun, seconds_left: float) -> int:
         """Train one run; return its exit status, 128 + n if signal n ended it."""
         self._process = start(self._launch.command(run.run_dir))
-        if self.stop_signal:  # it came before there was a process to pass it on to
-            self._process.send_signal(self.stop_signal)
+        if self._signal:  # it came before there was a process to pass it on to
+            self._process.send_signal(self._signal)
         try:
             status = self._process.wait(None if math.isinf(seconds_left) else seconds_left)
         except subprocess.TimeoutExpired:

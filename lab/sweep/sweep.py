@@ -69,8 +69,7 @@ def command(base: str, torchrun_arguments: tuple[str, ...], changes: tuple[str, 
         with execution.handling_signals():
             sweep = _train(sweep, execution, stack=stack)
         _report(sweep, execution)
-    if execution.stop_signal:
-        sys.exit(128 + execution.stop_signal)
+    sys.exit(execution.exit_status)
 
 
 def _check_options(launch: Launch, budget: Budget) -> None:

@@ -13,7 +13,6 @@ import pytest
 from click.testing import Result
 
 from basics.directory_lock import lock_directory
-from basics.errors import UserError
 from lab.sweep import charts as sweep_charts
 from lab.sweep import execution
 from lab.sweep.execution import Launch
@@ -250,8 +249,8 @@ def test_a_run_that_fails_is_a_line_of_the_table(sweeps: Sweeps) -> None:
 def test_without_a_baseline_nothing_is_compared(sweeps: Sweeps) -> None:
     sweeps.workplace.add_run("failing", train=SETTINGS | {"weight_decay": 8})
     result = run_lab("sweep", "failing", *sweeps.command("--change", "drop_rate=0")[2:])
-    assert isinstance(result.exception, UserError) and result.exception.status == 2
-    assert "the baseline failed with status 2" in str(result.exception)
+    assert result.exit_code == 2
+    assert "sweep stopped: baseline, seed 42, failed with status 2; the same" in result.stdout
     assert (sweeps.dir / "failing/launches").read_text().split() == ["baseline-seed-42"]
 
 
@@ -321,25 +320,36 @@ def test_the_running_run_is_stopped_at_the_limit(sweeps: Sweeps) -> None:
     assert len(read_lines(runs / "baseline-seed-42/metrics.jsonl")) == stub_trainer.STEPS
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(
-    sweeps: Sweeps, number: signal.Signals
-) -> None:
+def started(sweeps: Sweeps, *arguments: str) -> subprocess.Popen:
+    """Start a sweep in a process of its own."""
     code = ("import sys, lab.sweep.execution, lab.sweep.charts, lab.__main__\n"
             "from pathlib import Path\n"
             f"lab.sweep.execution.SCRIPT = Path({str(STUB)!r})\n"
             "lab.sweep.charts.draw_by_hand = lambda path, plot: path\n"
             "lab.__main__.main()\n")
-    arguments = sweeps.command("--change", "weight_decay=6", "--change", "drop_rate=0")
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=PROJECT_DIR,
-                               stdout=subprocess.PIPE, text=True)
-    wait_for(sweeps.tiny / "weight_decay-6-seed-42/waits")
+    return subprocess.Popen([sys.executable, "-c", code, *sweeps.command(*arguments)],
+                            cwd=PROJECT_DIR, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(
+    sweeps: Sweeps, number: signal.Signals
+) -> None:
+    arguments = ["--change", "weight_decay=6", "--change", "drop_rate=0"]
+    process = started(sweeps, *arguments)
+    waiting = sweeps.tiny / "weight_decay-6-seed-42"
+    wait_for(waiting / "waits")
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert f"sweep stopped: {number.name}; the same command continues it" in output
-    assert sweeps.table()["weight_decay=6"][4] == "stopped"
-    cells = sweeps.cells(*arguments[2:6])
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        assert process.returncode == 128 + number
+        assert f"sweep stopped: {number.name}; the same command continues it" in output
+        assert sweeps.table()["weight_decay=6"][4] == "stopped"
+    wait_for(waiting / "summary.json")
+    assert json.loads((waiting / "summary.json").read_text())["status"] == "stopped"
+    cells = sweeps.cells(*arguments)
     assert sweeps.launches() == ["baseline-seed-42", "weight_decay-6-seed-42",
                                  "weight_decay-6-seed-42", "drop_rate-0-seed-42"]
     assert cells["weight_decay=6"][0] == cells["drop_rate=0"][0] == "1/1"

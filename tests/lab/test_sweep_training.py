@@ -27,7 +27,7 @@ class Forked:
 
     def __init__(self, command: list[str]) -> None:
         _, script, name, *arguments = command
-        fault = {VARIABLE: "train:slow:hit=105:seconds=1"} if name == SLOW else {}
+        fault = {VARIABLE: "train:slow:hit=25:seconds=1"} if name == SLOW else {}
         self._process, _ = start_forked(Path(script).name, [name, *arguments], environment=fault)
 
     def send_signal(self, number: int) -> None:
@@ -45,9 +45,9 @@ def test_a_sweep_stopped_in_the_middle_of_a_run_is_continued(
 ) -> None:
     monkeypatch.setattr(execution, "start", Forked)
     monkeypatch.setattr(sweep_charts, "draw_by_hand", draw_bare)
-    workplace.add_dataset(num_tokens=10_000)
-    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 300 * 32,
-                             "validation_interval": 100, "keep_checkpoints": 1})
+    workplace.add_dataset()
+    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 60 * 32,
+                             "validation_interval": 20, "keep_checkpoints": 1})
     sweep_dir = workplace.root / "sweeps/tiny"
     arguments: list[Any] = ["sweep", "tiny", "--change", "learning_rate=0.03", "--seeds", "2",
                             "--nproc-per-node", "1", "--sweeps-dir", str(sweep_dir.parent)]
@@ -63,7 +63,7 @@ def test_a_sweep_stopped_in_the_middle_of_a_run_is_continued(
     thread.join()
     assert result.exit_code == 128 + signal.SIGTERM, result.output
     stopped = summary_of(second)
-    assert stopped["status"] == "stopped" and stopped["global_step"] < 299
+    assert stopped["status"] == "stopped" and stopped["global_step"] < 59
     assert "1 of 2 stopped" in result.stdout
     finished = sweep_dir / "baseline-seed-42"
     before = (finished / "metrics.jsonl").read_bytes()
@@ -76,7 +76,7 @@ def test_a_sweep_stopped_in_the_middle_of_a_run_is_continued(
     assert (finished / "metrics.jsonl").read_bytes() == before
     reports = [record["global_step"] for record in read_lines(second / "metrics.jsonl")
                if "validation_loss" in record]
-    assert reports == list(range(99, 300, 100)), "each validation stands once in metrics.jsonl"
+    assert reports == list(range(19, 60, 20)), "each validation stands once in metrics.jsonl"
     losses = {run: summary_of(sweep_dir / run)["validation_loss"] for run in runs}
     assert len(set(losses.values())) == 4
     plan = json.loads((sweep_dir / "sweep.json").read_text())

@@ -18,6 +18,12 @@ STEPS, TOKENS = 4, 1000
 SECONDS = 100.0  # of a run, at least as it says
 
 
+def write_atomically(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def loss_of(model: dict[str, Any], train: dict[str, Any], share: float = 1.0) -> float:
     """Return the validation loss after a share of the run."""
     noise = 0.01 * math.sin(train["random_seed"] * 7 + 100 * model["drop_rate"])
@@ -55,11 +61,11 @@ def main() -> int:
             summary = {"status": "stopped" if fault > 128 else "failed",
                        "reason": reason.get(fault, "signal"),
                        "seconds": {"training": SECONDS * share}, "usd": None}
-            (run_dir / "summary.json").write_text(json.dumps(summary))
+            write_atomically(run_dir / "summary.json", json.dumps(summary))
             return fault
     seconds = {"training": SECONDS - 1, "validation": 1.0}
     usd = {phase: price / 3600 * value for phase, value in seconds.items()}
-    (run_dir / "summary.json").write_text(json.dumps({
+    write_atomically(run_dir / "summary.json", json.dumps({
         "run": name, "status": "finished", "reason": None, "global_step": STEPS - 1,
         "num_steps": STEPS, "tokens": TOKENS, "validation_loss": loss_of(model, train),
         "seconds": seconds, "usd": usd | {"total": sum(usd.values())} if price else None}))
