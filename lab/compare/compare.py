@@ -13,7 +13,9 @@ import click
 from basics.errors import UserError
 
 if TYPE_CHECKING:
+    from lab.compare.rows import Comparison
     from lab.compare.run_results import Result
+    from lab.compare.tokens_to_loss import TokensToLoss
 
 WIDTH_WITHOUT_TERMINAL = 160  # characters
 
@@ -29,26 +31,28 @@ WIDTH_WITHOUT_TERMINAL = 160  # characters
 @click.option("--charts", "charts_dir", type=click.Path(path_type=Path), metavar="DIR",
               help="Directory for the charts. With --markdown or --csv, charts are only drawn if"
                    " this or --html is set.  [default: comparison, in --runs-dir]")
+@click.option("--to-loss-of", metavar="RUN",
+              help="Show after how many tokens each run reached the final validation loss of RUN."
+                   "  [default: of each other, for 2 to 4 runs]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 def command(runs: tuple[str, ...], published: bool, form: str | None, html_path: Path | None,
-            charts_dir: Path | None, runs_dir: Path) -> None:
+            charts_dir: Path | None, to_loss_of: str | None, runs_dir: Path) -> None:
     """Compare RUNs, or all runs that have been launched. Works while they train.
 
     Runs that differ only in random_seed are merged into one row.
     """
     # Imported here so that --help is fast.
     from lab.compare.rows import compare
-    from lab.compare.tables import csv_table, html_page, markdown_table, terminal_table
+    from lab.compare.tables import csv_table, html_page
+    from lab.compare.tokens_to_loss import tokens_to_loss
 
     comparison = compare(_results(runs_dir, runs, published=published))
+    to_loss = tokens_to_loss(comparison, to_loss_of)
     if form == "csv":
-        click.echo(csv_table(comparison), nl=False)
-    elif form == "markdown":
-        click.echo(markdown_table(comparison))
+        click.echo(csv_table(comparison, to_loss), nl=False)
     else:
-        width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
-        click.echo(terminal_table(comparison, width=width))
+        click.echo(_tables(comparison, to_loss, form))
     if form and not (html_path or charts_dir):
         return
     from lab.compare.charts import draw_comparison
@@ -58,9 +62,21 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
         charts, missing = draw_comparison(comparison, charts_dir)
     if html_path:
         with _write_errors_reported(html_path, "--html"):
-            html_path.write_text(html_page(comparison, charts), encoding="utf-8")
+            html_path.write_text(html_page(comparison, charts, to_loss), encoding="utf-8")
     for line in [*missing, *(f"written: {path}" for path in [*charts, html_path] if path)]:
         click.echo(line, err=True)  # stdout may be redirected to a file with the table
+
+
+def _tables(comparison: Comparison, to_loss: TokensToLoss | None, form: str | None) -> str:
+    """Format the comparison, and below it the tokens to a loss, if there are any."""
+    from lab.compare.tables import markdown_table, terminal_table, to_loss_table
+
+    if form == "markdown":
+        tables = markdown_table(comparison), to_loss_table(to_loss, "github")
+    else:
+        width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
+        tables = terminal_table(comparison, width=width), to_loss_table(to_loss, "plain")
+    return "\n\n".join(filter(None, tables))
 
 
 @contextmanager

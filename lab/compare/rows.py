@@ -7,16 +7,16 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from lab.compare.run_figures import Figures
 from lab.compare.run_results import FINISHED, PUBLISHED, Result, shown
+from lab.compare.student import t_95
 
 LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
               "train_loss": "training loss"}  # in order of preference
 SEED = "random_seed"
 LONGEST_NAME = 40  # characters, in a chart
-# Critical values of Student's t (two-sided, 95%), for 1, 2, 3, ... degrees of freedom.
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,10 @@ def _mark_within_spread(rows: list[Row], kind: str) -> tuple[list[Row], str]:
     best = rows[0].loss(kind) if rows else None
     if not freedom or best is None:
         return rows, ""
-    t = T_95[freedom - 1] if freedom <= len(T_95) else 1.96 + 2.5 / freedom
     marked = [rows[0]]
     for row in rows[1:]:
         loss = row.loss(kind)
-        limit = t * spread * math.sqrt(1 / len(rows[0].results) + 1 / len(row.results))
+        limit = t_95(freedom) * spread * math.sqrt(1 / len(rows[0].results) + 1 / len(row.results))
         marked.append(replace(row, is_within_spread=loss is not None and loss - best <= limit))
     known = f"(standard deviation {spread:.4f}, {freedom} degrees of freedom, 95%)"
     if any(row.is_within_spread for row in marked):
@@ -235,13 +234,14 @@ def _slice_notes(rows: list[Row]) -> list[str]:
         slices = {row.first.test_slice for row in rows if row.figures.test_loss is not None
                   and row.is_of_other_slice == is_other}
         notes += [f"{start} {'; '.join(sorted(slices))}"] if slices else []
-    if len({_validation_slice(row) for row in rows if row.figures.validation_loss is not None}) > 1:
+    if len({validation_slice(row.first.config) for row in rows
+            if row.figures.validation_loss is not None}) > 1:
         notes.append("validation losses were measured on different tokens: see the differences")
     return notes
 
 
-def _validation_slice(row: Row) -> tuple[str, ...]:
-    config = row.first.config
+def validation_slice(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the settings that say on which tokens a run validates."""
     keys = ["dataset", "start_val_token", "validation_sequences", "context_length"]
     if config.get("validation_batches") is not None:
         keys += ["validation_batches", "microbatch_size"]

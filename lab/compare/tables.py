@@ -15,8 +15,10 @@ from textwrap import wrap
 from tabulate import tabulate
 
 from lab.compare.rows import LOSS_NAMES, Comparison, Row
+from lab.compare.tokens_to_loss import TokensToLoss
 
 UNKNOWN = "-"
+TO_LOSS = "tokens to the final validation loss of"
 MIN_WIDTHS = {"run": 20, "differs": 28}  # characters, of the columns whose text can be wrapped
 HIDDEN_FIRST = (  # in a terminal that is too narrow
     "microbatch_size", "usd_per_megatoken_without_validation", "ift_score", "steps",
@@ -40,6 +42,7 @@ img {{ max-width: 100%; display: block; margin: 1em 0; }}
 <h1>Comparison of runs</h1>
 {table}
 {notes}
+{to_loss}
 {charts}
 </body>
 </html>
@@ -89,14 +92,15 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _short(value: float) -> str:
+def short_count(value: float) -> str:
+    """Format a count of tokens with three digits."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.2f}{letter}"
     return f"{value:.0f}"
 
 
-def _dollars(value: float) -> str:
+def dollars(value: float) -> str:
     return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"
 
 
@@ -106,7 +110,7 @@ COLUMNS = (
            "left"),
     Column("global_batch_size", "global\nbatch", _figure("global_batch_size", _whole)),
     Column("microbatch_size", "micro-\nbatch", _figure("microbatch_size", _whole)),
-    Column("tokens", "tokens", _figure("tokens", _short)),
+    Column("tokens", "tokens", _figure("tokens", short_count)),
     Column("steps", "steps", _figure("steps", _whole)),
     Column("train_loss", "train\nloss", partial(_loss, key="train_loss"), "left"),
     Column("validation_loss", "val.\nloss", partial(_loss, key="validation_loss"), "left"),
@@ -116,9 +120,9 @@ COLUMNS = (
     Column("seconds_without_validation", "seconds,\nno val.",
            _figure("seconds_without_validation", _whole)),
     Column("tokens_per_second", "tokens\nper s", _figure("tokens_per_second", _whole)),
-    Column("usd", "US$", _figure("usd", _dollars)),
+    Column("usd", "US$", _figure("usd", dollars)),
     Column("usd_without_validation", "US$,\nno val.",
-           _figure("usd_without_validation", _dollars)),
+           _figure("usd_without_validation", dollars)),
     Column("usd_per_megatoken", "US$ per\nMtoken", _figure("usd_per_megatoken", "{:.4f}".format)),
     Column("usd_per_megatoken_without_validation", "US$ per\nMtoken,\nno val.",
            _figure("usd_per_megatoken_without_validation", "{:.4f}".format)),
@@ -199,22 +203,32 @@ def _limits(cells: Cells, text_width: int) -> list[int]:
 def markdown_table(comparison: Comparison) -> str:
     """Format a comparison in Markdown; special characters in cells are escaped."""
     cells = Cells.of(comparison)
-    escaped = [[cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-                for cell in row] for row in cells.rows]
+    escaped = [list(map(_escaped, row)) for row in cells.rows]
     notes = [f"- {note}".replace("<", "&lt;") for note in comparison.notes]
     return "\n".join([Cells(cells.columns, escaped).table("github"), "", *notes])
 
 
-def csv_table(comparison: Comparison) -> str:
-    """Format a comparison as CSV: numbers with all digits, always the same columns."""
+def _escaped(cell: str) -> str:
+    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def csv_table(comparison: Comparison, to_loss: TokensToLoss | None = None) -> str:
+    """Format a comparison as CSV: numbers with all digits, always the same columns.
+
+    Args:
+        to_loss: fills its columns if it has one reference.
+    """
+    has_reference = to_loss is not None and len(to_loss.references) == 1
     spreads = {key: key.replace("loss", "loss_spread") for key in LOSS_NAMES}
     names = ["run", "status", "differs", "num_seeds", *CSV_FIGURES, *spreads.values(),
-             "sorted_by", "is_within_spread", "test_slice"]
+             "sorted_by", "is_within_spread", "test_slice", "tokens_to_loss", "usd_to_loss"]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for row in comparison.rows:
         first = row.first
+        is_known = has_reference and row in to_loss.rows
+        reached = to_loss.cells[to_loss.rows.index(row)][0] if is_known else None
         writer.writerow({
             "run": ", ".join(result.name for result in row.results), "status": first.status,
             "differs": row.differs or first.notes, "num_seeds": len(row.results),
@@ -223,6 +237,8 @@ def csv_table(comparison: Comparison) -> str:
             "sorted_by": comparison.sorted_by,
             "is_within_spread": str(row.is_within_spread).lower(),
             "test_slice": first.test_slice,
+            "tokens_to_loss": _plain(reached and reached.tokens),
+            "usd_to_loss": _plain(reached and reached.usd),
         })
     return text.getvalue()
 
@@ -234,10 +250,34 @@ def _plain(value: float | None) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def html_page(comparison: Comparison, charts: list[Path]) -> str:
+def to_loss_table(found: TokensToLoss | None, form: str) -> str:
+    """Format the tokens to a loss in one of tabulate's formats; empty if there are none."""
+    if found is None:
+        return ""
+    heads = [f"{row.name} ({row.figures.validation_loss:.4f})" for row in found.references]
+    rows = [[row.name, *(_reached(found, i, j) for j in range(len(heads)))]
+            for i, row in enumerate(found.rows)]
+    if form == "github":
+        rows, heads = ([_escaped(cell) for cell in row] for row in rows), map(_escaped, heads)
+    return tabulate(rows, headers=[TO_LOSS, *heads], tablefmt=form, disable_numparse=True,
+                    colalign=["left", *["right"] * len(found.references)])
+
+
+def _reached(found: TokensToLoss, row: int, reference: int) -> str:
+    cell = found.cells[row][reference]
+    if cell is None:
+        return UNKNOWN
+    share = found.share(row, reference)
+    parts = [short_count(cell.tokens), *([] if share is None else [f"{share:.0%}"]),
+             *([] if cell.usd is None else [f"${dollars(cell.usd)}"])]
+    return ", ".join(parts)
+
+
+def html_page(comparison: Comparison, charts: list[Path],
+              to_loss: TokensToLoss | None = None) -> str:
     """Format a comparison as one HTML page, with the charts embedded."""
     notes = "\n".join(f"<p>{html.escape(note)}</p>" for note in comparison.notes)
     images = [f'<img alt="{path.stem}" src="data:image/png;base64,'
               f'{base64.b64encode(path.read_bytes()).decode()}">' for path in charts]
     return PAGE.format(table=Cells.of(comparison).table("html"), notes=notes,
-                       charts="\n".join(images))
+                       to_loss=to_loss_table(to_loss, "html"), charts="\n".join(images))

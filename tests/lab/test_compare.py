@@ -26,7 +26,9 @@ from lab.compare.charts import draw_comparison, loss_panels, loss_points, memory
 from lab.compare.published import PUBLISHED_PATH, read_published
 from lab.compare.rows import Comparison, Row, compare, seed_spread
 from lab.compare.run_results import find_results
+from lab.compare.student import t_95
 from lab.compare.tables import csv_table, html_page, markdown_table, terminal_table
+from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached, tokens_to_loss
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_MODEL,
@@ -617,9 +619,11 @@ def test_names_are_escaped_in_markdown_and_html(runs: Runs) -> None:
     runs.add("other")
     markdown = runs.run("--markdown").stdout
     assert "&lt;b>\\|x" in markdown and "<script>" not in markdown
-    columns = {len(re.findall(r"(?<!\\)\|", line)) for line in markdown.splitlines()
-               if line.startswith("|")}
-    assert len(columns) == 1
+    tables = [[line for line in part.splitlines() if line.startswith("|")]
+              for part in markdown.split("\n\n")]
+    columns = [{len(re.findall(r"(?<!\\)\|", line)) for line in table}
+               for table in tables if table]
+    assert len(columns) == 2 and all(len(counts) == 1 for counts in columns)
     page = html_page(runs.compare(), [])
     assert "&lt;b&gt;|x" in page and "&lt;script&gt;" in page
     assert "dataset=&lt;script&gt;" in page.split("<p>", 2)[2]
@@ -681,7 +685,7 @@ def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(
     text = page.read_text()
     images = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert [base64.b64decode(image) for image in images] == [path.read_bytes() for path in charts]
-    assert text.count("<tr>") == 1 + 3 + 14 and "http" not in text
+    assert text.count("<tr>") == 1 + 3 + 14 + 1 + 3 and "http" not in text
 
 
 def test_missing_charts_are_reported_and_old_charts_are_deleted(
@@ -764,3 +768,85 @@ def test_published_rows_are_part_of_the_wheel(tmp_path: Path) -> None:
     assert f"/{PUBLISHED_PATH.relative_to(PROJECT_DIR)}" in build["targets"]["wheel"]["include"]
     with pytest.raises(UserError, match="cannot be read .* part of the project"):
         read_published(tmp_path / "published.json")
+
+
+def validations(*losses: float | None, usd: float | None = 1.0) -> list[dict[str, Any]]:
+    """Return records of validations after 100, 200, ... tokens; each 100 tokens cost `usd`."""
+    return [{"global_step": i, "tokens": 100 * (i + 1), "validation_loss": loss}
+            | ({} if usd is None else {"usd": usd * (i + 1)}) for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(("losses", "target", "expected"), [
+    ((5.0, 4.0, 3.0), 3.5, Reached(250, 2.5)),
+    ((5.0, 4.0, 3.0), 3.0, Reached(300, 3.0)),
+    ((5.0, 4.0, 3.0), 2.9, None),
+    ((5.0, 4.0, 3.0), 6.0, Reached(100, 1.0)),  # nothing is known before the first validation
+    ((5.0, 3.0, 4.0, 3.0), 3.5, Reached(175, 1.75)),  # the first time counts
+    ((5.0, None, 3.0), 4.0, Reached(200, 2.0)),
+    ((3.5, 3.5), 3.5, Reached(100, 1.0)),
+    ((), 3.5, None),
+])
+def test_tokens_to_a_loss_are_interpolated_between_validations(
+    losses: tuple[float | None, ...], target: float, expected: Reached | None
+) -> None:
+    assert first_reaching(validations(*losses), target) == expected
+
+
+def test_tokens_to_a_loss_need_no_price_but_all_seeds() -> None:
+    assert first_reaching(validations(5.0, 3.0, usd=None), 4.0) == Reached(150, None)
+    assert mean_reached([Reached(100, 1.0), Reached(200, 3.0)]) == Reached(150, 2.0)
+    assert mean_reached([Reached(100, 1.0), Reached(200)]) == Reached(150)
+    assert mean_reached([Reached(100, 1.0), None]) is None and mean_reached([]) is None
+
+
+def record_losses(runs: Runs, name: str, *losses: float, **train: Any) -> None:
+    runs.add(name, losses=(3.0, losses[-1], None), train=train)
+    (runs.dir / name / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in validations(*losses)))
+
+
+def test_runs_are_compared_by_the_tokens_to_each_others_loss(runs: Runs) -> None:
+    record_losses(runs, "slow", 6.0, 5.0, 4.0)
+    record_losses(runs, "fast", 5.0, 4.0, 3.0, learning_rate=0.02)
+    table = [re.split(r"\s{2,}", line.strip()) for line in runs.run().stdout.splitlines()
+             if re.match(r"(tokens to|slow|fast)", line)][-3:]
+    assert table == [["tokens to the final validation loss of", "fast (3.0000)", "slow (4.0000)"],
+                     ["fast", "300, 100%, $3.00", "200, 67%, $2.00"],
+                     ["slow", "-", "300, 100%, $3.00"]]
+
+
+def test_one_reference_of_many_runs_is_a_column_of_csv_too(runs: Runs) -> None:
+    for i in range(5):
+        record_losses(runs, f"run-{i}", 5.0, 4.0 - i / 10, learning_rate=0.01 * (i + 1))
+    assert "tokens to" not in runs.run().stdout  # too many to compare each with each
+    assert "run-0 (4.0000)" in runs.run("--to-loss-of", "run-0", "--markdown").stdout
+    rows = {row["run"]: row for row in csv.DictReader(io.StringIO(
+        runs.run("--to-loss-of", "run-1", "--csv").stdout))}
+    assert rows["run-0"]["tokens_to_loss"] == rows["run-0"]["usd_to_loss"] == ""
+    assert float(rows["run-1"]["tokens_to_loss"]) == 200
+    assert float(rows["run-2"]["tokens_to_loss"]) == pytest.approx(100 + 100 * 1.1 / 1.2)
+    assert float(rows["run-2"]["usd_to_loss"]) == pytest.approx(1 + 1.1 / 1.2)
+    with pytest.raises(UserError, match="--to-loss-of nobody: no finished run"):
+        tokens_to_loss(runs.compare(), "nobody")
+
+
+def test_losses_on_other_validation_tokens_are_not_reached(runs: Runs) -> None:
+    record_losses(runs, "one", 5.0, 4.0)
+    record_losses(runs, "other", 5.0, 3.0, start_val_token=7)
+    found = tokens_to_loss(runs.compare(), "one")
+    assert [row.name for row in found.rows] == ["other", "one"]
+    assert found.cells == [[None], [Reached(200, 2.0)]]
+
+
+def test_seeds_are_averaged_in_tokens_to_a_loss(runs: Runs) -> None:
+    record_losses(runs, "reference", 6.0, 4.0)
+    record_losses(runs, "a", 5.0, 3.0, learning_rate=0.02)
+    record_losses(runs, "b", 4.0, 3.0, learning_rate=0.02, random_seed=43)
+    found = tokens_to_loss(runs.compare(), "reference")
+    assert found.rows[0].name == "a, b" and found.cells[0] == [Reached(125, 1.25)]
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [
+    (1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
+def test_critical_values_of_student(freedom: int, quantile: float) -> None:
+    assert t_95(freedom) == pytest.approx(quantile, abs=0.004)

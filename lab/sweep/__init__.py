@@ -1,0 +1,1 @@
+"""`lab sweep`: train changes to a run, and compare them with it."""

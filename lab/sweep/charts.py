@@ -1,0 +1,131 @@
+"""Charts of a sweep: losses over tokens, differences with intervals, loss over a value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lab.compare.run_figures import number
+from lab.sweep.plan import Sweep
+from lab.sweep.ranges import Range, ranges_of
+from lab.sweep.results import Entry, Outcome
+from reporting.charts import draw_by_hand
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOSSES, DIFFERENCES = "losses.png", "differences.png"
+LONGEST_LABEL = 40  # characters
+HIGH_START = 0.5  # share of a curve that the loss axis does not have to show
+VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red"}
+
+
+def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
+    """Draw the charts that have data; return their paths. Raises: OSError."""
+    charts = []
+    if any(_validations(found)[0] for entry in entries for found in entry.outcomes):
+        charts.append(draw_by_hand(sweep.sweep_dir / LOSSES,
+                                   lambda figure: _plot_losses(figure, entries)))
+    if compared := [entry for entry in entries
+                    if entry.difference and not entry.validates_on_other_tokens]:
+        charts.append(draw_by_hand(sweep.sweep_dir / DIFFERENCES,
+                                   lambda figure: _plot_differences(figure, compared)))
+    charts += [draw_by_hand(sweep.sweep_dir / f"range-{found.key}.png",
+                            lambda figure, found=found: _plot_range(figure, found))
+               for found in ranges_of(sweep, entries) if len(found.means) > 1]
+    return charts
+
+
+def _validations(outcome: Outcome) -> tuple[list[float], list[float]]:
+    """Return the tokens and the losses of a run's validations."""
+    points = [(tokens, loss) for record in outcome.result.records
+              if (loss := number(record.get("validation_loss"))) is not None
+              and (tokens := number(record.get("tokens"))) is not None]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _name(entry: Entry) -> str:
+    text = "all together" if entry.variant.is_stack else entry.variant.label
+    text = text if len(text) <= LONGEST_LABEL else f"{text[:LONGEST_LABEL]}..."
+    return text.replace("$", r"\$")  # matplotlib parses text between two as a formula
+
+
+def _plot_losses(figure: Figure, entries: list[Entry]) -> None:
+    """Plot each seed's validation losses, in one colour for each variant."""
+    from matplotlib.ticker import EngFormatter
+
+    axes, later = figure.subplots(), []
+    for position, entry in enumerate(entries):
+        color = "black" if entry.variant.is_baseline else f"C{position % 10}"
+        if any(_validations(found)[0] for found in entry.outcomes):
+            axes.plot([], [], color=color, label=_name(entry))
+        for found in entry.outcomes:
+            x, y = _validations(found)
+            axes.plot(x, y, color=color, linewidth=1.5, marker="o", markersize=3, path_effects=[])
+            later += y[int(len(y) * HIGH_START):]
+    margin = 0.05 * (max(later) - min(later)) or 0.5
+    axes.set_ylim(min(later) - margin, max(later) + margin)
+    axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_ylabel("validation loss (nats per token)")
+    figure.legend(loc="outside lower center", ncols=min(3, len(entries)), frameon=False,
+                  fontsize="small")
+
+
+def _plot_differences(figure: Figure, entries: list[Entry]) -> None:
+    """Plot the difference of each variant to the baseline, and its 95% interval if known."""
+    figure.set_size_inches(10, 2 + 0.5 * len(entries))
+    axes = figure.subplots()
+    axes.axvline(0, color="black", linewidth=1)
+    for position, entry in enumerate(entries):
+        color, found = VERDICT_COLORS.get(entry.verdict, "tab:gray"), entry.difference
+        if found.interval is not None:
+            axes.plot(found.interval, [position] * 2, color=color, linewidth=2.5, path_effects=[])
+        axes.plot(found.mean, position, color=color, marker="o", markersize=8)
+    axes.set_yticks(range(len(entries)), [_name(entry) for entry in entries])
+    axes.invert_yaxis()
+    figure.supxlabel("loss minus baseline's (nats per token), 95% interval; left is better",
+                     fontsize="medium")
+
+
+def _plot_range(figure: Figure, found: Range) -> None:
+    """Plot the loss over one key, the fitted curve and its minimum."""
+    axes = figure.subplots()
+    for value, entry in found.entries:
+        axes.plot([value] * len(entry.losses), entry.losses, color="tab:gray", marker="o",
+                  markersize=4, linestyle="none", path_effects=[])
+    x, y = zip(*found.means, strict=True)
+    axes.plot(x, y, color="tab:blue", marker="o", markersize=9, linestyle="none",
+              label="mean over seeds")
+    for value, entry in found.entries:
+        if entry.variant.is_baseline and entry.loss is not None:
+            axes.plot(value, entry.loss, color="black", marker="s", markersize=9, linestyle="none",
+                      label="baseline")
+    _plot_fit(axes, found)
+    axes.set_xlabel(found.key)
+    axes.set_ylabel("final validation loss (nats per token)")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _plot_fit(axes: Axes, found: Range) -> None:
+    """Plot the fitted curve, if there is one, over a logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    values = [value for value, _ in found.means]
+    if values[0] > 0:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if found.fit is None:
+        return
+    x = np.geomspace(values[0], values[-1], 200)
+    axes.plot(x, [found.fit.at(value) for value in x], color="tab:blue", zorder=1,
+              label=f"quadratic in log2({found.key})")
+    if found.minimum is not None:
+        axes.plot(*found.minimum, color="tab:orange", marker="*", markersize=16, linestyle="none",
+                  markeredgecolor="black",
+                  label=f"minimum: {found.minimum[1]:.4f} at {found.minimum[0]:.4g}")

@@ -1,0 +1,186 @@
+"""Train the runs of a sweep one after the other, within a budget, until a signal stops it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from basics.errors import STOP_SIGNALS, print_line
+from lab.compare.run_results import FINISHED
+from lab.sweep.plan import PlannedRun, Sweep
+from lab.sweep.results import DIVERGED, Outcome, read_outcome
+from processes.run_lock import end_with_parent
+
+SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
+OWN_RENDEZVOUS = ("--standalone", "--rdzv", "--master")  # torchrun's options that name one
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How each run is started.
+
+    Attributes:
+        nproc_per_node: of ddp_train.py's own launcher.
+        torchrun: arguments of torchrun; it is used if there are any.
+    """
+
+    datasets_dir: Path
+    nproc_per_node: int | None = None
+    usd_per_hour: float | None = None
+    torchrun: tuple[str, ...] = ()
+
+    def command(self, run_dir: Path) -> list[str]:
+        """Return the command that trains a run, or resumes it."""
+        command = [sys.executable]
+        if self.torchrun:
+            command += ["-m", "torch.distributed.run"]
+            if not any(text.startswith(OWN_RENDEZVOUS) for text in self.torchrun):
+                command.append("--standalone")  # a free port
+            command += self.torchrun
+        command += [str(SCRIPT), run_dir.name, "--runs-dir", str(run_dir.parent),
+                    "--datasets-dir", str(self.datasets_dir)]
+        for name, value in (("--nproc-per-node", self.nproc_per_node),
+                            ("--usd-per-hour", self.usd_per_hour)):
+            command += [] if value is None else [name, str(value)]
+        return command
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What all runs of a sweep may spend, over all launches."""
+
+    hours: float | None = None
+    usd: float | None = None
+    usd_per_hour: float | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return self.hours is not None or self.usd is not None
+
+    def seconds_left(self, outcomes: list[Outcome]) -> float:
+        """Return the seconds until the first limit; inf without any."""
+        seconds, usd = (sum(getattr(found.result.figures, key) or 0.0 for found in outcomes)
+                        for key in ("seconds", "usd"))
+        left = [math.inf]
+        if self.hours is not None:
+            left.append(self.hours * 3600 - seconds)
+        if self.usd is not None:
+            left.append((self.usd - usd) / self.usd_per_hour * 3600)
+        return min(left)
+
+
+def expected_seconds(run: PlannedRun, outcomes: list[Outcome]) -> float:
+    """Return what a run will still take; 0 as long as no run has finished.
+
+    That is the seconds per token of the finished runs, of the same variant if there are any,
+    times the tokens that are left.
+    """
+    figures = [(found.run.variant == run.variant, found.result.figures) for found in outcomes
+               if found.state == FINISHED]
+    measured = [(is_same, found.seconds / found.tokens, found.tokens)
+                for is_same, found in figures if found.seconds and found.tokens]
+    alike = [rest for is_same, *rest in measured if is_same] or [rest for _, *rest in measured]
+    if not alike:
+        return 0.0
+    rate, all_tokens = (statistics.fmean(values) for values in zip(*alike, strict=True))
+    wanted = run.configs[1].min_train_tokens
+    done = next((found.result.figures.tokens for found in outcomes if found.run == run), None)
+    return rate * max(0.0, (all_tokens if wanted == -1 else wanted) - (done or 0.0))
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    """Start a command that gets SIGTERM if this process dies.
+
+    Its process group is its own: Ctrl-C in a terminal reaches it once, through this process.
+    """
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0,
+                            preexec_fn=end_with_parent)
+
+
+class Execution:
+    """Trains the runs of a sweep.
+
+    Attributes:
+        exit_status: of the sweep: 128 + n after signal n, or the status of a failed baseline.
+        stop_reason: why not all runs were trained; empty if all were.
+        statuses: exit statuses of the runs launched here, by directory name.
+    """
+
+    def __init__(self, launch: Launch, budget: Budget) -> None:
+        self._launch, self._budget = launch, budget
+        self._process: subprocess.Popen | None = None
+        self._signal = self.exit_status = 0
+        self.stop_reason = ""
+        self.statuses: dict[str, int] = {}
+
+    @contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Pass signals to stop on to the run that is being trained; it saves and ends."""
+        before = {number: signal.signal(number, self._stop) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, _: object) -> None:
+        self._signal, self.exit_status = number, 128 + number
+        self.stop_reason = STOP_SIGNALS[number]
+        if self._process:
+            self._process.send_signal(number)
+
+    def train(self, sweep: Sweep) -> None:
+        """Train all runs that have not finished, until a signal or the budget stops it.
+
+        A baseline that fails stops it too: there would be nothing to compare with.
+        """
+        runs = sweep.runs
+        for i, run in enumerate(runs, start=1):
+            if run.run_dir.name in self.statuses or read_outcome(run).is_final:
+                continue
+            seconds_left = self._seconds_left(run, runs)
+            if self.stop_reason:
+                return
+            print_line(f"[{i}/{len(runs)}] {run.label}")
+            status = self.statuses[run.run_dir.name] = self._run(run, seconds_left)
+            outcome = read_outcome(run, status)
+            if self.stop_reason:
+                return
+            if outcome.state != FINISHED:
+                print_line(f"{run.label}: {outcome.state}")
+            if run.variant.is_baseline and status and outcome.state != DIVERGED:
+                self.stop_reason = f"{run.label}, failed with status {status}"
+                self.exit_status = status
+                return
+
+    def _seconds_left(self, run: PlannedRun, runs: list[PlannedRun]) -> float:
+        """Return the seconds that the budget leaves; set a reason to stop if a run takes more."""
+        if not self._budget.is_limited:
+            return math.inf
+        outcomes = [read_outcome(other) for other in runs]
+        left, needed = self._budget.seconds_left(outcomes), expected_seconds(run, outcomes)
+        if left <= 0 or needed > left:
+            self.stop_reason = (f"budget: {run.label} would take about {needed / 3600:.3g} hours,"
+                                f" {max(0.0, left) / 3600:.3g} are left")
+        return left
+
+    def _run(self, run: PlannedRun, seconds_left: float) -> int:
+        """Train one run; return its exit status, 128 + n if signal n ended it."""
+        self._process = start(self._launch.command(run.run_dir))
+        if self._signal:  # it came before there was a process to pass it on to
+            self._process.send_signal(self._signal)
+        try:
+            status = self._process.wait(None if math.isinf(seconds_left) else seconds_left)
+        except subprocess.TimeoutExpired:
+            self.stop_reason = f"budget: spent during {run.label}, which was stopped"
+            self._process.send_signal(signal.SIGTERM)
+            status = self._process.wait()
+        self._process = None
+        return status if status >= 0 else 128 - status

@@ -1,0 +1,83 @@
+"""Variants that change one number only: loss over its value, and the value with the lowest loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from basics.curve_fits import LogQuadratic, fit_log_quadratic
+from lab.compare.run_figures import number
+from lab.sweep.plan import Sweep
+from lab.sweep.results import Entry
+
+NEEDED_FOR_FIT = 3  # different values
+
+
+@dataclass(frozen=True)
+class Range:
+    """The losses of variants that change one key to different numbers, by rising number.
+
+    Attributes:
+        entries: the value and the variant; the baseline too, if its value is a number.
+    """
+
+    key: str
+    entries: list[tuple[float, Entry]]
+
+    @property
+    def means(self) -> list[tuple[float, float]]:
+        """Values and mean losses of the variants of which at least one run has finished."""
+        return [(value, entry.loss) for value, entry in self.entries if entry.loss is not None]
+
+    @cached_property
+    def fit(self) -> LogQuadratic | None:
+        """A quadratic in the logarithm of the value; None with fewer than 3 positive values."""
+        x, y = [value for value, _ in self.means], [loss for _, loss in self.means]
+        if len(x) < NEEDED_FOR_FIT or x[0] <= 0:
+            return None
+        return fit_log_quadratic(x, y)
+
+    @property
+    def minimum(self) -> tuple[float, float] | None:
+        """The value with the lowest fitted loss, and that loss; None if it lies outside."""
+        try:
+            found = self.fit and self.fit.minimum()
+        except OverflowError:  # the curve is almost a straight line
+            return None
+        return found if found and self.means[0][0] <= found[0] <= self.means[-1][0] else None
+
+    def line(self) -> str:
+        """Describe the minimum, or why there is none."""
+        if self.fit is None:
+            return (f"{self.key}: no curve is fitted; it needs the losses of 3 values above 0")
+        if self.minimum is None:
+            return (f"{self.key}: the fitted curve has no minimum between {self.means[0][0]:g} and"
+                    f" {self.means[-1][0]:g}; try values beyond the best one")
+        value, loss = self.minimum
+        return (f"{self.key}: lowest loss {loss:.4f} at {value:.4g}, by a quadratic in"
+                f" log2({self.key}) through {len(self.means)} values")
+
+
+def ranges_of(sweep: Sweep, entries: list[Entry]) -> list[Range]:
+    """Return a range for each key that at least two variants change alone, to numbers."""
+    found: dict[str, list[tuple[float, Entry]]] = {}
+    for entry in entries:
+        if len(entry.variant.changes) == 1 and not entry.variant.is_stack:
+            key, value = next(iter(entry.variant.changes.items()))
+            if number(value) is not None and not entry.validates_on_other_tokens:
+                found.setdefault(key, []).append((value, entry))
+    ranges = []
+    for key, changed in found.items():
+        own = _own_value(sweep, entries[0], key)
+        points = changed + ([] if own is None else [(own, entries[0])])
+        if len(changed) > 1:
+            ranges.append(Range(key, sorted(points, key=lambda point: point[0])))
+    return ranges
+
+
+def _own_value(sweep: Sweep, baseline: Entry, key: str) -> float | None:
+    """Return the baseline's value of a key; of the global batch, the one it was trained with."""
+    values: dict[str, Any] = sweep.base.model.model_dump() | sweep.base.train.model_dump()
+    return number(values[key]) if values[key] is not None or key != "global_batch_size" else (
+        baseline.mean(key))

@@ -1,0 +1,133 @@
+"""`lab sweep`: train changes to a run one after the other, and compare them with it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from basics.errors import UserError, cannot_be_written
+
+if TYPE_CHECKING:
+    from lab.sweep.execution import Budget, Execution, Launch
+    from lab.sweep.plan import Sweep
+
+
+@click.command()
+@click.argument("base")
+@click.argument("torchrun_arguments", nargs=-1, metavar="[-- TORCHRUN_ARGUMENT...]")
+@click.option("--change", "changes", multiple=True, metavar="KEY=VALUE[,KEY=VALUE...]",
+              help="One variant: keys of model.json or train.json. null takes a key out.")
+@click.option("--range", "ranges", multiple=True, metavar="KEY=VALUE,VALUE...",
+              help="One variant for each value of a key; with the baseline's, 3 give a curve.")
+@click.option("--seeds", type=click.IntRange(min=1), metavar="N",
+              help="Train each variant with N seeds: the base's random_seed and the next ones."
+                   "  [default: 1]")
+@click.option("--stack", is_flag=True,
+              help="Then train all changes together that were better than the baseline.")
+@click.option("--name", help="Directory in --sweeps-dir.  [default: BASE]")
+@click.option("--budget-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
+              help="Stop before all runs of the sweep together take longer.")
+@click.option("--budget-usd", type=click.FloatRange(min=0, min_open=True), metavar="USD",
+              help="Stop before all runs of the sweep together cost more.")
+@click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD",
+              help="Price of the machine; overrides usd_per_hour of the runs.")
+@click.option("--nproc-per-node", type=click.IntRange(min=1), metavar="N",
+              help="Number of processes of each run.  [default: one per GPU]")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
+              show_default=True, help="Directory of BASE.")
+@click.option("--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"),
+              show_default=True)
+@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
+              show_default=True)
+def command(base: str, torchrun_arguments: tuple[str, ...], changes: tuple[str, ...],
+            ranges: tuple[str, ...], seeds: int | None, stack: bool, name: str | None,
+            budget_hours: float | None, budget_usd: float | None, usd_per_hour: float | None,
+            nproc_per_node: int | None, runs_dir: Path, sweeps_dir: Path,
+            datasets_dir: Path) -> None:
+    """Train BASE and changes to it, one after the other, and compare them in one table.
+
+    The same command goes on where it was stopped; other changes are added to the sweep. Arguments
+    after -- go to torchrun, as in: lab sweep demo --seeds 3 -- --nproc_per_node=8
+    """
+    # Imported here so that --help is fast.
+    from lab.sweep.changes import parse_change, parse_range
+    from lab.sweep.execution import Budget, Execution, Launch
+    from lab.sweep.plan import open_sweep
+    from run_config import load_run
+
+    wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
+    loaded = load_run(runs_dir, base)
+    launch = Launch(datasets_dir, nproc_per_node, usd_per_hour, torchrun_arguments)
+    budget = Budget(budget_hours, budget_usd, usd_per_hour or loaded.train.usd_per_hour)
+    _check_options(launch, budget)
+    execution = Execution(launch, budget)
+    with open_sweep(loaded, _directory(sweeps_dir, name or base), wanted, seeds) as sweep:
+        with execution.handling_signals():
+            sweep = _train(sweep, execution, stack=stack)
+        _report(sweep, execution)
+    sys.exit(execution.exit_status)
+
+
+def _check_options(launch: Launch, budget: Budget) -> None:
+    """Refuse options that contradict each other. Raises: UserError."""
+    for name, value in (("--budget-hours", budget.hours), ("--budget-usd", budget.usd),
+                        ("--usd-per-hour", launch.usd_per_hour)):
+        if value is not None and not math.isfinite(value):
+            raise UserError(f"{name} is {value}; wanted a finite number")
+    if launch.torchrun and not launch.torchrun[0].startswith("-"):
+        raise UserError(f"{launch.torchrun[0][:60]!r}: one BASE is changed; arguments of torchrun"
+                        " begin with -, after --")
+    if launch.torchrun and launch.nproc_per_node:
+        raise UserError("--nproc-per-node and arguments of torchrun exclude each other: pass"
+                        " --nproc_per_node after --")
+    if budget.usd is not None and budget.usd_per_hour is None:
+        raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
+                        " usd_per_hour in BASE's train.json")
+
+
+def _directory(sweeps_dir: Path, name: str) -> Path:
+    """Return the directory of a sweep. Raises: UserError if it is not inside `sweeps_dir`."""
+    from run_config import RUN_NAME, check_inside
+
+    if not RUN_NAME.fullmatch(name):
+        raise UserError(f"--name {name[:60]!r} is not a plain name; wanted a directory inside"
+                        f" {sweeps_dir}")
+    check_inside(sweeps_dir / name, sweeps_dir, "--sweeps-dir")
+    return sweeps_dir / name
+
+
+def _train(sweep: Sweep, execution: Execution, *, stack: bool) -> Sweep:
+    """Train all runs, and then with `stack` those of one more variant; return the sweep."""
+    from lab.sweep.results import entries_of
+    from lab.sweep.stack import with_stack
+
+    execution.train(sweep)
+    if stack and not execution.stop_reason:
+        sweep, lines = with_stack(sweep, entries_of(sweep, execution.statuses))
+        click.echo("\n".join(lines))
+        sweep.write()
+        execution.train(sweep)
+    return sweep
+
+
+def _report(sweep: Sweep, execution: Execution) -> None:
+    """Print the table, and write it and the charts. Raises: UserError."""
+    from lab.sweep.charts import draw_sweep
+    from lab.sweep.results import entries_of
+    from lab.sweep.table import terminal_report, write_markdown
+
+    entries = entries_of(sweep, execution.statuses)
+    click.echo(f"\n{terminal_report(sweep, entries)}")
+    try:
+        charts = draw_sweep(sweep, entries)
+        written = [write_markdown(sweep, entries, charts), *charts]
+    except OSError as error:
+        raise cannot_be_written(sweep.sweep_dir, error) from None
+    click.echo("\n".join(f"written: {path}" for path in written), err=True)
+    if execution.stop_reason:
+        more = " with a larger budget" if execution.stop_reason.startswith("budget") else ""
+        click.echo(f"sweep stopped: {execution.stop_reason}; the same command{more} continues it")

@@ -1,0 +1,106 @@
+"""The result of a sweep as one table and notes, for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tabulate import tabulate
+
+from basics.files import write_atomically
+from lab.compare.tables import UNKNOWN, dollars, short_count
+from lab.sweep.noise import pooled_deviation, seeds_needed
+from lab.sweep.plan import Sweep
+from lab.sweep.ranges import ranges_of
+from lab.sweep.results import Entry
+from reporting.summary import duration
+
+HEADS = ["change", "seeds", "loss", "difference", "95% interval", "against noise",
+         "tokens to\nbaseline's loss", "seconds", "US$"]
+ALIGN = ["left", "right", "right", "right", "right", "left", "right", "right", "right"]
+ROUND_DIFFERENCE = 0.01  # nats; the number of seeds that it needs is always named
+FEW_SEEDS = 3
+
+
+def rows_of(entries: list[Entry]) -> list[list[str]]:
+    """Return the cells of the table."""
+    return [[entry.variant.label, f"{len(entry.losses)}/{len(entry.outcomes)}",
+             _shown(entry.loss, "{:.4f}".format), *_difference_cells(entry), _reached(entry),
+             _shown(entry.mean("seconds"), "{:,.0f}".format), _shown(entry.mean("usd"), dollars)]
+            for entry in entries]
+
+
+def _shown(value: float | None, text: Callable[[float], str]) -> str:
+    return UNKNOWN if value is None else text(value)
+
+
+def _difference_cells(entry: Entry) -> list[str]:
+    found = entry.difference
+    states = [] if not entry.unfinished else [entry.unfinished]
+    if found is None or entry.validates_on_other_tokens:
+        states += ["other validation tokens"] if entry.validates_on_other_tokens else []
+        return [UNKNOWN, UNKNOWN, "; ".join(states) or UNKNOWN]
+    interval = UNKNOWN if found.interval is None else "{:+.4f} to {:+.4f}".format(*found.interval)
+    return [f"{found.mean:+.4f}", interval, "; ".join([entry.verdict, *states])]
+
+
+def _reached(entry: Entry) -> str:
+    if not entry.pairs or entry.validates_on_other_tokens:
+        return UNKNOWN
+    return "not reached" if entry.reached is None else short_count(entry.reached.tokens)
+
+
+def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
+    """Explain the table: the noise of the seeds, the best values of ranges, the cost."""
+    return [
+        "loss: final validation loss (nats per token), mean over seeds; difference: to"
+        f" {sweep.base.name} with the same seeds",
+        *_noise_notes(entries),
+        *(found.line() for found in ranges_of(sweep, entries)),
+        _cost_note(entries),
+    ]
+
+
+def _noise_notes(entries: list[Entry]) -> list[str]:
+    """Say how large the noise is, and how many seeds differences of some sizes need."""
+    found = [entry.difference for entry in entries
+             if entry.difference and not entry.validates_on_other_tokens]
+    deviation, freedom = pooled_deviation(found)
+    if not freedom:
+        return ["noise: not known with one finished seed of each variant; measure it with --seeds"
+                f" {FEW_SEEDS} or more"]
+    smallest = min((abs(one.mean) for one in found if one.mean), default=None)
+    sizes = [] if smallest is None else [(smallest, " (the smallest here)")]
+    needed = [f"{seeds_needed(size, deviation):,} for a difference of {size:.2g}{name}"
+              for size, name in [*sizes, (ROUND_DIFFERENCE, "")]]
+    return [
+        "noise: the standard deviation of a difference with one seed is"
+        f" {deviation:.4f} ({freedom} degrees of freedom); inside: the 95% interval contains 0",
+        f"seeds needed (80% power, 5% level): {', '.join(needed)}",
+    ]
+
+
+def _cost_note(entries: list[Entry]) -> str:
+    figures = [found.result.figures for entry in entries for found in entry.outcomes]
+    seconds = sum(one.seconds or 0.0 for one in figures)
+    usd = [one.usd for one in figures if one.usd is not None]
+    return f"all runs: {duration(seconds)}" + (f", US${dollars(sum(usd))}" if usd else "")
+
+
+def terminal_report(sweep: Sweep, entries: list[Entry]) -> str:
+    """Return the table and its notes for a terminal."""
+    table = tabulate(rows_of(entries), headers=HEADS, disable_numparse=True, colalign=ALIGN)
+    return "\n".join([table, "", *notes_of(sweep, entries)])
+
+
+def write_markdown(sweep: Sweep, entries: list[Entry], charts: list[Path]) -> Path:
+    """Write `table.md`: the table, its notes and the charts. Raises: OSError."""
+    cells = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row]
+             for row in rows_of(entries)]
+    table = tabulate(cells, headers=[head.replace("\n", " ") for head in HEADS],
+                     tablefmt="github", disable_numparse=True, colalign=ALIGN)
+    notes = [f"- {note}".replace("<", "&lt;") for note in notes_of(sweep, entries)]
+    images = [f"![{path.stem}]({path.name})" for path in charts]
+    path = sweep.sweep_dir / "table.md"
+    write_atomically(path, "\n".join([table, "", *notes, "", *images, ""]))
+    return path

@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from basics.directory_lock import lock_directory
+from lab.sweep import charts as sweep_charts
+from lab.sweep import execution
+from lab.sweep.execution import Launch
+from tests.support import stub_trainer
+from tests.support.in_process import contents
+from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.runs import wait_for
+from tests.support.workplace import PROJECT_DIR, Workplace, draw_bare, read_lines
+
+STUB = Path(stub_trainer.__file__)
+SETTINGS = {"min_train_tokens": 1000, "gradient_accumulation_steps": None, "learning_rate": 0.02}
+
+
+class Sweeps:
+    """Runs `lab sweep` in process, with a stand-in for the trainer."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        self.workplace, self.dir = workplace, workplace.root / "sweeps"
+        self.tiny = self.dir / "tiny"
+
+    def command(self, *arguments: str) -> list[str]:
+        return ["sweep", "tiny", *arguments, "--runs-dir", str(self.workplace.runs_dir),
+                "--sweeps-dir", str(self.dir),
+                "--datasets-dir", str(self.workplace.datasets_dir)]
+
+    def run(self, *arguments: str) -> Result:
+        return run_lab(*self.command(*arguments))
+
+    def cells(self, *arguments: str) -> dict[str, list[str]]:
+        """Run to the end; return the cells of `table.md` by the change."""
+        succeeded(self.run(*arguments))
+        return self.table()
+
+    def table(self) -> dict[str, list[str]]:
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]]
+                for line in (self.tiny / "table.md").read_text().splitlines()
+                if line.startswith("|")]
+        return {row[0]: row[1:] for row in rows[2:]}
+
+    def launches(self) -> list[str]:
+        """Return the directories of the runs that were started, in their order."""
+        path = self.tiny / "launches"
+        return path.read_text().split() if path.exists() else []
+
+    def train_json(self, run: str) -> dict[str, Any]:
+        return json.loads((self.tiny / run / "train.json").read_text())
+
+
+@pytest.fixture
+def sweeps(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
+    workplace.add_run(train=SETTINGS)
+    monkeypatch.setattr(execution, "SCRIPT", STUB)
+    monkeypatch.setattr(sweep_charts, "draw_by_hand", draw_bare)
+    return Sweeps(workplace)
+
+
+def test_each_variant_is_trained_with_each_seed_and_compared(sweeps: Sweeps) -> None:
+    cells = sweeps.cells("--change", "drop_rate=0,learning_rate=0.01", "--change",
+                         "drop_rate=0.5", "--seeds", "2")
+    assert sweeps.launches() == [f"{name}-seed-{seed}" for seed in (42, 43) for name in (
+        "baseline", "drop_rate-0_learning_rate-0.01", "drop_rate-0.5")]
+    seeds, loss, difference, interval, verdict, tokens, seconds, usd = cells[
+        "drop_rate=0,learning_rate=0.01"]
+    assert (seeds, verdict, seconds, usd) == ("2/2", "better", "100", "-")
+    low, high = map(float, interval.split(" to "))
+    assert float(loss) == pytest.approx(float(cells["baseline"][1]) + float(difference), abs=2e-4)
+    assert low < float(difference) < high < 0 and int(tokens) < 1000
+    assert cells["drop_rate=0.5"][4:6] == ["worse", "not reached"]
+    assert cells["baseline"][2:6] == ["-", "-", "-", "1.00k"]
+    assert {path.name for path in sweeps.tiny.glob("*.png")} == {"losses.png", "differences.png"}
+    assert "![losses](losses.png)" in (sweeps.tiny / "table.md").read_text()
+
+
+def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
+    succeeded(sweeps.run("--change", "weight_decay=0", "--seeds", "2"))
+    base, changed, second = map(sweeps.train_json, (
+        "baseline-seed-42", "weight_decay-0-seed-42", "weight_decay-0-seed-43"))
+    own = json.loads((sweeps.workplace.runs_dir / "tiny/train.json").read_text())
+    assert base == own | {"random_seed": 42}
+    assert changed == base | {"weight_decay": 0.0}
+    assert second == changed | {"random_seed": 43}
+    compared = run_lab("compare", "--runs-dir", str(sweeps.tiny), "--csv")
+    assert "weight_decay-0-seed-42, weight_decay-0-seed-43" in succeeded(compared).stdout
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--change", "learning_rat=1"], 'unknown key "learning_rat"; the nearest known one is "lea'),
+    (["--change", "drop_rate=2"], "drop_rate should be less than 1, found 2"),
+    (["--change", "n_heads=3"], "emb_dim 16 is not divisible by n_heads 3"),
+    (["--change", "learning_rate=fast"], 'found "fast"'),
+    (["--change", "drop_rate=0", "--change", "learning_rate=NaN"], "finite number"),
+    (["--change", "drop_rate"], "wanted KEY=VALUE"),
+    (["--change", "drop_rate="], "wanted KEY=VALUE"),
+    (["--change", "drop_rate=0,drop_rate=0.1"], "names drop_rate twice"),
+    (["--change", "random_seed=1"], "use --seeds N"),
+    (["--change", "validation_interval=null"], "validation_interval goes together with"),
+    (["--change", "validation_interval=null,validation_batches=null,checkpoint_interval=5"],
+     "a sweep compares validation losses"),
+    (["--range", "learning_rate=0.1"], "wanted KEY=VALUE,VALUE"),
+    (["--range", "learning_rate"], "wanted KEY=VALUE,VALUE"),
+    (["--range", "learning_rate=0.1,-1"], "learning_rate should be greater than 0"),
+    (["--change", "vocab_size=null"], '"vocab_size" is missing'),
+    ([], "no such sweep yet; name at least one --change"),
+    (["--change", "drop_rate=0", "--name", "../x"], "is not a plain name"),
+    (["--change", "drop_rate=0", "--budget-usd", "3"], "needs the machine's price"),
+    (["--change", "drop_rate=0", "--budget-hours", "nan"], "wanted a finite number"),
+    (["--change", "drop_rate=0", "other"], "one BASE is changed"),
+    (["--change", "drop_rate=0", "--nproc-per-node", "2", "--", "--nproc_per_node=2"],
+     "exclude each other"),
+])
+def test_mistakes_are_one_line_and_nothing_is_written(
+    sweeps: Sweeps, arguments: list[str], words: str
+) -> None:
+    before = contents(sweeps.workplace.root)
+    separated = ["--", *arguments[arguments.index("--") + 1:]] if "--" in arguments else []
+    own = arguments[:arguments.index("--")] if separated else arguments
+    result = run_lab(*sweeps.command(*own), *separated)
+    assert words in error_line(result)
+    assert contents(sweeps.workplace.root) == before
+
+
+def test_a_base_that_does_not_validate_is_refused(sweeps: Sweeps) -> None:
+    sweeps.workplace.add_run("other", train={"validation_interval": None, "checkpoint_interval": 3,
+                                             "validation_batches": None})
+    result = run_lab("sweep", "other", *sweeps.command("--change", "drop_rate=0")[2:])
+    assert "a sweep compares validation losses" in error_line(result)
+
+
+def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps: Sweeps) -> None:
+    succeeded(sweeps.run("--change", 'sample_prompts=["a,b","c"],init=torch,clipping_max_norm=null',
+                         "--change", "precision=null,global_batch_size=4,validate_on=all"))
+    first, second = sorted({run.rsplit("-seed", 1)[0] for run in sweeps.launches()}
+                           - {"baseline"}, reverse=True)
+    train = sweeps.train_json(f"{first}-seed-42")
+    assert train["sample_prompts"] == ["a,b", "c"] and "clipping_max_norm" not in train
+    assert json.loads((sweeps.tiny / f"{first}-seed-42/model.json").read_text())["init"] == "torch"
+    train = sweeps.train_json(f"{second}-seed-42")
+    assert "precision" not in train and train["global_batch_size"] == 4
+
+
+def test_a_range_is_fitted_with_the_baseline(sweeps: Sweeps) -> None:
+    cells = sweeps.cells("--range", "learning_rate=0.005,0.02,0.04", "--change", "drop_rate=0")
+    assert list(cells) == ["baseline", "drop_rate=0", "learning_rate=0.005", "learning_rate=0.04"]
+    text = (sweeps.tiny / "table.md").read_text()
+    best = re.search(r"learning_rate: lowest loss ([\d.]+) at ([\d.]+), .* through 3 values", text)
+    assert float(best[2]) == pytest.approx(0.01, rel=1e-3)
+    assert float(best[1]) == pytest.approx(float(cells["baseline"][1]) - 0.1, abs=1e-3)
+    assert (sweeps.tiny / "range-learning_rate.png").exists()
+
+
+@pytest.mark.parametrize(("values", "words"), [
+    ("0.04,0.08", "learning_rate: the fitted curve has no minimum between 0.02 and 0.08"),
+    ("0.04,0.02", ""),  # the baseline's own value: two points are no range
+])
+def test_a_range_without_a_minimum_says_so(sweeps: Sweeps, values: str, words: str) -> None:
+    succeeded(sweeps.run("--range", f"learning_rate={values}"))
+    text = (sweeps.tiny / "table.md").read_text()
+    assert words in text and ("fitted" in text) == bool(words)
+
+
+def test_zero_has_no_logarithm(sweeps: Sweeps) -> None:
+    result = succeeded(sweeps.run("--range", "drop_rate=0,0.2"))
+    assert "drop_rate: no curve is fitted" in result.stdout
+    assert (sweeps.tiny / "range-drop_rate.png").exists()
+
+
+def test_the_same_command_trains_nothing_again_and_other_changes_are_added(sweeps: Sweeps) -> None:
+    first = sweeps.cells("--change", "drop_rate=0")
+    num_launches = len(sweeps.launches())
+    assert sweeps.cells("--change", "drop_rate=0.0") == sweeps.cells() == first
+    assert len(sweeps.launches()) == num_launches
+    cells = sweeps.cells("--change", "weight_decay=0", "--seeds", "2")
+    assert list(cells) == ["baseline", "drop_rate=0", "weight_decay=0"]
+    assert cells["drop_rate=0"][0] == "2/2"
+    assert sweeps.launches()[num_launches:] == [
+        "weight_decay-0-seed-42", "baseline-seed-43", "drop_rate-0-seed-43",
+        "weight_decay-0-seed-43"]
+    assert sweeps.cells("--seeds", "1") == cells  # seeds are not taken back
+
+
+def test_a_change_that_is_the_baseline_is_not_trained(sweeps: Sweeps) -> None:
+    result = succeeded(sweeps.run("--change", "learning_rate=0.02"))
+    assert "learning_rate=0.02: is the baseline" in result.stdout
+    assert sweeps.launches() == ["baseline-seed-42"]
+
+
+def test_a_changed_base_and_edited_runs_are_refused(sweeps: Sweeps) -> None:
+    succeeded(sweeps.run("--change", "drop_rate=0"))
+    path = sweeps.workplace.runs_dir / "tiny/train.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"learning_rate": 0.5}))
+    line = error_line(sweeps.run("--change", "drop_rate=0"))
+    assert "learning_rate is 0.5, but was 0.02 when the sweep tiny began" in line
+    path.write_text(before)
+    edited = sweeps.tiny / "drop_rate-0-seed-42/train.json"
+    edited.write_text(json.dumps(json.loads(edited.read_text()) | {"weight_decay": 0.5}))
+    assert "was changed after the sweep had written it" in error_line(sweeps.run())
+    sweeps.workplace.add_run("other", train=SETTINGS)
+    result = run_lab("sweep", "other", "--name", "tiny", *sweeps.command()[2:])
+    assert "is a sweep of tiny, not of other" in error_line(result)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"base": 1}', "x" * 100])
+def test_a_damaged_plan_is_one_line(sweeps: Sweeps, text: str) -> None:
+    succeeded(sweeps.run("--change", "drop_rate=0"))
+    (sweeps.tiny / "sweep.json").write_text(text)
+    assert "sweep.json: " in error_line(sweeps.run())
+
+
+def test_two_sweeps_in_one_directory_are_refused(sweeps: Sweeps) -> None:
+    sweeps.tiny.mkdir(parents=True)
+    descriptor = lock_directory(sweeps.tiny)
+    try:
+        line = error_line(sweeps.run("--change", "drop_rate=0"))
+    finally:
+        os.close(descriptor)
+    assert "another sweep runs in this directory" in line and not list(sweeps.tiny.iterdir())
+
+
+def test_a_run_that_fails_is_a_line_of_the_table(sweeps: Sweeps) -> None:
+    arguments = [text for value in (9, 8, 7) for text in ("--change", f"weight_decay={value}")]
+    result = succeeded(sweeps.run(*arguments, "--change", "drop_rate=0"))
+    assert "weight_decay=8, seed 42: failed (status 2)" in result.stdout
+    cells = sweeps.table()
+    verdicts = {change: row[4] for change, row in cells.items()}
+    assert verdicts == {"baseline": "-", "weight_decay=9": "diverged", "weight_decay=8":
+                        "failed (status 2)", "weight_decay=7": "failed (status 1)",
+                        "drop_rate=0": "lower, noise unknown"}
+    num_launches = len(sweeps.launches())
+    succeeded(sweeps.run())  # what diverged does so again: only the others are repeated
+    assert sweeps.launches()[num_launches:] == ["weight_decay-8-seed-42", "weight_decay-7-seed-42"]
+
+
+def test_without_a_baseline_nothing_is_compared(sweeps: Sweeps) -> None:
+    sweeps.workplace.add_run("failing", train=SETTINGS | {"weight_decay": 8})
+    result = run_lab("sweep", "failing", *sweeps.command("--change", "drop_rate=0")[2:])
+    assert result.exit_code == 2
+    assert "sweep stopped: baseline, seed 42, failed with status 2; the same" in result.stdout
+    assert (sweeps.dir / "failing/launches").read_text().split() == ["baseline-seed-42"]
+
+
+def test_improvements_are_stacked(sweeps: Sweeps) -> None:
+    arguments = ["--change", "drop_rate=0", "--range", "learning_rate=0.005,0.01,0.012",
+                 "--change", "weight_decay=9", "--seeds", "2", "--stack"]
+    result = succeeded(sweeps.run(*arguments))
+    assert "stack: without learning_rate=0.012: a larger improvement sets the same key" in (
+        result.stdout)
+    assert "stack: drop_rate=0, learning_rate=0.01\n" in result.stdout
+    row = sweeps.table()["all together: drop_rate=0,learning_rate=0.01"]
+    assert row[4] == "better" and float(row[2]) == pytest.approx(-0.2, abs=0.02)
+    num_launches = len(sweeps.launches())
+    succeeded(sweeps.run(*arguments))
+    assert len(sweeps.launches()) == num_launches
+
+
+def test_with_one_seed_the_stack_says_that_noise_is_unknown(sweeps: Sweeps) -> None:
+    result = succeeded(sweeps.run("--change", "drop_rate=0", "--change", "learning_rate=0.01",
+                                  "--change", "drop_rate=0.5", "--stack"))
+    assert "with one seed the noise is not known" in result.stdout
+    assert "noise: not known with one finished seed of each variant; measure" in result.stdout
+    assert "all together: drop_rate=0,learning_rate=0.01" in sweeps.table()
+
+
+def test_one_improvement_is_no_stack(sweeps: Sweeps) -> None:
+    result = succeeded(sweeps.run("--change", "drop_rate=0", "--change", "drop_rate=0.5",
+                                  "--stack"))
+    assert "stack: nothing to train: 1 change" in result.stdout
+    assert len(sweeps.table()) == 3
+
+
+def test_changes_that_cannot_be_combined_are_not_stacked(sweeps: Sweeps) -> None:
+    result = succeeded(sweeps.run("--change", "use_amp=false,drop_rate=0", "--change",
+                                  "precision=bf16,learning_rate=0.01", "--stack"))
+    assert re.search('stack: .* cannot be trained: .*use_amp is false but precision is "bf16"',
+                     result.stdout)
+    assert len(sweeps.table()) == 3
+
+
+@pytest.mark.parametrize("budget", [["--budget-hours", "0.07"],
+                                    ["--budget-usd", "2.52", "--usd-per-hour", "36"]])
+def test_no_run_is_started_that_would_pass_the_budget(sweeps: Sweeps, budget: list[str]) -> None:
+    changes = ["--change", "drop_rate=0", "--change", "weight_decay=0"]
+    result = succeeded(sweeps.run(*changes, *budget))  # 252 s; each run takes 100 s
+    assert "sweep stopped: budget: weight_decay=0, seed 42 would take about 0.0278" in result.stdout
+    assert sweeps.launches() == ["baseline-seed-42", "drop_rate-0-seed-42"]
+    assert sweeps.table()["weight_decay=0"][4] == "not started"
+    succeeded(sweeps.run(*changes, *budget[:1], "3.1", *budget[2:]))
+    assert sweeps.launches()[2:] == ["weight_decay-0-seed-42"]
+
+
+def test_the_expected_cost_grows_with_the_tokens(sweeps: Sweeps) -> None:
+    result = succeeded(sweeps.run("--change", "min_train_tokens=3000", "--budget-hours", "0.1"))
+    assert "would take about 0.0833 hours, 0.0722 are left" in result.stdout
+
+
+def test_the_running_run_is_stopped_at_the_limit(sweeps: Sweeps) -> None:
+    """A run that waits for a signal gets it from the budget, and continues later."""
+    sweeps.workplace.add_run("waiting", train=SETTINGS | {"weight_decay": 6})
+    arguments = sweeps.command("--change", "weight_decay=0")[2:]
+    result = succeeded(run_lab("sweep", "waiting", *arguments, "--budget-hours", "0.0002"))
+    assert "budget: spent during baseline, seed 42, which was stopped" in result.stdout
+    runs = sweeps.dir / "waiting"
+    assert json.loads((runs / "baseline-seed-42/summary.json").read_text())["status"] == "stopped"
+    succeeded(run_lab("sweep", "waiting", *arguments))
+    assert len(read_lines(runs / "baseline-seed-42/metrics.jsonl")) == stub_trainer.STEPS
+
+
+def started(sweeps: Sweeps, *arguments: str) -> subprocess.Popen:
+    """Start a sweep in a process of its own."""
+    code = ("import sys, lab.sweep.execution, lab.sweep.charts, lab.__main__\n"
+            "from pathlib import Path\n"
+            f"lab.sweep.execution.SCRIPT = Path({str(STUB)!r})\n"
+            "lab.sweep.charts.draw_by_hand = lambda path, plot: path\n"
+            "lab.__main__.main()\n")
+    return subprocess.Popen([sys.executable, "-c", code, *sweeps.command(*arguments)],
+                            cwd=PROJECT_DIR, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(
+    sweeps: Sweeps, number: signal.Signals
+) -> None:
+    arguments = ["--change", "weight_decay=6", "--change", "drop_rate=0"]
+    process = started(sweeps, *arguments)
+    waiting = sweeps.tiny / "weight_decay-6-seed-42"
+    wait_for(waiting / "waits")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        assert process.returncode == 128 + number
+        assert f"sweep stopped: {number.name}; the same command continues it" in output
+        assert sweeps.table()["weight_decay=6"][4] == "stopped"
+    wait_for(waiting / "summary.json")
+    assert json.loads((waiting / "summary.json").read_text())["status"] == "stopped"
+    cells = sweeps.cells(*arguments)
+    assert sweeps.launches() == ["baseline-seed-42", "weight_decay-6-seed-42",
+                                 "weight_decay-6-seed-42", "drop_rate-0-seed-42"]
+    assert cells["weight_decay=6"][0] == cells["drop_rate=0"][0] == "1/1"
+
+
+def test_losses_on_other_validation_tokens_are_not_compared(sweeps: Sweeps) -> None:
+    cells = sweeps.cells("--change", "start_val_token=5")
+    assert cells["start_val_token=5"][2:6] == ["-", "-", "other validation tokens", "-"]
+
+
+def test_the_command_of_a_run(tmp_path: Path) -> None:
+    own = Launch(Path("data"), nproc_per_node=2, usd_per_hour=3.5).command(Path("sweeps/x/run"))
+    assert own[1:] == [str(execution.SCRIPT), "run", "--runs-dir", "sweeps/x", "--datasets-dir",
+                       "data", "--nproc-per-node", "2", "--usd-per-hour", "3.5"]
+    assert execution.SCRIPT == PROJECT_DIR / "ddp_train.py"
+    by_torchrun = Launch(Path("data"), torchrun=("--nproc_per_node=8",)).command(tmp_path)
+    assert by_torchrun[1:6] == ["-m", "torch.distributed.run", "--standalone",
+                                "--nproc_per_node=8", str(execution.SCRIPT)]
+    placed = Launch(Path("data"), torchrun=("--rdzv-backend=c10d",)).command(tmp_path)
+    assert "--standalone" not in placed

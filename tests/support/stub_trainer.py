@@ -1,0 +1,77 @@
+"""A stand-in for ddp_train.py that writes what a run would, in a moment, without torch.
+
+Its loss follows from the settings: lowest at a learning rate of 0.01 and without dropout, plus a
+noise of the seed. Some settings make it fail: weight_decay 9 diverges, 8 is refused, 7 crashes;
+6 waits for a signal after half of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+STEPS, TOKENS = 4, 1000
+SECONDS = 100.0  # of a run, at least as it says
+
+
+def write_atomically(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def loss_of(model: dict[str, Any], train: dict[str, Any], share: float = 1.0) -> float:
+    """Return the validation loss after a share of the run."""
+    noise = 0.01 * math.sin(train["random_seed"] * 7 + 100 * model["drop_rate"])
+    return (5 - share + 0.1 * math.log2(train["learning_rate"] / 0.01) ** 2
+            + model["drop_rate"] + noise)
+
+
+def main() -> int:
+    name, options = sys.argv[1], dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
+    run_dir = Path(options["--runs-dir"]) / name
+    model, train = (json.loads((run_dir / f"{file}.json").read_text())
+                    for file in ("model", "train"))
+    with (run_dir.parent / "launches").open("a") as file:
+        file.write(f"{name}\n")
+    price = float(options.get("--usd-per-hour") or train.get("usd_per_hour") or 0)
+    metrics = run_dir / "metrics.jsonl"
+    done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    fault = {9: 3, 8: 2, 7: 1}.get(train.get("weight_decay"), 0)
+    if fault == 2:
+        return fault
+    for step in range(done, STEPS):
+        share = (step + 1) / STEPS
+        record = {"global_step": step, "tokens": TOKENS * share, "seconds": SECONDS * share,
+                  "validation_loss": loss_of(model, train, share)}
+        record |= {"usd": price * SECONDS / 3600 * share} if price else {}
+        with metrics.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if fault or (train.get("weight_decay") == 6 and step == 1 and not done):
+            if not fault:
+                (run_dir / "waits").touch()
+                number = signal.sigtimedwait(
+                    [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], 60).si_signo
+                fault = 128 + number
+            reason = {1: "crash", 3: f"{run_dir}: the gradients of 20 steps were not finite"}
+            summary = {"status": "stopped" if fault > 128 else "failed",
+                       "reason": reason.get(fault, "signal"),
+                       "seconds": {"training": SECONDS * share}, "usd": None}
+            write_atomically(run_dir / "summary.json", json.dumps(summary))
+            return fault
+    seconds = {"training": SECONDS - 1, "validation": 1.0}
+    usd = {phase: price / 3600 * value for phase, value in seconds.items()}
+    write_atomically(run_dir / "summary.json", json.dumps({
+        "run": name, "status": "finished", "reason": None, "global_step": STEPS - 1,
+        "num_steps": STEPS, "tokens": TOKENS, "validation_loss": loss_of(model, train),
+        "seconds": seconds, "usd": usd | {"total": sum(usd.values())} if price else None}))
+    return 0
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    sys.exit(main())
