@@ -32,8 +32,8 @@ from gpt import GPTModel
 from run_config import ModelConfig
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
-WEIGHTS, OPTIMIZER, META, VALIDATION = (
-    "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json")
+WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
+    "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
 PARTIAL_PREFIX, LATEST, BEST = ".partial-", "latest", "best"
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
@@ -64,6 +64,7 @@ class CheckpointMeta(_Record):
     usd: ByPhase = {}  # empty if the machine's price was not known
     num_steps: int | None = Field(default=None, ge=1, lt=2**40)  # as `fit_budget` has set it
     tokenizer: str | None
+    tokenizer_file: bytes | None = Field(default=None, exclude=True)  # written beside `meta.json`
     loss_scale: LossScale | None = None  # only in fp16
     model: ModelConfig
     random_seed: int
@@ -206,6 +207,8 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     safetensors.torch.save_file(snapshot.moments, directory / OPTIMIZER)
     failpoint("save.meta")
     (directory / META).write_text(meta.model_dump_json(indent=2))
+    if meta.tokenizer_file is not None:
+        (directory / TOKENIZER).write_bytes(meta.tokenizer_file)
     for path in directory.iterdir():
         fsync(path)
     failpoint("save.manifest")
@@ -227,8 +230,7 @@ def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> No
     for checkpoint in removed:
         failpoint("save.prune")
         renamed = checkpoint.path.with_name(f"{PARTIAL_PREFIX}{checkpoint.name}")
-        checkpoint.path.rename(renamed)  # atomic: a kill leaves no damaged checkpoint
-        shutil.rmtree(renamed)
+        shutil.rmtree(checkpoint.path.rename(renamed))  # atomic: a kill leaves no damaged one
 
 
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:

@@ -207,6 +207,7 @@ class Trainer:
                 usd=self.clock.usd(),
                 num_steps=self.stop.num_steps if self.config.fit_budget else None,
                 tokenizer=self.data.tokenizer_name,
+                tokenizer_file=self.data.tokenizer_file,
                 loss_scale=self.state.loss_scale(),
                 model=self.run.model,
                 random_seed=self.config.random_seed,
@@ -229,7 +230,8 @@ class Trainer:
                     self.watchdog.watching(microbatches), count),
                 is_interrupted=lambda: bool(self.watchdog.stop_signal))
         if loss is not None and self.process.is_main:
-            self.reports.console.report_validation(global_step, loss, phase.seconds)
+            self.reports.console.report_validation(
+                global_step, loss, phase.seconds, bytes_per_token=self.data.bytes_per_token)
             self.saver.add_validation(Validation(
                 loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()))
             self.reports.write_samples(global_step)

@@ -18,6 +18,7 @@ MODULES = {
     "judge": "lab.instruct.judge",
     "plan": "lab.plan.plan",
     "publish": "lab.publish.publish",
+    "tokenizer": "lab.tokenizer",
     "tune": "lab.instruct.tune",
 }
 
@@ -35,7 +36,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Plan, evaluate, compare, generate, tune, judge and publish."""
+    """Train tokenizers; plan, evaluate, compare, generate, tune, judge and publish."""
 
 
 def main() -> None:

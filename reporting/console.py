@@ -108,11 +108,15 @@ class Console:
             self.say(self._plain_line(global_step, learning_rate, window) + said
                      + f" | {duration(seconds_left)} left")
 
-    def report_validation(self, global_step: int, loss: float, seconds: float) -> None:
-        """Record and show one validation."""
+    def report_validation(self, global_step: int, loss: float, seconds: float, *,
+                          bytes_per_token: float | None = None) -> None:
+        """Record and show one validation; with the mean length of its tokens, bits per byte too."""
         if not self.is_active:
             return
-        self._record(global_step, {"validation_loss": loss, "validation_seconds": seconds})
+        record = {"validation_loss": loss, "validation_seconds": seconds}
+        if bytes_per_token is not None:
+            record["validation_bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        self._record(global_step, record)
         self.say(f"step {global_step + 1:,}/{self.num_steps:,} | validation loss {loss:.4f}"
                  f" | {seconds:.1f} s")
 
