@@ -605,7 +605,8 @@ def test_csv_always_has_the_same_columns(runs: Runs) -> None:
     rows = list(csv.DictReader(io.StringIO(output)))
     assert [row["run"] for row in rows] == ['a, "b"'] and rows[0]["validation_loss"] == "1234.5"
     assert output.startswith("run,status,differs,num_seeds,global_batch_size,microbatch_size,"
-                             "tokens,steps,train_loss,validation_loss,test_loss,ift_score,")
+                             "tokens,steps,train_loss,validation_loss,test_loss,validation_bits_per_byte,"
+                             "test_bits_per_byte,ift_score,")
     assert runs.run("--csv", "--published").stdout.splitlines()[0] == output.splitlines()[0]
     assert not (runs.dir / "comparison").exists()
 
