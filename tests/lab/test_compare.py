@@ -5,6 +5,7 @@ import csv
 import errno
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -765,3 +766,28 @@ def test_published_rows_are_part_of_the_wheel(tmp_path: Path) -> None:
     assert f"/{PUBLISHED_PATH.relative_to(PROJECT_DIR)}" in build["targets"]["wheel"]["include"]
     with pytest.raises(UserError, match="cannot be read .* part of the project"):
         read_published(tmp_path / "published.json")
+
+
+def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs: Runs) -> None:
+    for name, loss, bits in (("long", 3.0, 0.9), ("short", 1.2, 1.2 / math.log(2)),
+                             ("unknown", 1.0, None)):
+        runs.add(name, losses=(3.0, loss, None), train={"dataset": name},
+                 summary={} if bits is None else {"validation_bits_per_byte": bits})
+    comparison = runs.compare()
+    assert names_of(comparison) == ["long", "short", "unknown"] and comparison.mixes_tokenizers
+    assert comparison.notes[0] == (
+        "sorted by bits per byte of the validation loss, best first; rows without them come last"
+        " (1): tokens are 1.00 to 4.81 bytes long, so losses (nats per token) do not compare")
+    table = terminal_table(comparison, width=100)
+    assert "val. bits" in table and "0.9000" in table and "1.7312" in table
+    assert csv_rows(comparison)["long"]["validation_bits_per_byte"] == "0.9"
+
+
+def test_bits_per_byte_of_one_tokenizer_are_only_in_the_csv(runs: Runs) -> None:
+    for name, loss in (("a", 3.0), ("b", 2.9)):
+        runs.add(name, losses=(3.0, loss, None), summary={"validation_bits_per_byte": loss / 3})
+        runs.evaluate(name, loss, bits_per_byte=loss / 3)
+    comparison = runs.compare()
+    assert names_of(comparison) == ["b", "a"] and not comparison.mixes_tokenizers
+    assert "bits" not in terminal_table(comparison, width=200)
+    assert csv_rows(comparison)["a"]["test_bits_per_byte"] == "1"
