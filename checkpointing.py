@@ -32,8 +32,8 @@ from gpt import GPTModel
 from run_config import ModelConfig
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
-WEIGHTS, OPTIMIZER, META, VALIDATION = (
-    "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json")
+WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
+    "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
 AVERAGE = "average.safetensors"  # averaged weights, towards the end of a run with weight_average
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
 PARTIAL_PREFIX, LATEST, BEST = ".partial-", "latest", "best"
@@ -67,6 +67,7 @@ class CheckpointMeta(_Record):
     num_steps: int | None = Field(default=None, ge=1, lt=2**40)  # as `fit_budget` has set it
     optimizer: str = "adamw"
     tokenizer: str | None
+    tokenizer_file: bytes | None = Field(default=None, exclude=True)  # written beside `meta.json`
     loss_scale: LossScale | None = None  # only in fp16
     model: ModelConfig
     random_seed: int
@@ -230,6 +231,8 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
         safetensors.torch.save_file(snapshot.average, directory / AVERAGE)
     failpoint("save.meta")
     (directory / META).write_text(meta.model_dump_json(indent=2))
+    if meta.tokenizer_file is not None:
+        (directory / TOKENIZER).write_bytes(meta.tokenizer_file)
     for path in directory.iterdir():
         fsync(path)
     failpoint("save.manifest")

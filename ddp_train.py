@@ -211,6 +211,7 @@ class Trainer:
                 num_steps=self.stop.num_steps if self.config.fit_budget else None,
                 optimizer=self.config.optimizer,
                 tokenizer=self.data.tokenizer_name,
+                tokenizer_file=self.data.tokenizer_file,
                 loss_scale=self.state.loss_scale(),
                 model=self.run.model,
                 random_seed=self.config.random_seed,
@@ -233,8 +234,8 @@ class Trainer:
                     self.watchdog.watching(microbatches), count),
                 is_interrupted=lambda: bool(self.watchdog.stop_signal))
         if losses is not None and self.process.is_main:
-            self.reports.console.report_validation(global_step, losses.loss, phase.seconds,
-                                                   raw_loss=losses.raw_loss)
+            self.reports.console.report_validation(
+                global_step, losses, phase.seconds, bytes_per_token=self.data.bytes_per_token)
             self.saver.add_validation(Validation(
                 loss=finite_or_none(losses.loss), raw_loss=finite_or_none(losses.raw_loss),
                 seconds=self.clock.read(), usd=self.clock.usd()))

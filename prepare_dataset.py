@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing.forkserver
-import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -16,11 +15,9 @@ from basics.errors import BAD_INPUT, UserError, drop_unwritable_output, print_er
 from basics.machine import num_cpu_cores
 
 if TYPE_CHECKING:
-    from preparation.documents import Source
     from preparation.journal import Progress
 
 MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of memory
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,9 @@ class Options:
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--subset", default="", metavar="DIRECTORY",
               help="The directory of a hub dataset that holds the documents: sample/10BT.")
-@click.option("--tokenizer", default="gpt2", show_default=True, metavar="gpt2|bytes",
-              help="gpt2 has a vocabulary of 50,257, bytes of 257.")
+@click.option("--tokenizer", default="gpt2", show_default=True, metavar="gpt2|bytes|DIR",
+              help="gpt2 has a vocabulary of 50,257, bytes of 257. DIR holds a tokenizer.json, as"
+                   " lab tokenizer writes it.")
 @click.option("--text-column", default="text", show_default=True,
               help="The parquet column or JSON key that holds the text.")
 @click.option("--validation-fraction", default=0.01, show_default=True,
@@ -108,10 +106,15 @@ def import_token_files(command: Options) -> Progress:
 def prepare(command: Options) -> Progress:
     """Find the documents and tokenise them. Raises: UserError."""
     start_fork_server(command.tokenizer)
+    from preparation.journal import Journal, unfinished_request
     from preparation.pipeline import prepare_dataset
     from preparation.planning import PrepareOptions, check_output_dir
+    from preparation.sources import SourceOptions, find_source
 
-    documents = find_source(command, check_output_dir(command.output))
+    output = check_output_dir(command.output)
+    documents = find_source(
+        SourceOptions(command.source, command.subset, command.text_column, command.keep_raw),
+        raw_dir=Journal(output).raw_dir, unfinished=unfinished_request(output))
     return prepare_dataset(documents, command.output, PrepareOptions(
         tokenizer=command.tokenizer, validation_fraction=command.validation_fraction,
         max_documents=command.max_documents,
@@ -123,33 +126,6 @@ def prepare(command: Options) -> Progress:
 def exit_with(line: str, *, status: int) -> NoReturn:
     print_error(line)
     sys.exit(status)
-
-
-def find_source(command: Options, output: Path) -> Source:
-    """Find the documents that SOURCE names. Raises: UserError."""
-    from preparation.documents import find_documents, kind_of, python_stdlib
-    from preparation.journal import Journal, unfinished_request
-
-    source, subset, keep_raw = command.source, command.subset.strip("/"), command.keep_raw
-    if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
-        from preparation.hub import RawFiles, hub_source
-
-        unfinished = unfinished_request(output)  # continue with the same commit of the dataset
-        is_same = unfinished is not None and unfinished.source == f"{source} {subset}".strip()
-        try:
-            return hub_source(
-                source, subset, text_column=command.text_column,
-                raw_files=RawFiles(keep_raw or Journal(output).raw_dir, keep_raw is not None),
-                revision=unfinished.revision if is_same else None,
-            )
-        except UserError as error:
-            raise UserError(f"{error} (and there is no file {source} here)") from None
-    if subset or keep_raw:
-        raise UserError(f"{source}: --subset and --keep-raw need a dataset on the hub, given as"
-                        " owner/name")
-    if source == "python-stdlib":
-        return python_stdlib()
-    return find_documents(source, text_column=command.text_column)
 
 
 def start_fork_server(tokenizer: str) -> None:

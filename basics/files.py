@@ -80,10 +80,10 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         fsync(path.parent)
 
 
-def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file's text in one step; see `replacing`."""
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Replace a file's content in one step; see `replacing`."""
     with replacing(path, durable=durable) as file:
-        file.write(text.encode())
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def fsync(path: Path) -> None:

@@ -19,6 +19,7 @@ MODULES = {
     "plan": "lab.plan.plan",
     "publish": "lab.publish.publish",
     "sweep": "lab.sweep.sweep",
+    "tokenizer": "lab.tokenizer",
     "tune": "lab.instruct.tune",
 }
 
@@ -36,7 +37,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Plan, sweep, evaluate, compare, generate, tune, judge and publish."""
+    """Train tokenizers; plan, sweep, evaluate, compare, generate, tune, judge and publish."""
 
 
 def main() -> None:

@@ -77,9 +77,8 @@ def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
         UserError: the model's tokenizer is not known.
     """
     from reporting.sampling import stream_tokens
-    from tokens.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(target.needs_tokenizer())
+    tokenizer = target.load_tokenizer()
     options = replace(options, stop_token=tokenizer.eot_token)
     prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     texts = [StreamedText(stops) for _ in range(options.num_samples)]

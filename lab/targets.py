@@ -21,11 +21,13 @@ from lab.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is
 from preparation.hub import ask_hub
 from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
-from tokens.tokenizer import END_OF_TEXT_IDS
+from tokens.tokenizer import END_OF_TEXT_IDS, Tokenizer, file_beside, load_tokenizer
+from tokens.tokenizer_file import TOKENIZER_FILE, name_of, parse_tokenizer, read_tokenizer_file
 from trainer.resuming import check_weights_fit
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+DOWNLOADED = [*WEIGHT_FILES, TOKENIZER_FILE]
 NEEDED_BY = "a directory of weights"
 
 
@@ -44,6 +46,7 @@ class Target:
     tokenizer_name: str | None
     run: Run | None = None
     checkpoint: Checkpoint | None = None
+    tokenizer_path: Path | None = None  # of its file, if it has one
 
     @property
     def device(self) -> torch.device:
@@ -56,6 +59,10 @@ class Target:
                             f" vocabulary of {self.model.config.vocab_size:,}; name a model that"
                             f" uses {' or '.join(END_OF_TEXT_IDS)}")
         return self.tokenizer_name
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises: UserError if it is not known."""
+        return load_tokenizer(self.needs_tokenizer(), self.tokenizer_path)
 
 
 def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
@@ -105,7 +112,8 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
         model = GPTModel(config)
     model.to_empty(device="cpu")
     load_weights(checkpoint, model)
-    return Target(name, model, checkpoint.meta.tokenizer, run, checkpoint)
+    tokenizer = checkpoint.meta.tokenizer
+    return Target(name, model, tokenizer, run, checkpoint, file_beside(checkpoint.path, tokenizer))
 
 
 def _of_directory(name: str, directory: Path) -> Target:
@@ -133,7 +141,8 @@ def _of_directory(name: str, directory: Path) -> Target:
         raise UserError(f"{directory}: not a GPT-2: {_first_error(error)}") from None
     except DAMAGE as error:
         raise UserError(f"{directory}: not a GPT-2: {first_line(error)}") from None
-    return Target(name, model, _tokenizer_of(config, end_of_text))
+    tokenizer_name, path = _tokenizer_of(directory, config, end_of_text)
+    return Target(name, model, tokenizer_name, tokenizer_path=path)
 
 
 def _check_shapes(directory: Path, found: Weights, wanted: Weights) -> None:
@@ -190,10 +199,27 @@ def _original_config(directory: Path) -> ModelConfig:
     return load_config(directory / "model.json" if not above.exists() else above, ModelConfig)
 
 
-def _tokenizer_of(config: ModelConfig, end_of_text: int | None) -> str | None:
+def _tokenizer_of(directory: Path, config: ModelConfig,
+                  end_of_text: int | None) -> tuple[str | None, Path | None]:
+    """Return the name of a directory's tokenizer, and its file unless it is a known tokenizer."""
     by_end = {token_id: name for name, token_id in END_OF_TEXT_IDS.items()
               if token_id < config.vocab_size}  # vocabularies may be padded
-    return TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or by_end.get(end_of_text)
+    known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or by_end.get(end_of_text)
+    path = directory / TOKENIZER_FILE
+    try:
+        content = read_tokenizer_file(path)
+    except UserError:  # it is missing, or none that this project can use
+        return known, None
+    if known and _begins_with(parse_tokenizer(content), load_tokenizer(known)):
+        return known, None
+    return name_of(content), path
+
+
+def _begins_with(found: Tokenizer, known: Tokenizer) -> bool:
+    """Return whether a tokenizer has all tokens of a known one, with the same ids."""
+    return found.eot_token == known.eot_token and all(
+        found.decode_single_token_bytes(token_id) == known.decode_single_token_bytes(token_id)
+        for token_id in range(known.n_vocab))
 
 
 def _download(repository: str) -> Path:
@@ -207,7 +233,7 @@ def _download(repository: str) -> Path:
     if "cfg" not in read_json_object(config_path, needed_by=NEEDED_BY):
         _gpt2_config(config_path)  # refuse other architectures before downloading gigabytes
     return Path(ask_hub(repository, lambda: snapshot_download(
-        repository, revision=config_path.parent.name, allow_patterns=WEIGHT_FILES)))
+        repository, revision=config_path.parent.name, allow_patterns=DOWNLOADED)))
 
 
 def _first_error(error: ValidationError) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from basics.errors import UserError
 from run_config import MAX_VOCAB_SIZE, ModelConfig
-from tokens.tokenizer import END_OF_TEXT_IDS
 
 Weights = dict[str, Tensor]
 
@@ -74,13 +73,16 @@ class Gpt2Config(BaseModel):
         )
 
 
-def gpt2_config(model: ModelConfig, tokenizer_name: str | None) -> dict[str, Any]:
-    """Return `config.json` for `transformers`. Raises: UserError for an option GPT-2 lacks."""
+def gpt2_config(model: ModelConfig, end_of_text: int | None) -> dict[str, Any]:
+    """Return `config.json` for `transformers`. Raises: UserError for an option GPT-2 lacks.
+
+    Args:
+        end_of_text: the id of the tokenizer's end-of-text token, None if it is not known.
+    """
     for option, value in model.model_dump().items():
         if option not in SUPPORTED and value != type(model).model_fields[option].default:
             raise UserError(f"model.json: {option} is {value}, which a GPT-2 does not support; only"
                             " a model without it can be exported")
-    end_of_text = END_OF_TEXT_IDS.get(tokenizer_name or "")
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
         "vocab_size": model.vocab_size, "n_positions": model.context_length,

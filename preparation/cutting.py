@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from basics.errors import UserError
@@ -25,6 +25,7 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
+    ends_safely: bool = True  # where GPT-2's tokenizer is certain to split the text
 
 
 def cut_document(data: bytes | memoryview) -> Iterator[Piece]:
@@ -35,9 +36,9 @@ def cut_document(data: bytes | memoryview) -> Iterator[Piece]:
     """
     view, start = memoryview(data), 0
     for stop in find_cuts(view):
-        yield piece_of(view[start:stop], ends_document=False)
+        yield piece_before_cut(view, start, stop)
         start = stop
-    yield piece_of(view[start:], ends_document=True)
+    yield last_piece(view[start:])
 
 
 def find_cuts(view: memoryview) -> Iterator[int]:
@@ -55,5 +56,27 @@ def find_cuts(view: memoryview) -> Iterator[int]:
         yield start
 
 
-def piece_of(data: memoryview, *, ends_document: bool) -> Piece:
-    return Piece(str(data, "utf-8", "replace"), ends_document)
+def piece_before_cut(view: memoryview, start: int, stop: int) -> Piece:
+    """Return the piece from `start` to a cut that `find_cuts` has found at `stop`."""
+    is_safe = SAFE_CUT.match(view, stop - 1) is not None
+    return Piece(str(view[start:stop], "utf-8", "replace"), False, is_safe)
+
+
+def last_piece(data: memoryview) -> Piece:
+    return Piece(str(data, "utf-8", "replace"), True)
+
+
+def joined(pieces: Iterable[Piece], *, at_safe_cuts: bool) -> Iterator[Piece]:
+    """Join pieces of a document again: those that were not cut safely, or all of them.
+
+    Args:
+        at_safe_cuts: join at safe cuts too.
+    """
+    waiting: list[str] = []
+    for text, ends_document, ends_safely in pieces:
+        waiting.append(text)
+        if ends_document or (ends_safely and not at_safe_cuts):
+            yield Piece("".join(waiting), ends_document, ends_safely)
+            waiting = []
+    if waiting:  # the document continues in the next task
+        yield Piece("".join(waiting), ends_document=False, ends_safely=False)

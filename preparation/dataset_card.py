@@ -6,7 +6,8 @@ from pathlib import Path
 
 from preparation.documents import Source
 from preparation.journal import Progress, Request
-from tokens.tokenizer import END_OF_TEXT_IDS
+from tokens.tokenizer import end_of_text_of, file_beside
+from tokens.tokenizer_file import TOKENIZER_FILE
 
 SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"),
          (10**7, "1M<n<10M"), (10**8, "10M<n<100M"), (10**9, "100M<n<1B"),
@@ -57,7 +58,8 @@ def write_card(dataset_dir: Path, source: Source, request: Request, progress: Pr
         source=request.source + revision,
         of_text=f" for {progress.num_bytes:,} bytes of text"
                 f" ({progress.num_characters / num_tokens:.2f} characters per\ntoken)",
-        layout=LAYOUT.format(end_of_text=END_OF_TEXT_IDS[request.tokenizer]),
+        layout=LAYOUT.format(end_of_text=end_of_text_of(
+            request.tokenizer, file_beside(dataset_dir, request.tokenizer))),
     )
 
 
@@ -74,10 +76,12 @@ def _write(dataset_dir: Path, origin: Source, progress: Progress, tokenizer: str
 
     num_documents = progress.train.num_documents + progress.validation.num_documents
     name = origin.hub_name or Path(origin.name).resolve().name
+    has_file = file_beside(dataset_dir, tokenizer) is not None
     card_data = DatasetCardData(
         license=origin.licence, language=origin.languages, task_categories=["text-generation"],
         size_categories=[size_category(num_documents)], pretty_name=f"{name}, tokenised",
-        source_datasets=[origin.hub_name or "original"], tags=["tokens", tokenizer],
+        source_datasets=[origin.hub_name or "original"],
+        tags=["tokens"] if has_file else ["tokens", tokenizer],
     )
     rows = "\n".join(
         f"| `{split}.safetensors` | {progress.of(split).num_documents:,} |"
@@ -88,7 +92,8 @@ def _write(dataset_dir: Path, origin: Source, progress: Progress, tokenizer: str
     card = CARD.format(
         front_matter=card_data.to_yaml(), name=name, num_documents=num_documents,
         num_tokens=progress.train.num_tokens + progress.validation.num_tokens,
-        tokenizer=tokenizer, rows=rows, notes=_notes(origin, progress), **texts,
+        tokenizer=TOKENIZER_FILE if has_file else tokenizer, rows=rows,
+        notes=_notes(origin, progress), **texts,
     )
     (dataset_dir / "README.md").write_text(card, encoding="utf-8")
 

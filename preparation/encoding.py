@@ -14,14 +14,16 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from basics.errors import UserError
-from preparation.cutting import BadShard
+from preparation.cutting import BadShard, Piece, joined
 from preparation.readers import Task
-from tokens.tokenizer import load_tokenizer
+from tokens.tokenizer import Tokenizer, load_tokenizer
+from tokens.tokenizer_file import FileTokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
 TASKS_PER_WORKER = 3
@@ -43,18 +45,27 @@ class Encoded:
         return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes)
 
 
-def encode_task(task: Task, tokenizer_name: str) -> Encoded | BadShard:
+@dataclass(frozen=True)
+class TokenizerPlace:
+    """A tokenizer's name and, if it has one, its file: for the workers, which load it."""
+
+    name: str
+    path: Path | None = None
+
+    def load(self) -> Tokenizer:
+        return load_tokenizer(self.name, self.path)
+
+
+def encode_task(task: Task, place: TokenizerPlace) -> Encoded | BadShard:
     """Tokenise a task; return the error if it cannot be read."""
-    tokenizer = load_tokenizer(tokenizer_name)
+    tokenizer = place.load()
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
     ends: list[tuple[int, int, int]] = []
     num_tokens = num_bytes = num_characters = 0
     try:
-        for text, ends_document in task.pieces():
-            # No special tokens: a literal <|endoftext|> in a document stays text.
-            ids = tokenizer.encode_to_numpy(text, disallowed_special=())
-            pieces.append(ids.astype(np.uint16))
+        for (text, ends_document, _), ids in encoded_pieces(task, tokenizer):
+            pieces.append(ids)
             num_tokens += len(pieces[-1])
             num_bytes += len(text) if text.isascii() else len(text.encode())
             num_characters += len(text)
@@ -68,6 +79,18 @@ def encode_task(task: Task, tokenizer_name: str) -> Encoded | BadShard:
                    np.array([num_tokens, num_bytes, num_characters]))
 
 
+def encoded_pieces(task: Task, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Yield the pieces of a task's text with their tokens, (n,) uint16. Raises: BadShard."""
+    # No special tokens: a literal <|endoftext|> in a document stays text.
+    if isinstance(tokenizer, FileTokenizer):
+        for piece in joined(task.pieces(), at_safe_cuts=not tokenizer.splits_like_gpt2):
+            yield piece, np.array(tokenizer.encode_ordinary(piece.text), dtype=np.uint16)
+        return
+    for piece in task.pieces():
+        ids = tokenizer.encode_to_numpy(piece.text, disallowed_special=())
+        yield piece, ids.astype(np.uint16)
+
+
 @dataclass(frozen=True)
 class EndOfShard:
     """Marks the end of a shard, both between tasks and between their results."""
@@ -78,14 +101,14 @@ class EndOfShard:
 class Encoder:
     """Encodes tasks in worker processes, or in this process if there is only one worker."""
 
-    def __init__(self, tokenizer_name: str, *, num_workers: int) -> None:
-        self._tokenizer_name, self._num_workers = tokenizer_name, num_workers
+    def __init__(self, place: TokenizerPlace, *, num_workers: int) -> None:
+        self._place, self._num_workers = place, num_workers
         self._max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
         self._pool: ProcessPoolExecutor | None = None
         if num_workers > 1:
             context = multiprocessing.get_context("forkserver")  # workers share imported modules
             self._pool = ProcessPoolExecutor(num_workers, mp_context=context,
-                                             initializer=_start_worker, initargs=(tokenizer_name,))
+                                             initializer=_start_worker, initargs=(place,))
 
     def __enter__(self) -> Encoder:
         """Start the workers. Ctrl-C waits for them: while they start, it would print tracebacks."""
@@ -141,9 +164,9 @@ class Encoder:
 
     def _submit(self, task: Task) -> Future[Encoded | BadShard]:
         if self._pool is not None:
-            return self._pool.submit(encode_task, task, self._tokenizer_name)
+            return self._pool.submit(encode_task, task, self._place)
         future: Future[Encoded | BadShard] = Future()
-        future.set_result(encode_task(task, self._tokenizer_name))
+        future.set_result(encode_task(task, self._place))
         return future
 
 
@@ -155,10 +178,11 @@ def _result(item: Future[Encoded | BadShard] | EndOfShard) -> Encoded | BadShard
     return item if isinstance(item, EndOfShard) else item.result()
 
 
-def _start_worker(tokenizer_name: str) -> None:
+def _start_worker(place: TokenizerPlace) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    load_tokenizer(tokenizer_name)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers share the cores already
+    place.load()
 
 
 def _exit_with_parent() -> None:

@@ -31,6 +31,7 @@ from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
 from preparation.parquet import count_rows, text_bytes
 from preparation.readers import Task
+from tokens.tokenizer_file import TOKENIZER_FILE
 
 QUERY_PAUSES = (1, 5)  # seconds before each further attempt
 DOWNLOAD_PAUSES = (1, 5, 20, 60)  # in addition to the attempts of huggingface_hub itself
@@ -55,7 +56,10 @@ def fetch_dataset(dataset_dir: Path, repository: str) -> None:
     try:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         with lock:
-            for name in ("train.safetensors", "validation.safetensors"):
+            present = {file.rfilename for file in info.siblings or ()}
+            # The tokenizer first: a dataset with both token files counts as complete.
+            for name in (*{TOKENIZER_FILE} & present, "train.safetensors",
+                         "validation.safetensors"):
                 _download(repository, name, revision=info.sha, local_dir=dataset_dir)
     except OSError as error:
         raise cannot_be_written(dataset_dir, error) from None

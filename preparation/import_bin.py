@@ -8,18 +8,19 @@ from pathlib import Path
 import numpy as np
 
 from basics.errors import UserError, cannot_be_written
+from basics.files import write_atomically
 from preparation.dataset_card import write_import_card
 from preparation.journal import Journal, Progress, SplitCount
 from preparation.planning import check_disk_space, check_output_dir
 from preparation.token_file_writer import TokenFileWriter
-from tokens.tokenizer import END_OF_TEXT_IDS, check_tokenizer_name
+from tokens.tokenizer import ChosenTokenizer, choose_tokenizer, file_beside
 
 LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
 LLM_C_HEADER = 256  # int32 values: magic, version, number of tokens, zeros
 CHUNK_TOKENS = 2**24
 
 
-def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progress:
+def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Progress:
     """Write both token files from the files named train and val, in the order of their names.
 
     nanoGPT's files contain nothing but uint16 tokens, llm.c's start with a header.
@@ -29,12 +30,11 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progre
             outside the tokenizer's vocabulary.
     """
     output_dir = check_output_dir(output_dir)
-    check_tokenizer_name(tokenizer_name)
-    vocab_size = END_OF_TEXT_IDS[tokenizer_name] + 1
+    tokenizer = choose_tokenizer(tokenizer_choice)
     paths = {"train": _files(source, "train"), "validation": _files(source, "val")}
     if (source / "meta.pkl").exists():
         raise UserError(f"{source}: meta.pkl defines another vocabulary, so the tokens are not"
-                        f" those of {tokenizer_name}; prepare the original text instead")
+                        f" those of {tokenizer_choice}; prepare the original text instead")
     num_bytes = sum(path.stat().st_size for split in paths.values() for path in split
                     if path.exists())
     try:
@@ -46,9 +46,11 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_name: str) -> Progre
             journal.dataset_dir.mkdir(exist_ok=True)
             counts = {split: _import_split(paths[split],
                                            journal.dataset_dir / f"{split}.safetensors",
-                                           tokenizer_name, vocab_size) for split in paths}
+                                           tokenizer, tokenizer_choice) for split in paths}
+            if path := file_beside(journal.dataset_dir, tokenizer.name):
+                write_atomically(path, tokenizer.content, durable=True)
             progress = Progress(**counts)
-            write_import_card(journal.dataset_dir, source, tokenizer_name, progress)
+            write_import_card(journal.dataset_dir, source, tokenizer.name, progress)
             journal.publish(output_dir)
     except OSError as error:
         raise cannot_be_written(output_dir, error) from None
@@ -65,9 +67,10 @@ def _files(source: Path, split: str) -> list[Path]:
     return paths
 
 
-def _import_split(paths: list[Path], output: Path, tokenizer_name: str,
-                  vocab_size: int) -> SplitCount:
-    end_of_text = END_OF_TEXT_IDS[tokenizer_name]
+def _import_split(paths: list[Path], output: Path, tokenizer: ChosenTokenizer,
+                  choice: str) -> SplitCount:
+    loaded = tokenizer.load()
+    vocab_size, end_of_text = loaded.n_vocab, loaded.eot_token
     count = SplitCount()
     writer = TokenFileWriter(output)
     try:
@@ -77,7 +80,7 @@ def _import_split(paths: list[Path], output: Path, tokenizer_name: str,
                 if largest >= vocab_size:
                     offset = int(np.argmax(tokens >= vocab_size))
                     raise UserError(f"{path}: token {first + offset} has id {tokens[offset]},"
-                                    f" outside the vocabulary of --tokenizer {tokenizer_name}"
+                                    f" outside the vocabulary of --tokenizer {choice}"
                                     f" ({vocab_size}); name the right tokenizer")
                 writer.add(tokens)
                 num_documents = int(np.count_nonzero(tokens == end_of_text))
@@ -87,7 +90,7 @@ def _import_split(paths: list[Path], output: Path, tokenizer_name: str,
                     max_token_id=max(count.max_token_id, largest),
                 )
         writer.finish(count.metadata() | {
-            "tokenizer": tokenizer_name,
+            "tokenizer": tokenizer.name,
             "source": ", ".join(path.name for path in paths)[:400],
         })
     finally:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from basics.errors import DISK_FULL, UserError, cannot_be_written
+from basics.files import write_atomically
 from preparation.cutting import BadShard
 from preparation.dataset_card import write_card
 from preparation.documents import Shard, Source
-from preparation.encoding import Encoded, Encoder, EndOfShard
+from preparation.encoding import Encoded, Encoder, EndOfShard, TokenizerPlace
 from preparation.journal import Journal, Progress, SplitCount
 from preparation.planning import (
     PrepareOptions,
@@ -23,9 +24,10 @@ from preparation.planning import (
     with_advice,
 )
 from preparation.progress_display import ProgressDisplay
-from preparation.readers import TASK_BYTES, Task
+from preparation.readers import TASK_BYTES, Task, uncut
 from preparation.token_file_writer import TokenFileWriter
-from tokens.tokenizer import check_tokenizer_name
+from tokens.tokenizer import ChosenTokenizer, choose_tokenizer, file_beside
+from tokens.tokenizer_file import parse_tokenizer
 
 SPLITS = ("train", "validation")
 
@@ -41,17 +43,17 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
             unfinished preparation, or the disk is full.
     """
     output_dir = check_output_dir(output_dir)
-    check_tokenizer_name(options.tokenizer)
+    tokenizer = choose_tokenizer(options.tokenizer)
     if not 0 < options.validation_fraction < 1:
         raise UserError(f"--validation-fraction is {options.validation_fraction}; wanted a number"
                         " between 0 and 1")
     journal = Journal(output_dir)
     try:
         with journal:
-            request = plan_request(source, options, journal)
+            request = plan_request(source, options, journal, tokenizer_name=tokenizer.name)
             check_disk(request, journal, source)
             journal.begin(request)
-            progress = _Preparation(source, options, journal).run()
+            progress = _Preparation(source, options, journal, tokenizer).run()
             journal.publish(output_dir)
     except OSError as error:
         if error.errno == errno.ENOSPC:
@@ -65,8 +67,10 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
 class _Preparation:
     """A preparation in progress: splits shards into tasks, writes tokens and the journal."""
 
-    def __init__(self, source: Source, options: PrepareOptions, journal: Journal) -> None:
+    def __init__(self, source: Source, options: PrepareOptions, journal: Journal,
+                 tokenizer: ChosenTokenizer) -> None:
         assert journal.request is not None
+        self._tokenizer = tokenizer
         self._source, self._options, self._journal = source, options, journal
         self._request = journal.request
         self._shards = source.shards[:len(self._request.shards)]
@@ -85,9 +89,13 @@ class _Preparation:
         """Tokenise all remaining shards, then write the headers and the dataset card."""
         is_small = sum(shard.num_bytes for shard in self._shards) < 2 * TASK_BYTES
         num_workers = 1 if is_small else self._options.num_workers
+        place = TokenizerPlace(self._tokenizer.name,
+                               file_beside(self._journal.dataset_dir, self._tokenizer.name))
         try:
+            if place.path is not None:  # the workers read the copy that belongs to the dataset
+                write_atomically(place.path, self._tokenizer.content, durable=True)
             with (
-                Encoder(self._options.tokenizer, num_workers=num_workers) as encoder,
+                Encoder(place, num_workers=num_workers) as encoder,
                 ProgressDisplay(self._request, self._num_documents) as display,
             ):
                 for result in encoder.encode(self._tasks()):
@@ -110,11 +118,17 @@ class _Preparation:
                 yield None  # write the results of all submitted tasks meanwhile
             fetch.wait()
             if not self._request.shards[number].is_bad:
-                for task in self._shards[number].tasks():
+                for task in self._tasks_of(self._shards[number]):
                     if self._has_all():
                         break
                     yield task
             yield EndOfShard(number)
+
+    def _tasks_of(self, shard: Shard) -> Iterator[Task]:
+        if self._tokenizer.content is None:
+            return shard.tasks()
+        tokenizer = parse_tokenizer(self._tokenizer.content)
+        return uncut(shard.tasks(), shard.name, at_safe_cuts=not tokenizer.splits_like_gpt2)
 
     def _has_all(self) -> bool:
         return self._num_documents >= self._request.num_documents

@@ -16,13 +16,14 @@ from preparation.journal import Journal, Request, ShardFacts
 
 # Text with more bytes per token is rare: used to estimate the least disk space needed.
 MAX_BYTES_PER_TOKEN = {"gpt2": 5.0, "bytes": 1.0}
+OWN_MAX_BYTES_PER_TOKEN = 8.0  # of a tokenizer that comes as a file
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
     """The options of a preparation, besides its source."""
 
-    tokenizer: str = "gpt2"
+    tokenizer: str = "gpt2"  # or bytes, or the path of a tokenizer.json or of its directory
     validation_fraction: float = 0.01
     max_documents: int | None = None
     num_workers: int = 1
@@ -56,7 +57,8 @@ def num_training_documents(num_documents: int, validation_fraction: float) -> in
     return min(max(round(num_documents * share), 1), num_documents - 1)
 
 
-def plan_request(source: Source, options: PrepareOptions, journal: Journal) -> Request:
+def plan_request(source: Source, options: PrepareOptions, journal: Journal, *,
+                 tokenizer_name: str) -> Request:
     """Count the documents of all shards that an earlier launch did not count. Raises: UserError."""
     before = journal.request if (
         journal.request and journal.request.text_column == source.text_column) else None
@@ -81,7 +83,7 @@ def plan_request(source: Source, options: PrepareOptions, journal: Journal) -> R
         raise UserError(f"{source.name}: {num_documents} document(s) found; wanted at least 2, for"
                         " training and validation (JSON lines: one document per line)")
     return Request(source=source.name, revision=source.revision, text_column=source.text_column,
-                   tokenizer=options.tokenizer, validation_fraction=options.validation_fraction,
+                   tokenizer=tokenizer_name, validation_fraction=options.validation_fraction,
                    max_documents=options.max_documents, num_documents=num_documents, shards=shards)
 
 
@@ -102,7 +104,8 @@ def with_advice(error: BadShard) -> UserError:
 def check_disk(request: Request, journal: Journal, source: Source) -> None:
     """Check for enough disk space, as far as the size of the text is known. Raises: UserError."""
     num_text_bytes = sum(facts.num_text_bytes or 0 for facts in request.shards)
-    wanted = 2 * num_text_bytes / MAX_BYTES_PER_TOKEN[request.tokenizer]
+    bytes_per_token = MAX_BYTES_PER_TOKEN.get(request.tokenizer, OWN_MAX_BYTES_PER_TOKEN)
+    wanted = 2 * num_text_bytes / bytes_per_token
     if request.max_documents is not None:
         wanted *= request.num_documents / sum(facts.num_documents for facts in request.shards)
     wanted -= sum(path.stat().st_size for path in journal.dataset_dir.glob("*.safetensors"))

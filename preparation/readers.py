@@ -8,7 +8,7 @@ import json
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from typing import Any
 import pyarrow
 import pyarrow.json
 
-from preparation.cutting import BadShard, Piece, cut_document, find_cuts, piece_of
+from preparation.cutting import (
+    BadShard,
+    Piece,
+    cut_document,
+    find_cuts,
+    joined,
+    last_piece,
+    piece_before_cut,
+)
 from preparation.parquet import parquet_pieces, text_bytes
 
 TASK_BYTES = 2**22  # of text in a task, roughly
@@ -25,6 +33,7 @@ TASK_BYTES = 2**22  # of text in a task, roughly
 LONGEST_LINE = 5 * 2**26
 LONG_LINE = 2**23  # bytes; Arrow parses longer lines, in far less memory than Python's json
 WHOLE_GROUP_BYTES = 2**24  # workers read parquet row groups of up to this size
+MAX_UNCUT = 2**24  # characters that are encoded at once: a tokenizer's file needs 80 bytes for each
 
 
 class Task(ABC):
@@ -179,12 +188,12 @@ def _file_pieces(path: Path) -> Iterator[Piece]:
         while block := file.read(TASK_BYTES):
             data, start = memoryview(rest + block), 0
             for stop in find_cuts(data):
-                yield piece_of(data[start:stop], ends_document=False)
+                yield piece_before_cut(data, start, stop)
                 start = stop
             rest = bytes(data[start:])
             if len(rest) > LONGEST_LINE:
                 raise BadShard(f"{path}: {LONGEST_LINE >> 20} MiB without a space; wanted text")
-    yield piece_of(memoryview(rest), ends_document=True)
+    yield last_piece(memoryview(rest))
 
 
 def json_tasks(path: Path, text_column: str) -> Iterator[Task]:
@@ -257,6 +266,25 @@ def parquet_tasks(path: Path, text_column: str) -> Iterator[Task]:
             yield ParquetGroups(path, small, text_column, size)
     except BadShard as error:
         yield Unreadable(str(error))
+
+
+def uncut(tasks: Iterable[Task], name: str, *, at_safe_cuts: bool) -> Iterator[Task]:
+    """Join the pieces of a shard that are in several tasks, as `joined` does."""
+    held: list[Piece] = []
+    for task in tasks:
+        if not isinstance(task, Texts):
+            yield task
+            continue
+        held = list(joined([*held, *task.texts], at_safe_cuts=at_safe_cuts))
+        last = held[-1]
+        is_whole = last.ends_document or (last.ends_safely and not at_safe_cuts)
+        ready, held = (held, []) if is_whole else (held[:-1], held[-1:])
+        if held and len(held[0].text) > MAX_UNCUT:
+            yield Unreadable(f"{name}: a document of more than {MAX_UNCUT >> 20} million characters"
+                             " in which the tokenizer allows no cut")
+            return
+        if ready:
+            yield Texts(ready, sum(sys.getsizeof(piece.text) for piece in ready))
 
 
 def _texts(pieces: Iterator[Piece]) -> Iterator[Task]:

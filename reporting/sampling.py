@@ -14,7 +14,7 @@ from basics.errors import describe
 from basics.files import append_whole
 from basics.json_files import to_json
 from gpt import Block, CausalSelfAttention, GPTModel
-from tokens.tokenizer import decode, load_tokenizer
+from tokens.tokenizer import Tokenizer, decode, load_tokenizer
 
 SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
 
@@ -125,11 +125,13 @@ class Sampler:
 
     Args:
         tokenizer_name: None if the tokenizer of the data is not known.
+        tokenizer_path: of its file, if it has one.
     """
 
     def __init__(self, model: GPTModel, tokenizer_name: str | None, *,
-                 heartbeat: Callable[[], None]) -> None:
-        self._model, self._tokenizer_name, self._heartbeat = model, tokenizer_name, heartbeat
+                 heartbeat: Callable[[], None], tokenizer_path: Path | None = None) -> None:
+        self._model, self._heartbeat = model, heartbeat
+        self._tokenizer_name, self._tokenizer_path = tokenizer_name, tokenizer_path
 
     def text(self) -> str:
         """Generate text without a prompt."""
@@ -141,7 +143,7 @@ class Sampler:
         Errors must not stop training. The model is left in training mode.
         """
         try:
-            tokenizer = load_tokenizer(self._tokenizer_name or "")
+            tokenizer = self._load_tokenizer()
             options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS, stop_token=tokenizer.eot_token)
             append_whole(path, "".join(to_json({
                 "global_step": global_step, "prompt": prompt,
@@ -153,12 +155,15 @@ class Sampler:
         return ""
 
     def _continue(self, prompt: str, options: SamplingOptions) -> str:
-        tokenizer, token_ids = load_tokenizer(self._tokenizer_name or ""), []
+        tokenizer, token_ids = self._load_tokenizer(), []
         prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
         for token, *_ in stream_tokens(self._model, prompt_ids, options):
             self._heartbeat()
             token_ids.append(token)
         return decode(tokenizer, token_ids)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._tokenizer_name or "", self._tokenizer_path)
 
 
 def _sample(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:

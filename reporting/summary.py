@@ -66,6 +66,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "train_loss": _last(records, "train_loss"),
         "validation_loss": _last(records, "validation_loss"),
         "raw_validation_loss": _last(records, "raw_validation_loss"),
+        "validation_bits_per_byte": _last(records, "validation_bits_per_byte"),
         "skipped_steps": sum(record.get("skipped_steps", 0) for record in records),
         "best": end.best,
         "checkpoints": end.checkpoints

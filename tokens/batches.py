@@ -18,6 +18,8 @@ from basics.errors import UserError
 from run_config import Run
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile
+from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer
+from tokens.tokenizer_file import read_named_tokenizer
 
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that name no tokenizer
 SCAN_TOKENS = 2**20  # tokens read at a time when a whole file is checked: they fit in the CPU cache
@@ -120,6 +122,21 @@ class RunData:
     train: Microbatches
     validation: Microbatches | None
     tokenizer_name: str | None
+    tokenizer_path: Path | None = None  # of its file, beside the token files, if it has one
+    tokenizer_file: bytes | None = None  # the content: each checkpoint gets a copy
+
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """The mean bytes of text of a validated token; None without validation or tokenizer."""
+        if self.validation is None or self.tokenizer_name is None:
+            return None
+        try:
+            tokenizer = load_tokenizer(self.tokenizer_name, self.tokenizer_path)
+        except UserError:  # of another project, or its file was deleted
+            return None
+        lengths = byte_lengths(tokenizer, num_ids=self.validation.vocab_size)
+        num_bytes = sum(int(lengths[tokens[1:].numpy()].sum()) for tokens in self.validation)
+        return num_bytes / self.validation.num_tokens or None
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -137,7 +154,8 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     """Open a run's token files and plan its batches. Every rank; needs no process group.
 
     Raises:
-        UserError: a file is missing, damaged, of another layout or too short.
+        UserError: a file is missing, damaged, of another layout or too short, or the tokenizer
+            beside it is not the one that it was made with.
     """
     train_file = TokenFile(dataset_dir / "train.safetensors")
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
@@ -154,7 +172,10 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
         )
         _check_validation_length(run, validation)
     name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
-    return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name)
+    path = file_beside(dataset_dir, name)
+    return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name,
+                   tokenizer_path=path,
+                   tokenizer_file=None if path is None else read_named_tokenizer(path, name))
 
 
 def check_token_range(data: RunData) -> None:

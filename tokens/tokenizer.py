@@ -1,16 +1,27 @@
-"""Convert text to token ids and back, with tiktoken."""
+"""The tokenizers: `gpt2`, `bytes`, and those that come as a `tokenizer.json`."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from basics.errors import UserError
+from tokens.tokenizer_file import (
+    NAME_PREFIX,
+    TOKENIZER_FILE,
+    FileTokenizer,
+    name_of,
+    parse_tokenizer,
+    read_named_tokenizer,
+    read_tokenizer_file,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_IDS = {"gpt2": 50256, "bytes": 256}  # of each known tokenizer
@@ -21,26 +32,84 @@ _GPT2_HASHES = {  # SHA-256 of the two files that OpenAI released
 }
 
 
-@functools.cache
-def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """Return the tokenizer `gpt2` (50,257 ids) or `bytes` (257: one per byte, and end of text).
+Tokenizer = tiktoken.Encoding | FileTokenizer
+
+
+@dataclass(frozen=True)
+class ChosenTokenizer:
+    """A tokenizer as `--tokenizer` names it: its name in datasets, and its file if it has one."""
+
+    name: str
+    content: bytes | None = None  # of tokenizer.json
+
+    def load(self) -> Tokenizer:
+        return load_tokenizer(self.name) if self.content is None else parse_tokenizer(self.content)
+
+
+def choose_tokenizer(choice: str) -> ChosenTokenizer:
+    """Return `gpt2`, `bytes`, or the tokenizer of a directory or of a `tokenizer.json`.
 
     Raises:
-        UserError: there is no tokenizer of this name.
+        UserError: there is no such tokenizer, or it cannot be used.
     """
-    check_tokenizer_name(name)
-    return _gpt2() if name == "gpt2" else _bytes()
+    if choice not in END_OF_TEXT_IDS and not Path(choice).exists():
+        raise _unknown(choice)
+    if choice in END_OF_TEXT_IDS:
+        return ChosenTokenizer(choice)
+    content = read_tokenizer_file(Path(choice))
+    return ChosenTokenizer(name_of(content), content)
 
 
-def check_tokenizer_name(name: str) -> None:
-    """Raise UserError if there is no tokenizer of this name, without loading it."""
-    if name not in END_OF_TEXT_IDS:
-        raise UserError(f"tokenizer {name!r} is unknown; wanted {' or '.join(END_OF_TEXT_IDS)}")
+def load_tokenizer(name: str, path: Path | None = None) -> Tokenizer:
+    """Return the tokenizer `gpt2` (50,257 ids), `bytes` (257: one per byte, and end of text), or
+    the one of a file.
+
+    Args:
+        name: `sha256:` and the digest of the file for one that comes as a file.
+        path: of that file.
+
+    Raises:
+        UserError: there is no tokenizer of this name, or the file is another one.
+    """
+    if name.startswith(NAME_PREFIX) and path is not None:
+        return parse_tokenizer(read_named_tokenizer(path, name))
+    return _known(name)
 
 
-def decode(tokenizer: tiktoken.Encoding, token_ids: list[int]) -> str:
+def end_of_text_of(name: str, path: Path | None = None) -> int:
+    """Return the id of a tokenizer's end-of-text token; loads only one that comes as a file."""
+    return END_OF_TEXT_IDS[name] if path is None else load_tokenizer(name, path).eot_token
+
+
+def file_beside(directory: Path, name: str | None) -> Path | None:
+    """Return the path of a tokenizer's file in a directory; None for one without a file."""
+    return directory / TOKENIZER_FILE if (name or "").startswith(NAME_PREFIX) else None
+
+
+def byte_lengths(tokenizer: Tokenizer, *, num_ids: int) -> np.ndarray:
+    """Return the number of text bytes of each id, (num_ids or more,) int64; 0 for end of text."""
+    lengths = np.zeros(max(num_ids, tokenizer.n_vocab), dtype=np.int64)
+    for token_id in range(tokenizer.n_vocab):
+        if token_id != tokenizer.eot_token:
+            lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
+    return lengths
+
+
+def decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     """Convert ids to text; skip ids that only pad a model's vocabulary."""
     return tokenizer.decode([token for token in token_ids if token < tokenizer.n_vocab])
+
+
+def _unknown(name: str) -> UserError:
+    return UserError(f"tokenizer {name[:80]!r} is unknown; wanted {' or '.join(END_OF_TEXT_IDS)},"
+                     f" or a directory with a {TOKENIZER_FILE}")
+
+
+@functools.cache
+def _known(name: str) -> tiktoken.Encoding:
+    if name not in END_OF_TEXT_IDS:
+        raise _unknown(name)
+    return _gpt2() if name == "gpt2" else _bytes()
 
 
 def _gpt2() -> tiktoken.Encoding:

@@ -200,7 +200,8 @@ class Reports:
 
     def _sampler(self) -> Sampler:
         return Sampler(self.step.state.model, self.prepared.data.tokenizer_name,
-                       heartbeat=self.watchdog.heartbeat)
+                       heartbeat=self.watchdog.heartbeat,
+                       tokenizer_path=self.prepared.data.tokenizer_path)
 
     def _print_sample(self) -> None:
         """Print a sample of the model's text; a failure is only a warning."""

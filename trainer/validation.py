@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from basics.failpoints import failpoint
+from reporting.console import Losses
 from tokens.batches import Microbatch, Microbatches, prefetch
 from trainer.step import TrainingStep
 from trainer.weight_average import averaged_weights
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Result of a validation, in nats per token.
-
-    Attributes:
-        raw_loss: of the weights themselves, where `loss` is that of their average.
-    """
-
-    loss: float
-    raw_loss: float | None = None
 
 
 def validate(step: TrainingStep, data: Microbatches, **options: Any) -> Losses | None:

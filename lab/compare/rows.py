@@ -15,6 +15,8 @@ from lab.compare.student import t_95
 
 LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
               "train_loss": "training loss"}  # in order of preference
+BITS_PER_BYTE = {"test_loss": "test_bits_per_byte", "validation_loss": "validation_bits_per_byte"}
+DIFFERENT_TOKENS = 1.1  # ratio of bytes per token, from which on another tokenizer is assumed
 SEED = "random_seed"
 LONGEST_NAME = 40  # characters, in a chart
 
@@ -62,6 +64,11 @@ class Row:
         is_incomparable = kind == "test_loss" and self.is_of_other_slice
         return None if is_incomparable else getattr(self.figures, kind)
 
+    def bytes_per_token(self, kind: str) -> float | None:
+        """Return the mean bytes of text of the tokens that a loss was measured on, if known."""
+        loss, bits = getattr(self.figures, kind), getattr(self.figures, BITS_PER_BYTE[kind])
+        return loss / math.log(2) / bits if loss and bits else None
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -69,11 +76,13 @@ class Comparison:
 
     Attributes:
         sorted_by: a key of `LOSS_NAMES`.
+        mixes_tokenizers: losses per token are not comparable; the rows are sorted by bits per byte.
     """
 
     rows: list[Row]
     sorted_by: str
     notes: list[str]
+    mixes_tokenizers: bool = False
 
 
 def compare(results: list[Result]) -> Comparison:
@@ -81,10 +90,14 @@ def compare(results: list[Result]) -> Comparison:
     rows = _mark_slices(_group_seeds(_with_test_losses(results)))
     rows, common_note = _mark_differences(rows)
     kind = deciding_loss(rows)
-    rows, spread_note = _mark_within_spread(sorted(rows, key=_order(kind)), kind)
+    rows = sorted(rows, key=_order(kind))
+    if tokens_note := _tokens_note(rows, kind):
+        rows, spread_note = sorted(rows, key=_bits_order(kind)), ""
+    else:
+        rows, spread_note = _mark_within_spread(rows, kind)
     return Comparison(rows, kind, [note for note in (
-        _sorting_note(rows, kind), common_note, spread_note, *_slice_notes(rows),
-        _published_note(rows)) if note])
+        tokens_note or _sorting_note(rows, kind), common_note, spread_note, *_slice_notes(rows),
+        _published_note(rows)) if note], mixes_tokenizers=bool(tokens_note))
 
 
 def _with_test_losses(results: list[Result]) -> list[Result]:
@@ -99,7 +112,8 @@ def _with_test_losses(results: list[Result]) -> list[Result]:
                                                         counts[test_slice]), default="")
               for result in results]
     return [replace(result, test_slice=test_slice, figures=replace(
-                result.figures, test_loss=result.tests.get(test_slice)))
+                result.figures, test_loss=result.tests.get(test_slice),
+                test_bits_per_byte=result.test_bits.get(test_slice)))
             for result, test_slice in zip(results, chosen, strict=True)]
 
 
@@ -183,6 +197,27 @@ def _order(kind: str) -> Callable[[Row], tuple]:
         losses = [row.loss(name) for name in (kind, *LOSS_NAMES)]
         return (*((loss is None, loss or 0.0) for loss in losses), row.name)
     return key
+
+
+def _bits_order(kind: str) -> Callable[[Row], tuple]:
+    """Return a sort key: the bits per byte of this loss; rows without them come last."""
+    def key(row: Row) -> tuple:
+        bits = getattr(row.figures, BITS_PER_BYTE[kind])
+        return bits is None, bits or 0.0
+    return key
+
+
+def _tokens_note(rows: list[Row], kind: str) -> str:
+    """Describe the lengths of the rows' tokens if they differ too much to compare losses."""
+    lengths = [length for row in rows if kind in BITS_PER_BYTE
+               and (length := row.bytes_per_token(kind)) is not None]
+    if not lengths or max(lengths) < DIFFERENT_TOKENS * min(lengths):
+        return ""
+    missing = len(rows) - len(lengths)
+    last = f"; rows without them come last ({missing})" if missing else ""
+    return (f"sorted by bits per byte of the {LOSS_NAMES[kind]}, best first{last}: tokens are"
+            f" {min(lengths):.2f} to {max(lengths):.2f} bytes long, so losses (nats per token) do"
+            " not compare")
 
 
 def seed_spread(rows: list[Row], kind: str) -> tuple[float, int]:

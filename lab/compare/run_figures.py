@@ -31,6 +31,8 @@ class Figures:
     train_loss: float | None = None
     validation_loss: float | None = None
     test_loss: float | None = None
+    validation_bits_per_byte: float | None = None
+    test_bits_per_byte: float | None = None
     ift_score: float | None = None  # 0 to 100: a judge model's score after instruction fine-tuning
     seconds: float | None = None  # all phases
     validation_seconds: float | None = None
@@ -148,6 +150,7 @@ def figures_of(written: Written, config: dict[str, Any]) -> Figures:
         tokens=tokens, steps=steps, tokens_per_second=rate,
         train_loss=written.latest("train_loss"),
         validation_loss=written.latest("validation_loss"),
+        validation_bits_per_byte=written.latest("validation_bits_per_byte"),
         **(_spent(written) if written.has_ended else _spent_so_far(written)),
     )
 

@@ -33,6 +33,7 @@ class Result:
     Attributes:
         config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
         tests: losses on held-out tokens, by a description of the slice; the longest slice first.
+        test_bits: the same in bits per byte, as far as they are known.
         test_slice: the slice of the test loss in `figures`; the comparison chooses it.
         machine: device, precision, number of processes.
         loss_group: results with an equal one form a curve of the loss over the batch size.
@@ -44,6 +45,7 @@ class Result:
     figures: Figures
     config: dict[str, Any] = field(default_factory=dict)
     tests: dict[str, float] = field(default_factory=dict)
+    test_bits: dict[str, float | None] = field(default_factory=dict)
     test_slice: str = ""
     notes: str = ""
     machine: tuple[str, ...] = ()
@@ -91,19 +93,21 @@ def read_result(run_dir: Path) -> Result:
     written = Written.read(run_dir)
     status = _status(run_dir, written)
     config, facts = _config(run_dir, written), written.part("machine")
+    tests = _tests(written)
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     return Result(
         name=one_line(run_dir.name), status=status, config=config, machine=machine,
         figures=figures_of(written, config), records=written.records,
-        tests=_tests(written),
+        tests={slice_of(line): line["loss"] for line in tests},  # later lines win
+        test_bits={slice_of(line): number(line.get("bits_per_byte")) for line in tests},
         memory_gib=number(facts.get("peak_memory_gib")),
         loss_group=_group(config, *LOSS_SETTINGS) if status == FINISHED else (),
         memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),
     )
 
 
-def _tests(written: Written) -> dict[str, float]:
-    """Return the newest loss on each slice: of the best checkpoint, else of the last one."""
+def _tests(written: Written) -> list[Record]:
+    """Return the tests of the last checkpoint, then of the best one; the longest slices first."""
     best = written.part("best").get("checkpoint")
     last = number(written.summary.get("global_step"))
     if best is None and last is None:  # the run has not ended: use its last measured checkpoint
@@ -112,8 +116,7 @@ def _tests(written: Written) -> dict[str, float]:
     of_last = [line for line in written.evaluations if last is not None and _step(line) == last]
     of_best = [line for line in written.evaluations
                if best is not None and line.get("checkpoint") == best]
-    lines = sorted([*of_last, *of_best], key=lambda line: -(number(line.get("num_tokens")) or 0))
-    return {slice_of(line): line["loss"] for line in lines}  # later lines win
+    return sorted([*of_last, *of_best], key=lambda line: -(number(line.get("num_tokens")) or 0))
 
 
 def _step(line: Record) -> float | None:

@@ -88,6 +88,12 @@ def _loss(comparison: Comparison, row: Row, key: str) -> str | None:
     ])
 
 
+def _bits(comparison: Comparison, row: Row, key: str) -> str | None:
+    """Format bits per byte, if tokenizers differ: else the losses compare the rows as well."""
+    bits = getattr(row.figures, key)
+    return f"{bits:.4f}" if comparison.mixes_tokenizers and bits is not None else None
+
+
 def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
@@ -115,6 +121,9 @@ COLUMNS = (
     Column("train_loss", "train\nloss", partial(_loss, key="train_loss"), "left"),
     Column("validation_loss", "val.\nloss", partial(_loss, key="validation_loss"), "left"),
     Column("test_loss", "test\nloss", partial(_loss, key="test_loss"), "left"),
+    Column("validation_bits_per_byte", "val. bits\nper byte",
+           partial(_bits, key="validation_bits_per_byte")),
+    Column("test_bits_per_byte", "test bits\nper byte", partial(_bits, key="test_bits_per_byte")),
     Column("ift_score", "IFT", _figure("ift_score", "{:.2f}".format)),
     Column("seconds", "seconds", _figure("seconds", _whole)),
     Column("seconds_without_validation", "seconds,\nno val.",

@@ -18,7 +18,8 @@ from lab.evaluate.sharing import Share
 from lab.targets import Target
 from tokens.batches import TOKENIZERS_BY_VOCABULARY, check_token_ids
 from tokens.token_file import TokenFile
-from tokens.tokenizer import load_tokenizer
+from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer
+from tokens.tokenizer_file import short_name
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800
@@ -74,8 +75,9 @@ def check_tokenizer(target: Target, file: TokenFile) -> None:
     """Check that a model was trained with the file's tokenizer. Raises: UserError."""
     made_with = file.metadata.get("tokenizer")
     if made_with and target.tokenizer_name and made_with != target.tokenizer_name:
-        raise UserError(f"{file.path}: the tokenizer is {made_with}, but that of {target.name} is"
-                        f" {target.tokenizer_name}; name another --dataset")
+        raise UserError(f"{file.path}: the tokenizer is {short_name(made_with)}, but that of"
+                        f" {target.name} is {short_name(target.tokenizer_name)}; name another"
+                        " --dataset")
 
 
 @torch.inference_mode()
@@ -142,12 +144,11 @@ def token_lengths(target: Target, file: TokenFile) -> np.ndarray | None:
             or TOKENIZERS_BY_VOCABULARY.get(target.model.config.vocab_size))
     if name is None:
         return None
-    tokenizer = load_tokenizer(name)
-    lengths = np.zeros(max(target.model.config.vocab_size, tokenizer.n_vocab), dtype=np.int64)
-    for token_id in range(tokenizer.n_vocab):
-        if token_id != tokenizer.eot_token:
-            lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
-    return lengths
+    if name == target.tokenizer_name:
+        tokenizer = target.load_tokenizer()
+    else:
+        tokenizer = load_tokenizer(name, file_beside(Path(file.path).parent, name))
+    return byte_lengths(tokenizer, num_ids=target.model.config.vocab_size)
 
 
 def _microbatches(target: Target, file: TokenFile, token_slice: Slice, *, microbatch_size: int,

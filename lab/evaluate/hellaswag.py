@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiktoken import Encoding
 from torch import Tensor
 
 from basics.errors import UserError
 from lab.evaluate.sharing import Share
 from lab.targets import HUB_NAME, Target
 from preparation.hub import ask_hub
-from tokens.tokenizer import load_tokenizer
+from tokens.tokenizer import Tokenizer
 
 LONGEST_LINE = 2**20
 
@@ -57,7 +56,7 @@ def score(target: Target, questions: list[Question], *, microbatch_size: int,
     Args:
         microbatch_size: questions in one forward pass.
     """
-    tokenizer = share.run(lambda: load_tokenizer(target.needs_tokenizer()))
+    tokenizer = share.run(target.load_tokenizer)
     own = [questions[index] for index in share.indices(len(questions))]
 
     def count_right() -> tuple[int, int]:
@@ -128,7 +127,7 @@ def _clean(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def _log_probabilities(target: Target, tokenizer: Encoding, questions: list[Question]) -> Tensor:
+def _log_probabilities(target: Target, tokenizer: Tokenizer, questions: list[Question]) -> Tensor:
     """Return the log probability of each ending after its context: (all endings,) float64."""
     longest = target.model.config.context_length + 1  # the last token is only a target
     texts, num_new = [], []

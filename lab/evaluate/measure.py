@@ -13,7 +13,7 @@ import click
 from basics.errors import UserError
 from basics.files import append_whole
 from basics.json_files import to_json
-from lab.evaluate.held_out import Slice, check_tokenizer, choose_slice, evaluate
+from lab.evaluate.held_out import Evaluation, Slice, check_tokenizer, choose_slice, evaluate
 from lab.evaluate.hellaswag import Question, read_questions, score
 from lab.evaluate.sharing import Share
 from lab.targets import Target, check_name, is_run, load_target
@@ -41,14 +41,39 @@ class Request:
 
 
 def evaluate_all(request: Request, share: Share) -> list[Row]:
-    """Measure the loss of every target; return the table, lowest loss first. Every rank."""
+    """Measure the loss of every target; return the table, lowest loss first. Every rank.
+
+    Runs whose datasets are the same text in other tokens are measured on all of it, each on its
+    own dataset; the fewest bits per byte come first.
+    """
     share.run(lambda: _check_names(request))
-    dataset = share.run(lambda: request.dataset or _dataset_of_runs(request))
-    file = share.run_first_on_each_node(lambda: _open(request, dataset))
-    token_slice = share.run(lambda: choose_slice(
-        file, dataset, start_token=request.start_token, num_tokens=request.num_tokens))
-    return _sorted([_evaluate_one(request, name, file=file, token_slice=token_slice, share=share)
-                    for name in request.targets])
+    datasets = share.run(lambda: _datasets(request))  # of each target
+    files = {dataset: share.run_first_on_each_node(lambda name=dataset: _open(request, name))
+             for dataset in dict.fromkeys(datasets)}
+    slices = share.run(lambda: _slices(request, files))
+    found = [
+        _evaluate_one(request, name, file=files[dataset], token_slice=slices[dataset], share=share)
+        for name, dataset in zip(request.targets, datasets, strict=True)]
+    return _sorted([(measured.loss if len(files) == 1 else measured.bits_per_byte or math.nan, row)
+                    for measured, row in found])
+
+
+def _slices(request: Request, files: dict[str, TokenFile]) -> dict[str, Slice]:
+    """Choose the tokens of each dataset. Raises: UserError: they would not be the same text."""
+    start_token, num_tokens = request.start_token, request.num_tokens
+    if len(files) == 1:
+        return {dataset: choose_slice(file, dataset, start_token=start_token,
+                                      num_tokens=num_tokens) for dataset, file in files.items()}
+    facts = [file.metadata for file in files.values()]
+    texts = {tuple(fact.get(key) for key in ("source", "revision", "num_documents"))
+             for fact in facts}
+    if len(texts) > 1 or len({fact.get("tokenizer") for fact in facts}) < len(facts):
+        raise _different_datasets(" and ".join(files))
+    if start_token is not None or num_tokens is not None:
+        raise UserError("--start-token and --tokens would choose different text in the datasets of"
+                        " these runs; leave them out, or name one with --dataset")
+    return {dataset: choose_slice(file, dataset, start_token=0, num_tokens=file.num_tokens - 1)
+            for dataset, file in files.items()}
 
 
 def score_all(request: Request, share: Share) -> list[Row]:
@@ -60,15 +85,15 @@ def score_all(request: Request, share: Share) -> list[Row]:
 
 
 def _evaluate_one(request: Request, name: str, *, file: TokenFile, token_slice: Slice,
-                  share: Share) -> tuple[float, Row]:
-    """Return a sort key and the row. The model is freed before the next one is loaded."""
+                  share: Share) -> tuple[Evaluation, Row]:
+    """Return the result and its row. The model is freed before the next one is loaded."""
     target = _load(request, name, share)
     share.run(lambda: check_tokenizer(target, file))
     measured = evaluate(target, file, token_slice, microbatch_size=request.microbatch_size,
                         share=share)
     _record(target, measured.as_record(), share)
     bits = measured.bits_per_byte
-    return measured.loss, {
+    return measured, {
         "model": _title(target), "loss": f"{measured.loss:.6f}",
         "perplexity": f"{measured.perplexity:.3f}",
         "bits per byte": "-" if bits is None else f"{bits:.6f}",
@@ -110,16 +135,25 @@ def _check_names(request: Request) -> None:
         check_name(name, request.runs_dir)
 
 
-def _dataset_of_runs(request: Request) -> str:
-    """Find the dataset that all runs among the targets were trained on. Raises: UserError."""
-    found = {load_run(request.runs_dir, name).train.dataset: name
-             for name in request.targets if is_run(name, request.runs_dir)}
-    if len(found) != 1:
-        which = " and ".join(f"{run} on {dataset}" for dataset, run in found.items())
-        which = f"the targets were trained on different ones: {which}" if which else (
-            "no target is a run")
-        raise UserError(f"--dataset: name the dataset to evaluate all targets on ({which})")
-    return next(iter(found))
+def _datasets(request: Request) -> list[str]:
+    """Return the dataset of each target: the one of its run, or of all runs. Raises: UserError."""
+    names = request.targets
+    if request.dataset:
+        return [request.dataset] * len(names)
+    own = [load_run(request.runs_dir, name).train.dataset if is_run(name, request.runs_dir)
+           else None for name in names]
+    found = set(own) - {None}
+    if not found:
+        raise UserError("--dataset: name the dataset to evaluate all targets on (no target is a"
+                        " run)")
+    if len(found) > 1 and None in own:
+        raise _different_datasets(" and ".join(sorted(found)))
+    return [dataset or next(iter(found)) for dataset in own]
+
+
+def _different_datasets(which: str) -> UserError:
+    return UserError("--dataset: name the dataset to evaluate all targets on (the targets were"
+                     f" trained on different ones: {which})")
 
 
 def _open(request: Request, dataset: str) -> TokenFile:

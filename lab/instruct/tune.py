@@ -138,9 +138,8 @@ def _fine_tune(target: Target, entries: Split, data: Path,
                options: TuneOptions) -> tuple[Tuner, dict[str, int]]:
     """Fine-tune a target's model in place; return the tuner and the counts of entries."""
     from lab.instruct.tuning import Tuner, encode_entries
-    from tokens.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(target.needs_tokenizer())
+    tokenizer = target.load_tokenizer()
     train, validation = (encode_entries(
         part, tokenizer, context_length=target.model.config.context_length,
         loss_on=options.loss_on) for part in (entries.train, entries.validation))
@@ -183,9 +182,9 @@ def _answer(target: Target, entries: list[Entry], options: TuneOptions) -> list[
     from tqdm import tqdm
 
     from reporting.sampling import SamplingOptions, generate_tokens
-    from tokens.tokenizer import decode, load_tokenizer
+    from tokens.tokenizer import decode
 
-    tokenizer = load_tokenizer(target.needs_tokenizer())
+    tokenizer = target.load_tokenizer()
     greedy = SamplingOptions(max_new_tokens=options.max_new_tokens, temperature=0, top_k=0,
                              stop_token=tokenizer.eot_token)
     answers, num_long = [], 0

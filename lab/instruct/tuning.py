@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from tiktoken import Encoding
 from torch import Tensor
 from torch.optim import AdamW
 from tqdm import tqdm
 
 from gpt import GPTModel
 from lab.instruct.instructions import Entry
+from tokens.tokenizer import Tokenizer
 from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores
@@ -64,7 +64,7 @@ class Epoch:
     validation_loss: float
 
 
-def encode_entries(entries: list[Entry], tokenizer: Encoding, *, context_length: int,
+def encode_entries(entries: list[Entry], tokenizer: Tokenizer, *, context_length: int,
                    loss_on: LossOn) -> Examples:
     """Turn entries into examples: prompt, response, end of text; cut to the context length.
 

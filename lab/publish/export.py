@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.files import read_regular_file
 from lab.publish.model_card import CHARTS, MARK
-from lab.publish.tokenizer_files import write_tokenizer_files
+from lab.publish.tokenizer_files import write_own_tokenizer, write_tokenizer_files
 from lab.targets import Target
 from lab.weight_formats import gpt2_config, to_gpt2
-from tokens.tokenizer import END_OF_TEXT_IDS
+from tokens.tokenizer_file import read_named_tokenizer
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
          "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
@@ -32,7 +32,8 @@ def write_export(target: Target, output_dir: Path, card: str) -> Path:
             something else.
     """
     check_output(output_dir)
-    config = gpt2_config(target.model.config, target.tokenizer_name)
+    end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
+    config = gpt2_config(target.model.config, end_of_text)
     partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
     old_dir = output_dir.with_name(f".{output_dir.name}.old")
     try:
@@ -71,15 +72,17 @@ def _card_of(directory: Path) -> str:
 
 
 def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
-    model, tokenizer_name = target.model, target.tokenizer_name
+    model = target.model
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    end_of_text = END_OF_TEXT_IDS.get(tokenizer_name or "")
-    (directory / "generation_config.json").write_text(json.dumps({
-        "bos_token_id": end_of_text, "eos_token_id": end_of_text}, indent=2) + "\n")
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     save_file(to_gpt2(weights, model.config), directory / "model.safetensors", {"format": "pt"})
-    if tokenizer_name is not None:
-        write_tokenizer_files(directory, tokenizer_name,
+    if target.tokenizer_path is not None:
+        content = read_named_tokenizer(target.tokenizer_path, target.tokenizer_name)
+        write_own_tokenizer(directory, content, context_length=model.config.context_length)
+    elif target.tokenizer_name is not None:
+        write_tokenizer_files(directory, target.tokenizer_name,
                               context_length=model.config.context_length)
     for name in CHARTS if target.run else ():
         if (target.run.run_dir / name).is_file():

@@ -13,6 +13,7 @@ from lab.compare.run_figures import Written, number
 from lab.targets import HUB_NAME, Target
 from reporting.metrics_file import read_metrics
 from run_config import ModelConfig, TrainConfig
+from tokens.tokenizer_file import TOKENIZER_FILE
 
 CARD = """---
 {front_matter}
@@ -133,11 +134,15 @@ def _model_facts(target: Target, found: list[dict[str, Any]]) -> dict[str, str]:
     return {
         "layers, heads, embedding width": f"{config.n_layers}, {config.n_heads}, {config.emb_dim}",
         "context": f"{config.context_length:,} tokens",
-        "vocabulary": f"{config.vocab_size:,} ({target.tokenizer_name or 'unknown tokenizer'})",
+        "vocabulary": f"{config.vocab_size:,} ({_tokenizer(target)})",
         "output head": "tied to the token embedding" if config.tie_weights else "separate",
         "query, key and value biases": "yes" if config.qkv_bias else "no (stored as zeros)",
         **{f"{one['name']}, `{one['dataset']}`": f"{one['value']:.6f}" for one in found},
     }
+
+
+def _tokenizer(target: Target) -> str:
+    return TOKENIZER_FILE if target.tokenizer_path else target.tokenizer_name or "unknown tokenizer"
 
 
 def _training(target: Target, written: Written) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokens.tokenizer import END_OF_TEXT, END_OF_TEXT_IDS
+from tokens.tokenizer_file import TOKENIZER_FILE, byte_letters, parse_tokenizer
 
 
 def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_length: int) -> None:
@@ -37,16 +38,21 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
     })
 
 
-def byte_letters() -> list[str]:
-    """Return the character that stands for each of the 256 bytes in GPT-2's vocabulary files.
+def write_own_tokenizer(directory: Path, content: bytes, *,
+                        context_length: int | None = None) -> None:
+    """Write a tokenizer that comes as a file, unchanged, with what `AutoTokenizer` needs beside it.
 
-    Source: OpenAI's released GPT-2 code. Printable Latin-1 characters stand for themselves; the
-    other bytes, in order, are written as the characters from 256 on.
+    Args:
+        content: of its tokenizer.json.
+        context_length: in tokens, of a model; None if there is none yet.
     """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
-                 *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    (directory / TOKENIZER_FILE).write_bytes(content)
+    end_of_text = parse_tokenizer(content).eot_text
+    special = dict.fromkeys(("bos_token", "eos_token"), end_of_text)
+    _write_json(directory / "special_tokens_map.json", special)
+    length = {} if context_length is None else {"model_max_length": context_length}
+    _write_json(directory / "tokenizer_config.json", special | length | {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False})
 
 
 def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:

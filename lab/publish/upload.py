@@ -17,8 +17,9 @@ from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run
 from tokens.token_file import TokenFile
+from tokens.tokenizer_file import TOKENIZER_FILE
 
-DATASET_FILES = ("train.safetensors", "validation.safetensors", "README.md")
+DATASET_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE, "README.md")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def check_repository(name: str) -> None:
 def find_dataset(request: Request) -> Upload | None:
     """Return the upload of a dataset directory; None if the source is not one.
 
-    Only the token files and README.md are uploaded, unchanged.
+    Only the token files, their tokenizer and README.md are uploaded, unchanged.
 
     Raises:
         UserError: the dataset is incomplete, or an option applies only to models.

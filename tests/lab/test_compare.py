@@ -5,6 +5,7 @@ import csv
 import errno
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -607,7 +608,8 @@ def test_csv_always_has_the_same_columns(runs: Runs) -> None:
     rows = list(csv.DictReader(io.StringIO(output)))
     assert [row["run"] for row in rows] == ['a, "b"'] and rows[0]["validation_loss"] == "1234.5"
     assert output.startswith("run,status,differs,num_seeds,global_batch_size,microbatch_size,"
-                             "tokens,steps,train_loss,validation_loss,test_loss,ift_score,")
+                             "tokens,steps,train_loss,validation_loss,test_loss,validation_bits_per_byte,"
+                             "test_bits_per_byte,ift_score,")
     assert runs.run("--csv", "--published").stdout.splitlines()[0] == output.splitlines()[0]
     assert not (runs.dir / "comparison").exists()
 
@@ -850,3 +852,28 @@ def test_seeds_are_averaged_in_tokens_to_a_loss(runs: Runs) -> None:
     (1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
 def test_critical_values_of_student(freedom: int, quantile: float) -> None:
     assert t_95(freedom) == pytest.approx(quantile, abs=0.004)
+
+
+def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs: Runs) -> None:
+    for name, loss, bits in (("long", 3.0, 0.9), ("short", 1.2, 1.2 / math.log(2)),
+                             ("unknown", 1.0, None)):
+        runs.add(name, losses=(3.0, loss, None), train={"dataset": name},
+                 summary={} if bits is None else {"validation_bits_per_byte": bits})
+    comparison = runs.compare()
+    assert names_of(comparison) == ["long", "short", "unknown"] and comparison.mixes_tokenizers
+    assert comparison.notes[0] == (
+        "sorted by bits per byte of the validation loss, best first; rows without them come last"
+        " (1): tokens are 1.00 to 4.81 bytes long, so losses (nats per token) do not compare")
+    table = terminal_table(comparison, width=100)
+    assert "val. bits" in table and "0.9000" in table and "1.7312" in table
+    assert csv_rows(comparison)["long"]["validation_bits_per_byte"] == "0.9"
+
+
+def test_bits_per_byte_of_one_tokenizer_are_only_in_the_csv(runs: Runs) -> None:
+    for name, loss in (("a", 3.0), ("b", 2.9)):
+        runs.add(name, losses=(3.0, loss, None), summary={"validation_bits_per_byte": loss / 3})
+        runs.evaluate(name, loss, bits_per_byte=loss / 3)
+    comparison = runs.compare()
+    assert names_of(comparison) == ["b", "a"] and not comparison.mixes_tokenizers
+    assert "bits" not in terminal_table(comparison, width=200)
+    assert csv_rows(comparison)["a"]["test_bits_per_byte"] == "1"

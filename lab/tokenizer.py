@@ -1,0 +1,132 @@
+"""`lab tokenizer`: a tokenizer of one's own, trained on the documents that it is for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from basics.errors import UserError, cannot_be_written
+
+SMALLEST = 257  # the 256 bytes and the end of text
+
+
+@click.command()
+@click.argument("source")
+@click.option("--vocab-size", type=int, required=True, metavar="N",
+              help="Number of entries, 257 to 65,536: all bytes, the end of text, then merges.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, metavar="DIR",
+              help="Write the tokenizer to this directory.")
+@click.option("--max-megabytes", type=click.IntRange(min=1), default=100, show_default=True,
+              help="Read only the first N megabytes of text; memory grows with them.")
+@click.option("--subset", default="", metavar="DIRECTORY",
+              help="The directory of a hub dataset that holds the documents: sample/10BT.")
+@click.option("--text-column", default="text", show_default=True,
+              help="The parquet column or JSON key that holds the text.")
+def command(source: str, output: Path, **options: Any) -> None:
+    """Train a tokenizer on SOURCE: byte pair encoding of bytes, as GPT-2's.
+
+    SOURCE is what prepare_dataset.py takes: files, a dataset on the Hugging Face hub, or
+    python-stdlib. `prepare_dataset.py --tokenizer DIR` then uses the tokenizer, and so does all
+    that is trained on its dataset. The same source gives the same file.
+    """
+    # Imported here so that --help is fast.
+    from preparation.planning import check_output_dir
+    from preparation.sources import SourceOptions, find_source
+    from tokens.tokenizer_file import MAX_ENTRIES
+
+    vocab_size, max_megabytes = options.pop("vocab_size"), options.pop("max_megabytes")
+    if not SMALLEST <= vocab_size <= MAX_ENTRIES:
+        raise UserError(f"--vocab-size is {vocab_size:,}; wanted {SMALLEST} to {MAX_ENTRIES:,}")
+    output_dir = check_output_dir(output)
+    partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
+    found = find_source(SourceOptions(source, **options), raw_dir=partial_dir / "raw")
+    reader = Texts(found, max_bytes=max_megabytes * 10**6)
+    try:
+        _train_into(partial_dir, reader, vocab_size=vocab_size)
+        (partial_dir / "tokenizer").rename(output_dir)  # replaces an empty directory
+    except OSError as error:
+        raise cannot_be_written(output_dir, error) from None
+    finally:
+        shutil.rmtree(partial_dir, ignore_errors=True)
+    click.echo(f"{vocab_size:,} entries, from {reader.num_bytes:,} bytes of text, in {output}\n"
+               f"prepare a dataset with it: uv run prepare_dataset.py {source} datasets/NAME"
+               f" --tokenizer {output}\n"
+               f'and set "vocab_size": {vocab_size} in model.json')
+
+
+class Texts:
+    """The first texts of a source, up to a number of bytes. Reads a few at a time."""
+
+    def __init__(self, source: Any, *, max_bytes: int) -> None:
+        self.source, self.max_bytes = source, max_bytes
+        self.num_bytes = 0  # so far
+        self.error: UserError | None = None  # ended the texts
+
+    def __iter__(self) -> Iterator[str]:
+        from tqdm import tqdm
+
+        with tqdm(total=self.max_bytes, unit="B", unit_scale=True, desc="reading", leave=False,
+                  disable=None) as bar:
+            try:
+                for text in self._texts():
+                    size = len(text.encode("utf-8", "replace"))
+                    self.num_bytes += size
+                    bar.update(size)
+                    yield text
+                    if self.is_full:
+                        break
+            except UserError as error:  # the trainer's threads would hide it
+                self.error = error
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_bytes >= self.max_bytes
+
+    def _texts(self) -> Iterator[str]:
+        for shard in self.source.shards:
+            shard.fetch()
+            for task in shard.tasks():
+                for piece in task.pieces():
+                    yield piece.text
+            shard.release()
+
+
+def _train_into(directory: Path, texts: Texts, *, vocab_size: int) -> None:
+    """Train a tokenizer and write its files. Raises: UserError; there is too little text."""
+    from lab.publish.tokenizer_files import write_own_tokenizer
+
+    content, num_entries = train_tokenizer(texts, vocab_size=vocab_size)
+    if texts.error is not None:
+        raise texts.error
+    if num_entries < vocab_size:
+        more = "a larger --max-megabytes" if texts.is_full else "more text"
+        raise UserError(f"{texts.source.name}: {texts.num_bytes:,} bytes of text give"
+                        f" {num_entries:,} entries, not {vocab_size:,}; give {more}, or a"
+                        f" --vocab-size of at most {num_entries:,}")
+    (directory / "tokenizer").mkdir(parents=True)
+    write_own_tokenizer(directory / "tokenizer", content)
+
+
+def train_tokenizer(texts: Iterator[str] | Texts, *, vocab_size: int) -> tuple[bytes, int]:
+    """Return the content of tokenizer.json, and its number of entries, fewer if texts are short.
+
+    Ids: 0 is the end of text, then the 256 bytes, then merges, the most frequent first; a merge
+    must occur twice. Text is split into words as GPT-2 does.
+
+    Source: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units".
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from tokens.tokenizer import END_OF_TEXT
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(iter(texts), trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return tokenizer.to_str(pretty=True).encode() + b"\n", tokenizer.get_vocab_size()

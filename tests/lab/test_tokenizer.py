@@ -1,0 +1,229 @@
+"""`lab tokenizer`, and the whole path: a dataset, a run, its text, its evaluation, its export."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer, GPT2LMHeadModel
+
+from lab.targets import Target, load_target
+from lab.tokenizer import train_tokenizer
+from preparation.documents import find_documents
+from preparation.pipeline import prepare_dataset
+from preparation.planning import PrepareOptions
+from tests.support.in_process import refused
+from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.preparation import corrupt, write_parquet, write_source
+from tests.support.tokenizers import TEXTS
+from tests.support.workplace import Workplace, read_lines
+from tests.support.workplace import succeeded as process_succeeded
+from tokens.tokenizer import byte_lengths, choose_tokenizer
+from tokens.tokenizer_file import FileTokenizer
+
+WORDS = ["the cat sat", "on the mat", "naïve 🎉 café", "and the hat", "它是它的", "it's 1234"]
+
+
+def lab_tokenizer(source: Path, output: Path, *arguments: str) -> Result:
+    return run_lab("tokenizer", str(source), "--output", str(output), *arguments)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
+def test_a_tokenizer_is_trained_on_every_kind_of_source_always_to_the_same_file(
+    kind: str, tmp_path: Path
+) -> None:
+    source = write_source(kind, tmp_path / "source")
+    outputs = [tmp_path / "a", tmp_path / "b"]
+    for output in outputs:
+        result = succeeded(lab_tokenizer(source, output, "--vocab-size", "280"))
+        assert "280 entries, from " in result.stdout and f"--tokenizer {output}" in result.stdout
+    first, second = ((output / "tokenizer.json").read_bytes() for output in outputs)
+    assert first == second
+    assert choose_tokenizer(str(outputs[0])).load().n_vocab == 280
+    theirs = AutoTokenizer.from_pretrained(outputs[0])
+    assert theirs.eos_token_id == 0 and theirs.decode(theirs.encode(WORDS[2])) == WORDS[2]
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "a", "b"}
+
+
+def test_the_number_of_cores_does_not_change_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for parallel in ("true", "false"):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+        found.add(train_tokenizer(iter(TEXTS * 50), vocab_size=320))
+    assert len(found) == 1
+
+
+def test_only_so_much_text_is_read(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "source", ["abcabc " * 100_000, "abcabc " * 100_000, "z" * 500_000])
+    output = tmp_path / "a"
+    result = succeeded(lab_tokenizer(tmp_path / "source", output, "--vocab-size", "260",
+                                     "--max-megabytes", "1"))
+    num_bytes = int(result.stdout.split("from ")[1].split(" ")[0].replace(",", ""))
+    assert 10**6 <= num_bytes < 10**6 + 2**19  # it ends with a piece of a document
+    assert b'"zz"' not in (output / "tokenizer.json").read_bytes()
+
+
+def test_a_user_error_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
+    source, output = write_source("txt", tmp_path / "source"), tmp_path / "out"
+    for size in ("256", "65537", "-1"):
+        assert f"--vocab-size is {int(size):,}; wanted 257 to 65,536" in error_line(
+            lab_tokenizer(source, output, "--vocab-size", size))
+    line = error_line(lab_tokenizer(source, output, "--vocab-size", "4096"))
+    assert "bytes of text give " in line and "entries, not 4,096; give more text, or a" in line
+    assert "no such file or directory" in error_line(
+        lab_tokenizer(tmp_path / "nix", output, "--vocab-size", "300"))
+    assert "is not empty" in error_line(lab_tokenizer(source, source, "--vocab-size", "300"))
+    shutil.rmtree(source)
+    write_parquet(source, TEXTS * 500)
+    corrupt(source / "000.parquet", footer=False)
+    assert "000.parquet" in error_line(lab_tokenizer(source, output, "--vocab-size", "300"))
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_the_smallest_tokenizer_has_no_merges(tmp_path: Path) -> None:
+    source = write_source("txt", tmp_path / "source")
+    succeeded(lab_tokenizer(source, tmp_path / "a", "--vocab-size", "257"))
+    assert len(choose_tokenizer(str(tmp_path / "a")).load().encode_ordinary("the cat")) == 7
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """Two tiny runs on the same text: one in tokens of its own, one in bytes."""
+    workplace = Workplace(tmp_path_factory.mktemp("own"))
+    documents = workplace.root / "documents"
+    documents.mkdir()
+    for number in range(100):
+        text = " ".join(WORDS[(number + i * i) % len(WORDS)] for i in range(60))
+        (documents / f"{number:03}.txt").write_text(text)
+    succeeded(lab_tokenizer(documents, workplace.root / "own", "--vocab-size", "300"))
+    for name, tokenizer, size in (("own", str(workplace.root / "own"), 304),
+                                  ("bytes", "bytes", 257)):
+        prepare_dataset(find_documents(documents), workplace.datasets_dir / name,
+                        PrepareOptions(tokenizer=tokenizer, validation_fraction=0.1))
+        workplace.add_run(name, model={"vocab_size": size}, train={
+            "dataset": name, "min_train_tokens": 20 * 64, "validation_interval": 10,
+            "sample_prompts": ["the naïve"] if name == "own" else None})
+        process_succeeded(workplace.torchrun(1, name))
+    return workplace
+
+
+@pytest.fixture
+def trained(trained_once: Workplace, tmp_path: Path) -> Workplace:
+    return Workplace(shutil.copytree(trained_once.root, tmp_path / "workplace", symlinks=True))
+
+
+def tokenizer_of(workplace: Workplace) -> FileTokenizer:
+    return choose_tokenizer(str(workplace.root / "own")).load()
+
+
+def target_of(workplace: Workplace, name: str = "own") -> Target:
+    return load_target(name, runs_dir=workplace.runs_dir, device=torch.device("cpu"))
+
+
+def test_a_run_writes_text_of_its_tokenizer_and_bits_per_byte(trained: Workplace) -> None:
+    samples = read_lines(trained.runs_dir / "own/samples.jsonl")
+    assert len(samples) == 2 and all(sample["text"] for sample in samples)
+    for name in ("own", "bytes"):
+        records = read_lines(trained.runs_dir / name / "metrics.jsonl")
+        validated = [record for record in records if "validation_loss" in record]
+        summary = json.loads((trained.runs_dir / name / "summary.json").read_text())
+        assert summary["validation_bits_per_byte"] == validated[-1]["validation_bits_per_byte"]
+    ratio = validated[-1]["validation_loss"] / validated[-1]["validation_bits_per_byte"]
+    assert ratio == pytest.approx(0.6931, rel=0.02)  # bytes; end-of-text tokens add none
+
+
+def test_a_run_needs_no_dataset_to_write_text_and_to_be_exported(
+    trained: Workplace, tmp_path: Path
+) -> None:
+    output = tmp_path / "export"
+    shutil.rmtree(trained.datasets_dir / "own")
+    shutil.rmtree(trained.root / "own")
+    checkpoint = trained.runs_dir / "own/checkpoints/best"
+    assert "tokenizer.json" in json.loads((checkpoint / "manifest.json").read_text())["files"]
+    where = ("--runs-dir", str(trained.runs_dir))
+    text = succeeded(run_lab("generate", "own", "--prompt", "the naïve", *where)).stdout
+    assert text.startswith("the naïve")
+    succeeded(run_lab("publish", "own", "--output", str(output), *where, HF_TOKEN=""))
+    ours, theirs = target_of(trained), GPT2LMHeadModel.from_pretrained(output).eval()
+    tokenizer, automatic = ours.load_tokenizer(), AutoTokenizer.from_pretrained(output)
+    prompt = "the cat's naïve 🎉 它\n\n hat"
+    ids = tokenizer.encode_ordinary(prompt)
+    assert automatic(prompt, add_special_tokens=False).input_ids == ids
+    assert (automatic.eos_token_id, theirs.config.eos_token_id) == (0, 0)
+    tokens = torch.tensor([ids[:16]])
+    with torch.no_grad():
+        assert (ours.model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+    exported = load_target(str(output), runs_dir=trained.runs_dir)
+    assert exported.tokenizer_name == ours.tokenizer_name
+    assert succeeded(run_lab("generate", str(output), "--prompt", "the naïve")).stdout == text
+    assert "(tokenizer.json)" in (output / "README.md").read_text()
+
+
+def test_bits_per_byte_compare_runs_with_different_tokenizers(trained: Workplace) -> None:
+    result = succeeded(run_lab(*trained.arguments("evaluate", "own", "bytes")))
+    rows = [line.split() for line in result.stdout.splitlines()[2:]]
+    bits = [float(row[4]) for row in rows]
+    assert bits == sorted(bits) and {row[0] for row in rows} == {"own", "bytes"}
+    records = {name: read_lines(trained.runs_dir / name / "evaluations.jsonl")[-1]
+               for name in ("own", "bytes")}
+    for name, record in records.items():
+        target = target_of(trained, name)
+        file = trained.datasets_dir / name / "validation.safetensors"
+        tokens = load_file(file)["tokens"]
+        lengths = byte_lengths(target.load_tokenizer(), num_ids=304)
+        num_bytes = int(lengths[tokens[1:]].sum())
+        assert record["num_tokens"] == len(tokens) - 1
+        assert record["bits_per_byte"] == pytest.approx(
+            record["loss"] * record["num_tokens"] / 0.6931471805599453 / num_bytes)
+    text_bytes = sum(path.stat().st_size
+                     for path in sorted((trained.root / "documents").iterdir())[-10:])
+    assert abs(num_bytes - text_bytes) < 3  # the first token is not predicted
+    assert records["own"]["num_tokens"] < records["bytes"]["num_tokens"] / 1.5
+    table = succeeded(run_lab("compare", "--runs-dir", str(trained.runs_dir))).stdout
+    assert "val. bits" in table and "losses (nats per token) do not compare" in table
+
+
+def test_text_of_another_tokenizer_or_other_text_is_not_measured(trained: Workplace) -> None:
+    assert "validation.safetensors: the tokenizer is bytes, but that of own is sha256:" in (
+        error_line(run_lab(*trained.arguments("evaluate", "own", "--dataset", "bytes"))))
+    assert "--start-token and --tokens would choose different text" in error_line(
+        run_lab(*trained.arguments("evaluate", "own", "bytes", "--tokens", "100")))
+    documents = trained.root / "documents"
+    (documents / "more.txt").write_text("more")
+    shutil.rmtree(trained.datasets_dir / "bytes")
+    prepare_dataset(find_documents(documents), trained.datasets_dir / "bytes",
+                    PrepareOptions(tokenizer="bytes", validation_fraction=0.2))
+    assert "the targets were trained on different ones: own and bytes" in error_line(
+        run_lab(*trained.arguments("evaluate", "own", "bytes")))
+
+
+def damages(directory: Path) -> Iterator[str]:
+    """Damage the tokenizer beside a dataset in several ways; yield what the error must say."""
+    path = directory / "tokenizer.json"
+    content = path.read_text()
+    path.write_text(content.replace('"use_regex": true', '"use_regex": false', 1))
+    yield "has changed: the tokens were made with the tokenizer sha256:"
+    path.write_text(content[:1000])
+    yield "not a whole tokenizer.json"
+    path.unlink()
+    yield "tokenizer.json: no such file"
+
+
+def test_a_dataset_without_its_tokenizer_is_refused_by_the_trainer(trained: Workplace) -> None:
+    trained.add_run("new", model={"vocab_size": 304}, train={"dataset": "own"})
+    for message in damages(trained.datasets_dir / "own"):
+        assert message in refused(trained, "new").replace(os.linesep, "")
+
+
+def test_a_damaged_copy_makes_a_checkpoint_damaged(trained: Workplace) -> None:
+    for path in (trained.runs_dir / "own/checkpoints").glob("*/tokenizer.json"):
+        path.write_text(path.read_text().replace("true", "True", 1))
+    assert "tokenizer.json has changed since it was written" in error_line(
+        run_lab(*trained.arguments("evaluate", "own")))
