@@ -26,9 +26,8 @@ def with_stack(sweep: Sweep, entries: list[Entry]) -> tuple[Sweep, list[str]]:
         together |= changes
         used.append(entry.variant.label)
     if len(used) < 2:
-        better_than = "better than the baseline outside the noise"
-        return sweep, [*lines, f"stack: nothing to train: {len(used)} changes that fit together"
-                               f" were {better_than}"]
+        return sweep, [*lines, "stack: nothing to train: fewer than two changes were better than"
+                               " the baseline outside the noise"]
     if any(entry.difference.is_noise is None for entry in better):
         lines.append("stack: with one seed the noise is not known: all changes with a lower loss"
                      " are taken")

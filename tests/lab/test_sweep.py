@@ -256,11 +256,13 @@ def test_without_a_baseline_nothing_is_compared(sweeps: Sweeps) -> None:
 
 def test_improvements_are_stacked(sweeps: Sweeps) -> None:
     arguments = ["--change", "drop_rate=0", "--range", "learning_rate=0.005,0.01,0.012",
-                 "--change", "weight_decay=9", "--seeds", "2", "--stack"]
+                 "--change", "weight_decay=9", "--change", "clipping_max_norm=0.5", "--seeds",
+                 "2", "--stack"]
     result = succeeded(sweeps.run(*arguments))
     assert "stack: without learning_rate=0.012: a larger improvement sets the same key" in (
         result.stdout)
     assert "stack: drop_rate=0, learning_rate=0.01\n" in result.stdout
+    assert sweeps.table()["clipping_max_norm=0.5"][4] == "worse"
     row = sweeps.table()["all together: drop_rate=0,learning_rate=0.01"]
     assert row[4] == "better" and float(row[2]) == pytest.approx(-0.2, abs=0.02)
     num_launches = len(sweeps.launches())
@@ -279,7 +281,7 @@ def test_with_one_seed_the_stack_says_that_noise_is_unknown(sweeps: Sweeps) -> N
 def test_one_improvement_is_no_stack(sweeps: Sweeps) -> None:
     result = succeeded(sweeps.run("--change", "drop_rate=0", "--change", "drop_rate=0.5",
                                   "--stack"))
-    assert "stack: nothing to train: 1 change" in result.stdout
+    assert "stack: nothing to train: fewer than two changes" in result.stdout
     assert len(sweeps.table()) == 3
 
 
