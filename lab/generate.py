@@ -14,8 +14,8 @@ import click
 from basics.errors import UserError
 
 if TYPE_CHECKING:
-    from lab.targets import Target
     from reporting.sampling import SamplingOptions
+    from trainer.targets import Target
 
 
 @click.command()
@@ -46,8 +46,8 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
     half is dropped.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.targets import load_target
     from reporting.sampling import SamplingOptions
+    from trainer.targets import load_target
 
     if math.isnan(sampling["temperature"]):
         raise UserError("--temperature: nan is not a number; give 0 or more")

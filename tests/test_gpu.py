@@ -17,7 +17,6 @@ from checkpointing import SnapshotBuffers
 from ddp_train import wrap_in_ddp
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.sharing import Share
-from lab.targets import Target
 from processes.launch import Process
 from reporting.sampling import Sampler, SamplingOptions, generate_tokens
 from run_config import ModelConfig, TrainConfig
@@ -29,6 +28,7 @@ from tokens.token_file import TokenFile
 from trainer.compilation import ByLayer
 from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
+from trainer.targets import Target
 
 pytestmark = pytest.mark.gpu
 

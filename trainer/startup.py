@@ -36,6 +36,7 @@ from run_config import Run, TrainConfig, check_inside, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, check_token_range, open_run_data
 from trainer.budget import Budget
+from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
@@ -137,6 +138,9 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         warnings += changed_validation(resume_from, data.fingerprints)
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
+    if run.train.init_from and resume_from is None:  # later the other processes find it here too
+        step("initial weights", lambda: initial_model(run, options.runs_dir)
+             if process.is_main_of_node else None)
     warnings += unused_options(run.model, run.train)
     prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
                            tuple(warnings))
@@ -150,10 +154,14 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
 
 
 def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
-    """Build the model and its optimizer; load the checkpoint that the run resumes from, if any."""
-    state = build_training_state(prepared.run.model, prepared.train, process)
+    """Build the model and its optimizer; load what the run resumes from, or starts from."""
+    run = prepared.run
+    state = build_training_state(run.model, prepared.train, process)
     if prepared.resume_from is not None:
         load_checkpoint(prepared.resume_from, state)
+    elif run.train.init_from:
+        initial = initial_model(run, prepared.options.runs_dir)
+        state.model.load_state_dict(initial.state_dict())
     return state
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from basics.errors import UserError
 from gpt import GPTModel
 from lab.evaluate.sharing import Share
-from lab.targets import Target
 from tokens.batches import TOKENIZERS_BY_VOCABULARY, check_token_ids
 from tokens.token_file import TokenFile
 from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer
 from tokens.tokenizer_file import short_name
+from trainer.targets import Target
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from basics.errors import UserError
 from lab.evaluate.sharing import Share
-from lab.targets import HUB_NAME, Target
 from preparation.hub import ask_hub
 from tokens.tokenizer import Tokenizer
+from trainer.targets import HUB_NAME, Target
 
 LONGEST_LINE = 2**20
 

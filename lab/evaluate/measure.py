@@ -16,10 +16,10 @@ from basics.json_files import to_json
 from lab.evaluate.held_out import Evaluation, Slice, check_tokenizer, choose_slice, evaluate
 from lab.evaluate.hellaswag import Question, read_questions, score
 from lab.evaluate.sharing import Share
-from lab.targets import Target, check_name, is_run, load_target
 from preparation.ensure_dataset import provide_dataset
 from run_config import DATASET_NAME, check_inside, load_run
 from tokens.token_file import TokenFile
+from trainer.targets import Target, check_name, is_run, load_target
 
 Row = dict[str, str]  # of the table: cells by heading
 

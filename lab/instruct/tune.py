@@ -24,7 +24,7 @@ from lab.instruct.instructions import (
 
 if TYPE_CHECKING:
     from lab.instruct.tuning import Epoch, Examples, TuneOptions, Tuner
-    from lab.targets import Target
+    from trainer.targets import Target
 
 
 class FiniteRange(click.FloatRange):
@@ -76,7 +76,7 @@ def command(target_name: str, checkpoint: str, data: Path | None, output: Path |
     """
     # Imported here so that --help does not wait for torch.
     from lab.instruct.tuning import TuneOptions
-    from lab.targets import load_target
+    from trainer.targets import load_target
 
     tune_options = TuneOptions(**options)
     target = load_target(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)

@@ -13,9 +13,9 @@ from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.files import read_regular_file
 from lab.publish.model_card import CHARTS, MARK
 from lab.publish.tokenizer_files import write_own_tokenizer, write_tokenizer_files
-from lab.targets import Target
-from lab.weight_formats import gpt2_config, to_gpt2
 from tokens.tokenizer_file import read_named_tokenizer
+from trainer.targets import Target
+from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
          "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",

@@ -10,10 +10,10 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from basics.errors import one_line
 from lab.compare.run_figures import Written, number
-from lab.targets import HUB_NAME, Target
 from reporting.metrics_file import read_metrics
 from run_config import ModelConfig, TrainConfig
 from tokens.tokenizer_file import TOKENIZER_FILE
+from trainer.targets import HUB_NAME, Target
 
 CARD = """---
 {front_matter}

@@ -12,12 +12,12 @@ from huggingface_hub import HfApi, get_token
 from basics.errors import UserError
 from lab.publish.export import check_output, write_export
 from lab.publish.model_card import CardFacts, model_card
-from lab.targets import HUB_NAME, is_run, load_target
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run
 from tokens.token_file import TokenFile
 from tokens.tokenizer_file import TOKENIZER_FILE
+from trainer.targets import HUB_NAME, is_run, load_target
 
 DATASET_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE, "README.md")
 

@@ -22,7 +22,6 @@ from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.hellaswag import read_questions, score
 from lab.evaluate.sharing import Share
 from lab.publish.export import write_export
-from lab.targets import Target, load_target
 from processes.launch import Process
 from processes.startup_agreement import Agreement
 from tests.support.hellaswag_task import write_hellaswag_task
@@ -33,6 +32,7 @@ from tests.support.workplace import Workplace, forked, read_lines, write_tokens
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
+from trainer.targets import Target, load_target
 
 ALONE = Share(Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
 

@@ -8,11 +8,11 @@ from click.testing import Result
 
 from gpt import GPTModel
 from lab.generate import StreamedText, stream_texts
-from lab.targets import Target
 from reporting.sampling import KeyValueCache, SamplingOptions, generate_tokens, stream_tokens
 from run_config import ModelConfig
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.workplace import TINY_MODEL, Workplace
+from trainer.targets import Target
 
 
 def generate(workplace: Workplace, *arguments: str) -> Result:

@@ -22,13 +22,13 @@ from lab.publish import export
 from lab.publish.export import write_export
 from lab.publish.model_card import CardFacts, model_card
 from lab.publish.tokenizer_files import write_tokenizer_files
-from lab.targets import load_target
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.upload_server import UploadHub, taking_uploads
 from tests.support.workplace import Workplace, run_command
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
+from trainer.targets import load_target
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
             "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}

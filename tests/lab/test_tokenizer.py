@@ -14,7 +14,6 @@ from click.testing import Result
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from lab.targets import Target, load_target
 from lab.tokenizer import train_tokenizer
 from preparation.documents import find_documents
 from preparation.pipeline import prepare_dataset
@@ -27,6 +26,7 @@ from tests.support.workplace import Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.tokenizer import byte_lengths, choose_tokenizer
 from tokens.tokenizer_file import FileTokenizer
+from trainer.targets import Target, load_target
 
 WORDS = ["the cat sat", "on the mat", "naïve 🎉 café", "and the hat", "它是它的", "it's 1234"]
 

@@ -29,11 +29,11 @@ from lab.instruct.instructions import (
 )
 from lab.instruct.tune import default_output
 from lab.instruct.tuning import IGNORED, Example, TuneOptions, Tuner, collate, encode_entries
-from lab.targets import Target
 from run_config import ModelConfig
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.workplace import TINY_MODEL, Workplace
 from tokens.tokenizer import load_tokenizer
+from trainer.targets import Target
 
 MODEL = ModelConfig(**TINY_MODEL | {"context_length": 192})
 OPTIONS = TuneOptions(loss_on="response", learning_rate=0.01, weight_decay=0.1, batch_size=4,

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gpt import GPTModel
-from lab.weight_formats import gpt2_config, to_gpt2
 from run_config import ModelConfig
+from trainer.weight_formats import gpt2_config, to_gpt2
 
 SHAPE = {"vocab_size": 61, "context_length": 12, "emb_dim": 24, "n_heads": 3, "n_layers": 2,
          "drop_rate": 0.1, "qkv_bias": False}

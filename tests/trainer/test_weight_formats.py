@@ -12,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from basics.errors import UserError
 from gpt import GPTModel
-from lab.targets import load_target
-from lab.weight_formats import gpt2_config
 from run_config import ModelConfig
 from tests.support.models import SHAPE, export, random_model
+from trainer.targets import load_target
+from trainer.weight_formats import gpt2_config
 
 NAMES = ("tie_weights", "qkv_bias", "init", "vocab_size", "drop_rate")
 # Each pair of values occurs in at least one of these.

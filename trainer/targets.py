@@ -17,13 +17,13 @@ from basics.json_files import read_json_object
 from basics.manifest import MANIFEST
 from checkpointing import BEST, DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
-from lab.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is_original
 from preparation.hub import ask_hub
 from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import END_OF_TEXT_IDS, Tokenizer, file_beside, load_tokenizer
 from tokens.tokenizer_file import TOKENIZER_FILE, name_of, parse_tokenizer, read_tokenizer_file
 from trainer.resuming import check_weights_fit
+from trainer.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is_original
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpt import GPTModel
+from run_config import ModelConfig
+from tests.support.in_process import run_in_process
+from tests.support.models import export
+from tests.support.workplace import TINY_MODEL, Workplace, read_lines, succeeded
+
+STANDING_STILL = {"learning_rate": 1e-12, "min_train_tokens": 64, "validation_interval": 1,
+                  "gradient_accumulation_steps": 1}
+
+
+def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "checkpoints/latest/model.safetensors")
+
+
+def test_a_run_starts_from_another_runs_weights(workplace: Workplace) -> None:
+    workplace.add_dataset()
+    first = workplace.add_run("first", train={"min_train_tokens": 256})
+    succeeded(workplace.torchrun(1, "first"))
+    second = workplace.add_run("second", train=STANDING_STILL | {"init_from": "first"})
+    succeeded(workplace.torchrun(2, "second"))
+    for name, weight in weights_of(second).items():
+        torch.testing.assert_close(weight, weights_of(first)[name], rtol=0, atol=1e-6)
+    losses = [[r["validation_loss"] for r in read_lines(run / "metrics.jsonl")
+               if "validation_loss" in r] for run in (first, second)]
+    assert losses[1][0] == pytest.approx(losses[0][-1], abs=1e-4)
+
+
+def test_a_resumed_run_does_not_start_again(workplace: Workplace) -> None:
+    workplace.add_dataset()
+    torch.manual_seed(0)
+    source = export(GPTModel(ModelConfig(**TINY_MODEL)), workplace.root / "published")
+    for name in ("whole", "parts"):
+        workplace.add_run(name, train={"init_from": str(source), "min_train_tokens": 512})
+    succeeded(workplace.torchrun(1, "whole"))
+    succeeded(workplace.torchrun(1, "parts", "--max-steps", "3"))
+    (source / "model.safetensors").unlink()  # it is needed only once
+    succeeded(workplace.torchrun(1, "parts"))
+    whole, parts = (weights_of(workplace.runs_dir / name) for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("init_from", "message"), [
+    ("nowhere", "init_from: run 'nowhere'|init_from: .*nowhere: no such run"),
+    ("tiny", "init_from is this run itself"),
+    ("wider", "init_from: wider: .*no checkpoint yet|init_from: .*no checkpoint yet"),
+    ("published", r"init_from: .*published has emb_dim 24, model.json has 16; they must be equal"),
+])
+def test_weights_that_do_not_fit_are_one_line_before_anything_is_written(
+    workplace: Workplace, init_from: str, message: str
+) -> None:
+    workplace.add_dataset()
+    workplace.add_run("wider", model={"emb_dim": 32})
+    torch.manual_seed(0)
+    source = export(GPTModel(ModelConfig(**TINY_MODEL | {"emb_dim": 24, "n_heads": 3})),
+                    workplace.root / "published")
+    run_dir = workplace.add_run(train={
+        "init_from": str(source) if init_from == "published" else init_from})
+    before = sorted(run_dir.iterdir())
+    result = run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
+    assert result.returncode == 2
+    line, = (line for line in result.stderr.splitlines() if line.startswith("Error: "))
+    assert re.search(message, line), line
+    assert sorted(run_dir.iterdir()) == before

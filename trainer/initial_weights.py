@@ -1,0 +1,34 @@
+"""The weights that a run starts from, if it does not start from random ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from basics.errors import UserError
+from gpt import GPTModel
+from run_config import Run
+from trainer.resuming import FREE_TO_CHANGE
+from trainer.targets import load_target
+
+
+def initial_model(run: Run, runs_dir: Path) -> GPTModel:
+    """Load the model that `init_from` names, float32, on the CPU. May download it.
+
+    Raises:
+        UserError: there is no such model, or it has another shape than the run's.
+    """
+    source = run.train.init_from
+    if source == run.name:
+        raise UserError(f"{run.train_path}: init_from is this run itself; name another one")
+    try:
+        model = load_target(source, runs_dir=runs_dir, device=torch.device("cpu")).model
+    except UserError as error:
+        raise UserError(f"{run.train_path}: init_from: {error}") from None
+    for key, wanted in run.model.model_dump(exclude=FREE_TO_CHANGE).items():
+        found = getattr(model.config, key)
+        if found != wanted:
+            raise UserError(f"{run.train_path}: init_from: {source} has {key} {found}, model.json"
+                            f" has {wanted}; they must be equal")
+    return model
