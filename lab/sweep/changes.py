@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from basics.config_files import describe
 from basics.errors import UserError
-from run_config import ModelConfig, Run, TrainConfig, describe
+from run_config import ModelConfig, Run, TrainConfig
 
 NEXT_KEY = re.compile(r",(?=[A-Za-z_]\w*=)")  # a comma before another KEY=; others are of values
 LONGEST_VALUE = 60  # characters, in a label
