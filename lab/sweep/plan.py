@@ -18,7 +18,7 @@ from basics.errors import UserError, cannot_be_written, print_line
 from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
 from lab.sweep.changes import Changes, Configs, apply_changes, label
-from run_config import ModelConfig, Run, TrainConfig, describe, load_config
+from run_config import ModelConfig, Run, TrainConfig, load_config
 
 PLAN_NAME = "sweep.json"
 BASELINE = "baseline"
