@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from basics.config_files import describe
 from basics.directory_lock import lock_directory
 from basics.errors import UserError, cannot_be_written, print_line
 from basics.files import write_atomically
