@@ -42,7 +42,7 @@ def command(source: str, output: Path, **options: Any) -> None:
     if not SMALLEST <= vocab_size <= MAX_ENTRIES:
         raise UserError(f"--vocab-size is {vocab_size:,}; wanted {SMALLEST} to {MAX_ENTRIES:,}")
     output_dir = check_output_dir(output)
-    partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
+    partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     found = find_source(SourceOptions(source, **options), raw_dir=partial_dir / "raw")
     reader = Texts(found, max_bytes=max_megabytes * 10**6)
     try:
