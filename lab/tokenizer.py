@@ -20,7 +20,7 @@ SMALLEST = 257  # the 256 bytes and the end of text
               help="Number of entries, 257 to 65,536: all bytes, the end of text, then merges.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="DIR",
               help="Write the tokenizer to this directory.")
-@click.option("--max-megabytes", type=click.IntRange(min=1), default=100, show_default=True,
+@click.option("--max-megabytes", type=click.IntRange(min=1), default=50, show_default=True,
               help="Read only the first N megabytes of text; memory grows with them.")
 @click.option("--subset", default="", metavar="DIRECTORY",
               help="The directory of a hub dataset that holds the documents: sample/10BT.")
@@ -42,7 +42,7 @@ def command(source: str, output: Path, **options: Any) -> None:
     if not SMALLEST <= vocab_size <= MAX_ENTRIES:
         raise UserError(f"--vocab-size is {vocab_size:,}; wanted {SMALLEST} to {MAX_ENTRIES:,}")
     output_dir = check_output_dir(output)
-    partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
+    partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     found = find_source(SourceOptions(source, **options), raw_dir=partial_dir / "raw")
     reader = Texts(found, max_bytes=max_megabytes * 10**6)
     try:

@@ -181,7 +181,6 @@ def _result(item: Future[Encoded | BadShard] | EndOfShard) -> Encoded | BadShard
 def _start_worker(place: TokenizerPlace) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers share the cores already
     place.load()
 
 

@@ -49,13 +49,9 @@ class FileTokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Return the ids of a text."""
-        return self.encode_texts([text])[0]
-
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text."""
-        whole = [text if text.isascii() else _without_half_pairs(text) for text in texts]
-        return [encoding.ids for encoding in
-                self._tokenizer.encode_batch_fast(whole, add_special_tokens=False)]
+        whole = text if text.isascii() else _without_half_pairs(text)
+        # Not as a batch: a batch starts threads, after which the process should not fork.
+        return self._tokenizer.encode(whole, add_special_tokens=False).ids
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ids."""
@@ -108,6 +104,9 @@ def read_tokenizer_file(path: Path) -> bytes:
 
 def read_named_tokenizer(path: Path, name: str) -> bytes:
     """Read a `tokenizer.json` that must be the one of this name. Raises: UserError if it is not."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file, but the tokens were made with it"
+                        f" ({short_name(name)}); restore it, or prepare the dataset again")
     content = read_tokenizer_file(path)
     if name_of(content) != name:
         raise UserError(f"{path}: has changed: the tokens were made with the tokenizer"
@@ -126,6 +125,7 @@ def parse_tokenizer(content: bytes) -> FileTokenizer:
     from tokenizers import Tokenizer  # not for --help
 
     try:
+        _check_prefix(json.loads(content)["model"])
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"not a whole {TOKENIZER_FILE} ({first_line(error)[:80]}); make or"
@@ -158,6 +158,16 @@ def byte_letters() -> list[str]:
 
 
 _BYTES = {letter: bytes([byte]) for byte, letter in enumerate(byte_letters())}
+
+
+def _check_prefix(model: dict[str, Any]) -> None:
+    """Refuse merges that lack their prefix: the library would end the process. Raises: ValueError.
+    """
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in model.get("merges", ()) if prefix else ():
+        second = (merge.split(" ") if isinstance(merge, str) else merge)[1]
+        if not second.startswith(prefix):
+            raise ValueError(f"the merge of {second[:20]!r} lacks the prefix {prefix[:20]!r}")
 
 
 def _splits_like_gpt2(parts: dict[str, Any]) -> bool:
