@@ -108,6 +108,11 @@ class Console:
             self.say(self._plain_line(global_step, learning_rate, window) + said
                      + f" | {duration(seconds_left)} left")
 
+    def report_diagnostics(self, global_step: int, values: dict[str, Any]) -> None:
+        """Record the diagnostics of one step."""
+        if self.is_active:
+            self._record(global_step, values)
+
     def report_validation(self, global_step: int, loss: float, seconds: float, *,
                           raw_loss: float | None = None) -> None:
         """Record and show one validation.
@@ -146,7 +151,7 @@ class Console:
             self.say(line)
         return failure
 
-    def _record(self, global_step: int, values: dict[str, float]) -> None:
+    def _record(self, global_step: int, values: dict[str, Any]) -> None:
         record = {
             "global_step": global_step,
             "tokens": (global_step + 1) * self.plan.tokens_per_step,
