@@ -15,8 +15,8 @@ Records = list[dict[str, Any]]
 
 PANELS = {  # the quantity of a panel, and its title
     "grad_norm": "gradient norm",
-    "update_ratio": "norm of the update / of the weights",
-    "activation_norm": "norm of the residual stream",
+    "update_ratio": "update / weights (norms)",
+    "activation_norm": "residual stream (norm)",
     "max_attention_logit": "largest attention logit",
     "attention_entropy": "attention entropy (nats)",
     "logit": "logits",
@@ -32,6 +32,7 @@ LINES = {  # prefix and suffix of the quantity in a key: the line's name and col
     ("", "_p1"): ("1%", "tab:gray"),
 }
 SIZE = (15, 7.5)  # inches
+PLAIN = {"path_effects": [], "sketch_params": None}  # crossing lines would be cut
 MAX_POINTS = 60  # more records are averaged down to as many points
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
@@ -82,10 +83,10 @@ def _plot_quantity(axes: Axes, records: Records, quantity: str, colors: Any) -> 
     x = _pooled(np.array([[record["global_step"] + 1.0] for record in records]))
     for y, color, width in lines:
         if y.size:
-            axes.plot(x, y, color=color, linewidth=width)
+            axes.plot(x, y, color=color, linewidth=width, **PLAIN)
     if quantity in LOGARITHMIC:
         axes.set_yscale("log", nonpositive="mask")
-    axes.set_title(PANELS[quantity])
+    axes.set_title(PANELS[quantity], fontsize="medium")
     axes.set_xlabel("global step")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
