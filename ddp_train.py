@@ -143,7 +143,8 @@ class Trainer:
             loss, grad_norm = self.step.take(
                 microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
                 learning_rate=learning_rate, momentum=momentum_at(
-                    self.config, global_step, num_steps=self.stop.num_steps))
+                    self.config, global_step, num_steps=self.stop.num_steps),
+                probe=self.reports.diagnostics.probe(global_step))
             update_average(self.state, self.config, global_step, num_steps=self.stop.num_steps)
             self.reports.add(loss, grad_norm)
             if global_step == self.prepared.first_step:

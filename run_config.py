@@ -71,6 +71,7 @@ class TrainConfig(FrozenConfig):
     checkpoint_interval: Count | None = None  # global steps
     keep_checkpoints: Count | None = None  # None for all
     sample_prompts: Prompts | None = None
+    diagnostics_interval: Count | None = None  # global steps
     init_from: str | None = Field(default=None, min_length=1, max_length=4096)
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(default=4e-4, gt=0)

@@ -10,6 +10,7 @@ import numpy as np
 
 from basics.failpoints import failpoint
 from basics.files import replacing
+from reporting.layers_chart import measured_steps, plot_layers
 from reporting.metrics_file import read_metrics
 from run_config import Run
 
@@ -36,13 +37,16 @@ def try_to_draw_charts(run: Run) -> str:
 
 
 def draw_charts(run_dir: Path, records: Records) -> None:
-    """Draw a run's three charts into its directory. Rank 0.
+    """Draw a run's charts into its directory. Rank 0.
 
     Args:
         records: the lines of `metrics.jsonl`.
     """
     steps = [record for record in records if record.get("train_loss") is not None]
     validations = [record for record in records if record.get("validation_loss") is not None]
+    if measured := measured_steps(records):
+        draw_by_hand(run_dir / "layers-chart.png",
+                     lambda figure: plot_layers(figure, measured, run_dir))
     if not steps:
         return
     _draw(run_dir / "loss-chart.png", "loss (nats per token)",

@@ -120,6 +120,11 @@ class Console:
             self.say(self._plain_line(global_step, learning_rate, window) + said
                      + f" | {duration(seconds_left)} left")
 
+    def report_diagnostics(self, global_step: int, values: dict[str, Any]) -> None:
+        """Record the diagnostics of one step."""
+        if self.is_active:
+            self._record(global_step, values)
+
     def report_validation(self, global_step: int, losses: Losses, seconds: float, *,
                           bytes_per_token: float | None = None) -> None:
         """Record and show one validation; with the mean length of its tokens, bits per byte too."""
@@ -156,7 +161,7 @@ class Console:
             self.say(line)
         return failure
 
-    def _record(self, global_step: int, values: dict[str, float]) -> None:
+    def _record(self, global_step: int, values: dict[str, Any]) -> None:
         record = {
             "global_step": global_step,
             "tokens": (global_step + 1) * self.plan.tokens_per_step,

@@ -19,7 +19,14 @@ MAX_STEP = 2**40
 UPPER_BOUNDS = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": MAX_STEP}
 NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss",
            "raw_validation_loss", "grad_norm",
-           "grad_norm_max", "learning_rate", "validation_seconds")
+           "grad_norm_max", "learning_rate", "validation_seconds",
+           "embedding_grad_norm", "head_grad_norm", "embedding_update_ratio", "head_update_ratio",
+           "embedding_activation_norm", "logit_p1", "logit_p50", "logit_p99", "logit_max",
+           "token_loss_p1", "token_loss_p50", "token_loss_p99", "token_loss_max")
+# Keys with a list of such numbers, one for each layer.
+BY_LAYER = ("layer_grad_norm", "layer_update_ratio", "layer_activation_norm",
+            "layer_max_attention_logit", "layer_attention_entropy")
+MAX_LAYERS = 2**10
 
 
 def check_records(path: Path) -> None:
@@ -71,8 +78,17 @@ def _is_record(record: dict[str, Any]) -> bool:
     return (type(step) is int and 0 <= step < MAX_STEP
             and all(_is_number(record[key], 0, most) for key, most in UPPER_BOUNDS.items()
                     if key in record)
-            and all(record.get(key) is None or _is_number(record[key], -1e100, 1e100)
-                    for key in NUMBERS))
+            and all(_is_number_or_none(record.get(key)) for key in NUMBERS)
+            and all(_has_one_for_each_layer(record[key]) for key in BY_LAYER if key in record))
+
+
+def _has_one_for_each_layer(values: Any) -> bool:
+    return (isinstance(values, list) and 1 <= len(values) <= MAX_LAYERS
+            and all(map(_is_number_or_none, values)))
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or _is_number(value, -1e100, 1e100)
 
 
 def _is_number(value: Any, least: float, most: float) -> bool:

@@ -23,6 +23,7 @@ from reporting.summary import RunEnd
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import remove_partial_checkpoints
 from trainer.checkpoint_cleanup import set_aside as set_checkpoints_aside
+from trainer.diagnostics import Diagnostics
 from trainer.precision import autocast
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
@@ -41,6 +42,7 @@ class Reports:
         self.process = watchdog.process
         self.console = Console(self.run, self.plan, clock=clock, is_active=self.process.is_main)
         self.window = LossWindow(self.process.device)
+        self.diagnostics = Diagnostics(prepared.train, self.process)
         self._reports_speed = True
 
     def begin(self, num_parameters: int) -> None:
@@ -99,7 +101,10 @@ class Reports:
             AgreedError: on every rank, if too many steps in a row were skipped.
         """
         self.console.change_num_steps(num_steps)
-        self.console.report_steps(global_step, learning_rate, self.window.summarise())
+        window = self.window.summarise()  # waits for the device
+        for measured_step, values in self.diagnostics.read():
+            self.console.report_diagnostics(measured_step, values)
+        self.console.report_steps(global_step, learning_rate, window)
         self.warn_of_failed_write()
         self._check_skipped_steps(global_step)
         num_measured = global_step - self.prepared.first_step  # all but the first one

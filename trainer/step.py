@@ -26,6 +26,7 @@ from trainer.compilation import (
     compiled_validation_loss,
     keep_compiled_code,
 )
+from trainer.diagnostics import NO_PROBE, Probe
 from trainer.optimization import (
     build_optimizer,
     clip_gradients,
@@ -151,12 +152,14 @@ class TrainingStep:
         return SDPBackend(chosen).name.split("_")[0].lower()
 
     def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
-             learning_rate: float, momentum: float = 0.95) -> tuple[Tensor, Tensor]:
+             learning_rate: float, momentum: float = 0.95,
+             probe: Probe = NO_PROBE) -> tuple[Tensor, Tensor]:
         """Take one global step. Every rank; nothing here waits for the device.
 
         Args:
             microbatches: the next `num_microbatches` of it are this process's part of the step.
             momentum: of Muon; AdamW has no use for it.
+            probe: measures the step.
 
         Returns:
             This process's mean loss and the norm of the averaged gradient, each () float32.
@@ -164,22 +167,26 @@ class TrainingStep:
         failpoint("train")
         optimizer, scaler = self.state.optimizer, self.state.scaler
         set_rates(optimizer, learning_rate=learning_rate, momentum=momentum)
-        loss = self._accumulate_gradients(microbatches, num_microbatches)
+        loss = self._accumulate_gradients(microbatches, num_microbatches, probe)
         scaler.unscale_(optimizer)
+        probe.before_update(self.state.model)
         grad_norm = clip_gradients(self.state.model, self.train.clipping_max_norm)
         skip_unless_finite(optimizer, grad_norm)
         scaler.step(optimizer)
         scaler.update()
+        probe.after_update(self.state.model)
         # With DDP the gradients stay: they are views of its buckets, and would be allocated twice.
         optimizer.zero_grad(set_to_none=self.process.world_size == 1)
         return loss, grad_norm
 
     def _accumulate_gradients(
-        self, microbatches: Iterator[Microbatch], num_microbatches: int
+        self, microbatches: Iterator[Microbatch], num_microbatches: int, probe: Probe
     ) -> Tensor:
         step_loss = torch.zeros((), device=self.process.device)
         for accumulation_step in range(num_microbatches):
-            index, token_ids, targets = next(microbatches)
+            microbatch = next(microbatches)
+            probe.see(microbatch)
+            index, token_ids, targets = microbatch
             torch.manual_seed(dropout_seed(self.train.random_seed, index))
             # DDP reads require_backward_grad_sync in the forward pass, so forward and backward
             # must both be inside no_sync().

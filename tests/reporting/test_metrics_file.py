@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -39,3 +40,24 @@ def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
         assert found == [2, 6, 9, 0, 2]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("values", [
+    [1.0, None, -2], [1.0] * 1024,
+])
+def test_one_number_for_each_layer_is_read(tmp_path: Path, values: list) -> None:
+    record = {"global_step": 1, "layer_grad_norm": values, "logit_max": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [record]
+
+
+@pytest.mark.parametrize("record", [
+    {"layer_grad_norm": []}, {"layer_grad_norm": [1.0] * 1025}, {"layer_grad_norm": 1.0},
+    {"layer_grad_norm": None}, {"layer_grad_norm": [[1.0]]}, {"layer_grad_norm": ["1"]},
+    {"layer_update_ratio": [True]}, {"layer_activation_norm": [1e101]},
+    {"layer_max_attention_logit": {"0": 1.0}}, {"layer_attention_entropy": [math.nan]},
+    {"logit_p50": "1"}, {"token_loss_max": [1.0]}, {"head_grad_norm": math.inf},
+], ids=lambda record: str(record)[:40])
+def test_diagnostics_that_no_run_writes_are_skipped(tmp_path: Path, record: dict) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"global_step": 1} | record) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == []

@@ -11,13 +11,14 @@ from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
+from trainer.diagnostics import Diagnostics
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state, dropout_seed
 
 
 def step_of(**changes: object) -> TrainingStep:
     model = ModelConfig(**TINY_MODEL | {k: v for k, v in changes.items() if k in TINY_MODEL})
-    train = TrainConfig(**TINY_TRAIN | {k: v for k, v in changes.items() if k in TINY_TRAIN})
+    train = TrainConfig(**TINY_TRAIN | {k: v for k, v in changes.items() if k not in TINY_MODEL})
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     train = resolve_for_device(train, process.device)
     return TrainingStep(build_training_state(model, train, process), train, process)
@@ -70,17 +71,20 @@ class CountReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("changes", [{}, {"clipping_max_norm": None}, {"head_chunks": 3},
-                                     {"activation_checkpointing": True}])
+                                     {"activation_checkpointing": True},
+                                     {"diagnostics_interval": 1}])
 def test_a_step_reads_nothing_from_the_device(
     changes: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, batches = step_of(precision="bf16", **changes), microbatches()
+    diagnostics = Diagnostics(step.train, step.process)
     step.take(batches, num_microbatches=2, learning_rate=0.1)
     with CountReads() as count:
         for name in ("cpu", "numpy", "tolist"):  # on a CPU they are no operation
             monkeypatch.setattr(torch.Tensor, name, lambda _, name=name: count.reads.append(name))
-        for _ in range(3):
-            step.take(batches, num_microbatches=2, learning_rate=0.1)
+        for global_step in range(3):
+            step.take(batches, num_microbatches=2, learning_rate=0.1,
+                      probe=diagnostics.probe(global_step))
         assert count.reads == []
         torch.ones(()).item()
         torch.ones(()).cpu()

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from basics.json_files import to_json
+from processes.launch import Process
+from reporting.metrics_file import BY_LAYER, NUMBERS, read_metrics
+from run_config import ModelConfig, TrainConfig
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
+from tokens.batches import Microbatch
+from trainer.compilation import ByLayer, Whole
+from trainer.diagnostics import NO_PROBE, Diagnostics, StepProbe
+from trainer.precision import resolve_for_device
+from trainer.step import TrainingStep, build_training_state
+
+CPU = torch.device("cpu")
+WITHOUT_VALIDATION = {"validation_interval": None, "validation_batches": None,
+                      "checkpoint_interval": 1}
+
+
+def step_of(*, device: torch.device = CPU, **changes: object) -> TrainingStep:
+    model = ModelConfig(**TINY_MODEL | {k: v for k, v in changes.items()
+                                        if k in ModelConfig.model_fields})
+    train = TrainConfig(**TINY_TRAIN | WITHOUT_VALIDATION | {"diagnostics_interval": 1}
+                        | {k: v for k, v in changes.items() if k in TrainConfig.model_fields})
+    process = Process(rank=0, local_rank=0, world_size=1, device=device)
+    train = resolve_for_device(train, process.device)
+    return TrainingStep(build_training_state(model, train, process), train, process)
+
+
+def microbatches(device: torch.device = CPU) -> Iterator[Microbatch]:
+    generator = torch.Generator().manual_seed(0)
+    index = 0
+    while True:
+        tokens = torch.randint(1, 257, (2, 2, 16), generator=generator).to(device)
+        yield Microbatch(index, *tokens)
+        index += 1
+
+
+def take(step: TrainingStep, batches: Iterator[Microbatch], num_steps: int = 1) -> list[dict]:
+    """Take steps, all of them measured; return what was measured."""
+    diagnostics = Diagnostics(step.train, step.process)
+    for global_step in range(num_steps):
+        step.take(batches, num_microbatches=2, learning_rate=0.01,
+                  probe=diagnostics.probe(global_step))
+    return [values for _, values in diagnostics.read()]
+
+
+def norm(tensors: list[torch.Tensor]) -> float:
+    return sum(tensor.double().square().sum() for tensor in tensors).sqrt().item()
+
+
+def by_layer(named: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of each layer, then of the embeddings, then of final norm and head."""
+    prefixes = ("blocks.0.", "blocks.1.", ("token_embedding", "position_embedding"),
+                ("final_norm", "head"))
+    return [[tensor for name, tensor in named.items() if name.startswith(prefix)]
+            for prefix in prefixes]
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_gradients_and_updates_are_those_of_the_step(tie_weights: bool) -> None:
+    changes = {"drop_rate": 0.0, "clipping_max_norm": 0.01, "tie_weights": tie_weights}
+    step, plain = step_of(**changes), step_of(**changes)
+    model = plain.state.model
+    for microbatch in (batch for batch, _ in zip(microbatches(), range(2), strict=False)):
+        (model(*microbatch[1:]) / 2).backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    before = {name: weight.detach() for name, weight in model.named_parameters()}
+    [found] = take(step, microbatches())
+    updates = {name: weight.detach() - before[name]
+               for name, weight in step.state.model.named_parameters()}
+    grad_norms = [norm(part) for part in by_layer(gradients)]  # before they are clipped
+    ratios = [norm(update) / norm(weights)
+              for update, weights in zip(by_layer(updates), by_layer(before), strict=True)]
+    for name, (*layers, embedding, head) in (("grad_norm", grad_norms), ("update_ratio", ratios)):
+        assert found[f"layer_{name}"] == pytest.approx(layers, rel=1e-4)
+        assert found[f"embedding_{name}"] == pytest.approx(embedding, rel=1e-4)
+        assert found[f"head_{name}"] == pytest.approx(head, rel=1e-4)
+
+
+def test_the_forward_pass_is_on_the_weights_before_the_update() -> None:
+    step, batches = step_of(drop_rate=0.0), list(zip(microbatches(), range(2), strict=False))
+    model, (_, token_ids, targets) = step.state.model, batches[1][0]
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(token_ids)[0], targets[0], reduction="none")
+    [found] = take(step, (batch for batch, _ in batches))
+    assert found["token_loss_max"] == pytest.approx(loss.max().item(), rel=1e-4)
+
+
+def test_every_value_has_a_key_that_the_reader_of_metrics_checks() -> None:
+    [found] = take(step_of(), microbatches())
+    lists = {name for name, value in found.items() if isinstance(value, list)}
+    assert lists == set(BY_LAYER) and found.keys() - lists <= set(NUMBERS)
+    assert all(len(found[name]) == 2 for name in lists)
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "muon"},
+                                     {"activation_checkpointing": True}], ids=str)
+def test_the_training_is_the_same_bit_for_bit(changes: dict) -> None:
+    trained = []
+    for interval in (None, 2):
+        step, batches = step_of(diagnostics_interval=interval, **changes), microbatches()
+        assert len(take(step, batches, num_steps=5)) == (0 if interval is None else 2)
+        trained.append(step.state)
+    for a, b in zip(trained[0].model.parameters(), trained[1].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    states = [state.optimizer.state_dict()["state"] for state in trained]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", [Whole, ByLayer])
+def test_nothing_is_compiled_again(layout: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo decides what is compiled; a compiler that takes long is not needed for that."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    step, batches = step_of(compile=False), microbatches()
+    step.parallel_model = layout(step.state.model, step.train)
+    for _ in range(2):
+        step.take(batches, num_microbatches=2, learning_rate=0.01)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert len(take(step, batches, num_steps=3)) == 3
+        step.take(batches, num_microbatches=2, learning_rate=0.01)
+        with pytest.raises(RuntimeError, match="fail_on_recompile"):  # it would have been seen
+            step.parallel_model(*torch.ones(2, 1, 8, dtype=torch.int64))
+
+
+def test_a_step_that_is_not_finite_is_recorded_with_null() -> None:
+    step, batches = step_of(), microbatches()
+    weight = step.state.model.blocks[1].mlp.up.weight
+    hook = weight.register_hook(lambda grad: grad * float("inf"))
+    [found] = take(step, batches)
+    hook.remove()
+    record = json.loads(to_json(found))
+    assert record["layer_grad_norm"][1] is None and record["layer_grad_norm"][0] > 0
+    assert record["layer_update_ratio"] == [0.0, 0.0]  # it was skipped
+    with torch.no_grad():
+        weight[0, 0] = float("nan")
+    [found] = take(step, batches)
+    assert json.loads(to_json(found))["logit_p50"] is None
+
+
+def test_only_every_so_many_steps_are_measured_and_only_on_rank_0() -> None:
+    train = TrainConfig(**TINY_TRAIN | {"diagnostics_interval": 4})
+    ranks = [Diagnostics(train, Process(rank, rank, 2, CPU)) for rank in range(2)]
+    probes = [[rank.probe(global_step) for global_step in range(9)] for rank in ranks]
+    assert [place for place, probe in enumerate(probes[0]) if isinstance(probe, StepProbe)] == [
+        3, 7]
+    assert probes[1] == [NO_PROBE] * 9
+
+
+def test_a_measured_step_keeps_no_copy_of_the_weights() -> None:
+    step, probe = step_of(), StepProbe(0, "fp32")
+    step.take(microbatches(), num_microbatches=2, learning_rate=0.01, probe=probe)
+    assert sum(value.numel() for value in probe._statistics.values()) < 50
+    assert not any(isinstance(value, list | torch.Tensor) for value in vars(probe).values())
+
+
+def test_a_run_records_its_diagnostics_stops_and_resumes(workplace: Workplace) -> None:
+    """Twelve steps on two processes, in two launches, all of them measured."""
+    run_dir = workplace.add_run(train={"diagnostics_interval": 1})
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "7"))
+    succeeded(workplace.torchrun(2, "tiny"))
+    records, grad_norms = read_metrics(run_dir / "metrics.jsonl"), []
+    for record in records:
+        if "layer_grad_norm" in record:
+            assert len(record["layer_grad_norm"]) == 2
+            assert record["global_step"] == len(grad_norms)  # in order, each step once
+            parts = [*record["layer_grad_norm"], record["embedding_grad_norm"],
+                     record["head_grad_norm"]]
+            grad_norms.append(math.hypot(*parts))
+    assert len(grad_norms) == 12
+    reports = [record for record in records if "train_loss" in record]
+    assert [record["global_step"] for record in reports] == [4, 6, 9, 11]
+    for first, report in zip((0, 5, 7, 10), reports, strict=True):
+        window = grad_norms[first : report["global_step"] + 1]  # of the averaged gradients
+        assert report["grad_norm_max"] == pytest.approx(max(window), rel=1e-3)
+    seconds = [record["seconds"] for record in records]
+    assert seconds == sorted(seconds)
+    assert (run_dir / "layers-chart.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.gpu
+def test_values_are_copied_into_pinned_memory() -> None:
+    device = torch.device("cuda", 0)
+    step = step_of(device=device, drop_rate=0.0, compile=False)
+    probe = StepProbe(0, step.train.precision)
+    step.take(microbatches(device), num_microbatches=2, learning_rate=0.01, probe=probe)
+    assert all(value.is_pinned() for value in probe._statistics.values())
+    [on_cpu] = take(step_of(drop_rate=0.0), microbatches())
+    found = probe.read()
+    assert found["layer_grad_norm"] == pytest.approx(on_cpu["layer_grad_norm"], rel=0.01)
