@@ -33,10 +33,9 @@ from trainer.optimization import Group, peak_learning_rate
 from trainer.startup import build_state, prepare_run
 from trainer.step import TrainingStep, Wrap
 
-STEPS = 300
-LOWEST_RATE, HIGHEST_RATE = 1e-6, 1.0
-RATES = np.geomspace(LOWEST_RATE, HIGHEST_RATE, STEPS)  # `learning_rate` of each step
+RATES = np.geomspace(1e-6, 1, 300)  # `learning_rate` of each step
 SMOOTHING_STEPS = 8  # standard deviation of the bell curve that averages neighbouring losses
+FRACTION = 0.5  # of the rate with the lowest smoothed loss: the suggestion
 DIVERGED = 4  # times the lowest smoothed loss: the test ends
 CHART_NAME = "learning-rate-test-chart.png"
 
@@ -69,13 +68,13 @@ class RangeTest:
         return bool(smoothed[-1] > DIVERGED * smoothed.min())
 
     def suggestion(self) -> float | None:
-        """Return a tenth of the rate of the lowest smoothed loss; None if the loss never fell."""
+        """Return half the rate of the lowest smoothed loss; None if the loss never fell."""
         smoothed = self.smoothed
         best = int(smoothed.argmin())
         scatter = float(np.std(self.losses[: best + 1] - smoothed[: best + 1]))
         if not smoothed[0] - smoothed[best] > scatter:
             return None
-        return float(self.rates[best]) / 10
+        return FRACTION * float(self.rates[best])
 
 
 def find_learning_rate(options: Options, process: Process, agreement: Agreement, wrap: Wrap,
@@ -116,10 +115,10 @@ def find_learning_rate(options: Options, process: Process, agreement: Agreement,
 
 
 def _check_length(run: Run, plan: BatchPlan) -> None:
-    if plan.num_steps < STEPS:
-        raise UserError(f"{run.train_path}: --find-learning-rate takes {STEPS} steps, and the run"
-                        f" has {plan.num_steps:,}; raise min_train_tokens, use a larger dataset or"
-                        " lower the global batch")
+    if plan.num_steps < len(RATES):
+        raise UserError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps, and the"
+                        f" run has {plan.num_steps}; raise min_train_tokens, use a larger dataset"
+                        " or lower the global batch")
 
 
 def _without_validation(train: TrainConfig) -> TrainConfig:
@@ -128,8 +127,8 @@ def _without_validation(train: TrainConfig) -> TrainConfig:
 
 
 def _begin_line(run: Run) -> str:
-    return (f"learning-rate test of {run.name}: up to {STEPS} steps from the initial weights,"
-            f" learning_rate from {LOWEST_RATE:g} to {HIGHEST_RATE:g}; nothing is saved")
+    return (f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial weights,"
+            f" learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved")
 
 
 def _before_exit(process: Process, status: str, reason: str) -> None:
@@ -180,10 +179,10 @@ def result_lines(run: Run, test: RangeTest) -> list[str]:
     """Describe the result and the keys of `train.json` to set."""
     rate, smoothed = test.suggestion(), test.smoothed
     best = int(smoothed.argmin())
-    end = "" if len(test.losses) == STEPS else f"; it diverged after {len(test.losses)} steps"
+    end = "" if len(test.losses) == len(RATES) else f"; it diverged after {len(test.losses)} steps"
     lines = [f"lowest smoothed loss {smoothed[best]:.4f} at learning_rate"
              f" {test.rates[best]:.2g}{end}",
-             f"suggestion, a tenth of that rate; set in {run.train_path}:"]
+             f"suggestion, half of that rate; set in {run.train_path}:"]
     rates = suggested_rates(run.train, rate)
     lines += [f"    {json.dumps(key)}: {value:.2g}" for key, value in rates.items()]
     if len(rates) > 1:
@@ -192,11 +191,13 @@ def result_lines(run: Run, test: RangeTest) -> list[str]:
 
 
 def suggested_rates(train: TrainConfig, learning_rate: float) -> dict[str, float]:
-    """Return the keys to set: `learning_rate`, and those of the groups with another rate."""
-    peaks = {group: peak_learning_rate(group, train) for group in get_args(Group)}
-    return {"learning_rate": learning_rate} | {
-        f"{group}_learning_rate": learning_rate * peak / train.learning_rate
-        for group, peak in peaks.items() if peak != train.learning_rate}
+    """Return the keys to set: `learning_rate`, and those of the groups with their own rates."""
+    rates = {"learning_rate": learning_rate}
+    for group in get_args(Group):
+        key, peak = f"{group}_learning_rate", peak_learning_rate(group, train)
+        if getattr(train, key) is not None or peak != train.learning_rate:
+            rates[key] = learning_rate * peak / train.learning_rate
+    return rates
 
 
 def _draw(run: Run, test: RangeTest) -> None:
