@@ -132,8 +132,8 @@ def _begin_line(run: Run) -> str:
 
 
 def _before_exit(process: Process, status: str, reason: str) -> None:
-    if process.is_main:
-        print_line(f"learning-rate test {status}: {reason}")
+    if process.is_main and status == "stopped":  # a failure is reported by the watchdog
+        print_line(f"learning-rate test stopped: {reason}")
 
 
 def run_range_test(step: TrainingStep, microbatches: Generator[Microbatch], plan: BatchPlan,

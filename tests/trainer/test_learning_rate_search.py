@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from basics.errors import BAD_INPUT, NON_FINITE, STOP_SIGNALS
+from basics.errors import BAD_INPUT, DISK_FULL, NON_FINITE, STOP_SIGNALS, UserError
 from basics.failpoints import VARIABLE
 from ddp_train import microbatch_indices, wrap_in_ddp
 from processes.command_line import Options
@@ -155,9 +157,13 @@ def few_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         learning_rate_search, "RATES", np.geomspace(low, high, count))
 
 
-def find(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test in this process."""
+@pytest.fixture(autouse=True)
+def bare_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
+
+
+def find(workplace: Workplace) -> None:
+    """Run the test in this process."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         find_learning_rate(options_of(workplace), CPU, Agreement.in_one_process(), wrap_in_ddp,
@@ -178,12 +184,12 @@ def options_of(workplace: Workplace) -> Options:
     {"precision": "fp32"}, {"precision": "fp16"}, {"precision": "bf16", "optimizer": "muon"}])
 def test_a_rate_is_suggested_and_the_chart_is_the_only_new_file(
     tiny: Run, workplace: Workplace, few_rates: Callable, train: dict,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    capsys: pytest.CaptureFixture
 ) -> None:
     change_config(tiny, train)
     before = contents(workplace.root)
     few_rates(1e-4, 1)
-    find(workplace, monkeypatch)
+    find(workplace)
     output = capsys.readouterr().out
     rate = float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1])
     assert 1e-4 < rate < 0.5
@@ -209,7 +215,7 @@ def test_the_first_steps_use_the_runs_first_microbatches_and_its_initial_weights
 
     monkeypatch.setattr(TrainingStep, "take", watched)
     few_rates(1e-4, 1)
-    find(workplace, monkeypatch)
+    find(workplace)
     assert [index for index, _, _ in seen] == list(range(len(seen)))
     assert [rate for _, rate, _ in seen] == pytest.approx(
         np.geomspace(1e-4, 1, 60)[: len(seen)].tolist())
@@ -218,11 +224,10 @@ def test_the_first_steps_use_the_runs_first_microbatches_and_its_initial_weights
 
 
 def test_training_that_diverges_ends_early_and_below_is_a_suggestion(
-    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture
+    tiny: Run, workplace: Workplace, few_rates: Callable, capsys: pytest.CaptureFixture
 ) -> None:
     few_rates(1e-3, 1e4, 150)
-    find(workplace, monkeypatch)
+    find(workplace)
     output = capsys.readouterr().out
     assert int(re.search(r"it diverged after (\d+) steps", output)[1]) < 150
     assert float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1]) < 1
@@ -240,9 +245,24 @@ def test_a_test_without_a_result_writes_nothing(
     before = contents(workplace.root)
     few_rates(1e-12, 1e-11)
     with pytest.raises(AgreedError, match=message) as error:
-        find(workplace, monkeypatch)
+        find(workplace)
     assert error.value.status == status
     assert contents(workplace.root) == before
+
+
+def test_a_chart_that_cannot_be_written_does_not_lose_the_suggestion(
+    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture
+) -> None:
+    def fail(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    few_rates(1e-4, 1)
+    monkeypatch.setattr(charts, "draw_by_hand", fail)
+    with pytest.raises(UserError, match=f"{CHART_NAME}: cannot be written: No space") as error:
+        find(workplace)
+    assert error.value.status == DISK_FULL
+    assert "suggestion" in capsys.readouterr().out
 
 
 def change_config(run: Run, changes: dict) -> None:
