@@ -35,7 +35,10 @@ from trainer.step import TrainingStep, Wrap
 
 RATES = np.geomspace(1e-6, 1, 300)  # `learning_rate` of each step
 SMOOTHING_STEPS = 8  # standard deviation of the bell curve that averages neighbouring losses
-FRACTION = 0.5  # of the rate with the lowest smoothed loss: the suggestion
+# The suggestion, as a fraction of the rate with the lowest smoothed loss. The demo's model, trained
+# with AdamW for 733 steps on one process, ended at validation losses of 2.55 with a tenth of that
+# rate and 2.41 with half; the best of seven rates had 2.39. The steepest descent is lower still.
+FRACTION = 0.5
 DIVERGED = 4  # times the lowest smoothed loss: the test ends
 CHART_NAME = "learning-rate-test-chart.png"
 

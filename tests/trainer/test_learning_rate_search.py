@@ -49,7 +49,7 @@ LONG_ENOUGH = {"min_train_tokens": -1, "gradient_accumulation_steps": 1}
 @pytest.fixture
 def tiny(workplace: Workplace) -> Run:
     """A run that has enough steps on two processes."""
-    workplace.add_run(train=LONG_ENOUGH)
+    workplace.add_run(model={"n_layers": 1}, train=LONG_ENOUGH)
     workplace.add_dataset(num_tokens=64 * len(RATES) + 1)
     return load_run(workplace.runs_dir, "tiny")
 
@@ -321,7 +321,7 @@ def test_two_processes_leave_a_trained_run_as_it_was(tiny: Run, workplace: Workp
 
 def test_ctrl_c_ends_all_processes_at_once_with_its_status(tiny: Run, workplace: Workplace) -> None:
     before = contents(workplace.root)
-    fault = "train:signal:rank=1:hit=7:number=2;train:slow:seconds=0.05"
+    fault = "train:signal:rank=0:hit=7:number=2;train:slow:seconds=0.05"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", "--find-learning-rate",
                                  **{VARIABLE: fault})
     assert result.returncode == 128 + 2, result.stdout + result.stderr
