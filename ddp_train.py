@@ -36,6 +36,7 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
 from trainer.launcher import launch
+from trainer.learning_rate_search import find_learning_rate
 from trainer.reports import Reports
 from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run
@@ -74,6 +75,9 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
         return
     if process.device.type == "cpu":
         keep_freed_memory()
+    if options.find_learning_rate:
+        find_learning_rate(options, process, agreement, wrap_in_ddp, microbatch_indices)
+        return
     if agreement.is_torchrun_restart():
         options = replace(options, fresh=False, checkpoint=None)
     prepared = prepare_run(options, process, clock, agreement)

@@ -26,6 +26,7 @@ class Options:
     fresh: bool = False
     usd_per_hour: float | None = None
     find_max_microbatch: bool = False
+    find_learning_rate: bool = False
     save: bool = False
     memory_limit_gib: float | None = None
 
@@ -38,14 +39,26 @@ class Options:
         if self.fresh and self.checkpoint:
             raise UserError(f"--fresh starts over and CHECKPOINT {self.checkpoint} resumes;"
                             " use one of the two")
-        search_options = {"--save": self.save, "--memory-limit-gib": self.memory_limit_gib}
-        training_options = {"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                            "--fresh": self.fresh}
-        misplaced = training_options if self.find_max_microbatch else search_options
-        for name, value in misplaced.items():
-            if value:
-                rule = "cannot be used with" if self.find_max_microbatch else "needs"
-                raise UserError(f"{name} {rule} --find-max-microbatch; see --help")
+        self._check_searches()
+
+    def _check_searches(self) -> None:
+        microbatch, rate = "--find-max-microbatch", "--find-learning-rate"
+        search = microbatch if self.find_max_microbatch else rate
+        no_search = {"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
+                     "--fresh": self.fresh}
+        if search == microbatch:
+            no_search[rate] = self.find_learning_rate
+        if self.find_max_microbatch or self.find_learning_rate:
+            _refuse(no_search, f"cannot be used with {search}")
+        if not self.find_max_microbatch:
+            _refuse({"--save": self.save, "--memory-limit-gib": self.memory_limit_gib},
+                    f"needs {microbatch}")
+
+
+def _refuse(options: dict[str, Any], reason: str) -> None:
+    for name, value in options.items():
+        if value:
+            raise UserError(f"{name} {reason}; see --help")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -65,6 +78,9 @@ class Options:
               help="Price of the machine; overrides usd_per_hour in train.json.")
 @click.option("--find-max-microbatch", is_flag=True,
               help="Find the largest and the fastest microbatch size that fits; no training.")
+@click.option("--find-learning-rate", is_flag=True,
+              help="Train some hundred steps with a growing learning rate and suggest one; nothing"
+                   " is saved.")
 @click.option("--save", is_flag=True,
               help="With --find-max-microbatch: write the result into train.json.")
 @click.option("--memory-limit-gib", type=click.FloatRange(min=0, min_open=True), metavar="GIB",

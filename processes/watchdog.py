@@ -47,7 +47,7 @@ class Watchdog(AbstractContextManager):
 
     Args:
         phase: returns the name of what the process does now.
-        heartbeat_path: a file that rank 0 renews, to be read from outside.
+        heartbeat_path: a file that rank 0 renews, to be read from outside; None for none.
 
     Attributes:
         stop_signal: the number of the stop signal that any process has received; 0 if none has.
@@ -55,7 +55,7 @@ class Watchdog(AbstractContextManager):
     """
 
     def __init__(self, process: Process, store: dist.Store, *, phase: Callable[[], str],
-                 heartbeat_path: Path) -> None:
+                 heartbeat_path: Path | None) -> None:
         self.process, self.deadlines = process, Deadlines.read()
         self.stop_signal = 0
         self.before_exit: Callable[[str, str], None] = lambda status, reason: None
@@ -124,7 +124,7 @@ class Watchdog(AbstractContextManager):
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)  # nothing reads the socket any more
         self._store.close()
-        if self.process.is_main:
+        if self.process.is_main and self._heartbeat_path:
             self._heartbeat_path.unlink(missing_ok=True)
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -277,7 +277,7 @@ class Watchdog(AbstractContextManager):
             for rank in self._peers.find_lost(now, timeout_seconds):
                 self._record_failure(FAILED, f"rank {rank} is lost {self._position()}: its machine"
                                              f" has not answered for {timeout_seconds:.0f} s")
-        if self.process.is_main:
+        if self.process.is_main and self._heartbeat_path:
             with suppress(OSError):  # a full disk is reported by what needs it more
                 write_atomically(self._heartbeat_path, to_json({
                     "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from run_config import ModelConfig, Precision
+from run_config import ModelConfig, Precision, TrainConfig
 
 SPEED_CHECK_STEPS = 50  # global steps of a launch, after which its speed is reported
 FAR_BELOW = 0.5  # of the expected MFU; below it, likely reasons are listed
 MUCH_WAITING = 0.10  # share of the time spent waiting for the next microbatch
 SMALL_MICROBATCH_TOKENS = 4096  # too few to fill a GPU's multiprocessors
 CARDS_GIB = (12, 16, 24, 40, 80, 141, 192)  # common memory sizes of GPUs
-BYTES_PER_PARAMETER_SAVED = 12  # float32 weights and AdamW's two moments
 SLOW_DISK_BYTES_PER_SECOND = 100e6  # estimates a checkpoint before one is measured
 
 
@@ -77,6 +76,20 @@ def flops_per_token(model: ModelConfig) -> float:
     matmul_parameters = 12 * model.n_layers * model.emb_dim**2 + model.vocab_size * model.emb_dim
     attention = 12 * model.n_layers * model.context_length * model.emb_dim
     return 6 * matmul_parameters + attention
+
+
+def checkpoint_bytes(model: ModelConfig, train: TrainConfig, num_parameters: int) -> int:
+    """Return the size of a run's largest checkpoint.
+
+    Float32 numbers: the weights, AdamW's two moments or Muon's one of each hidden matrix, and the
+    averaged weights.
+    """
+    numbers = 3 * num_parameters
+    if train.optimizer == "muon":
+        numbers -= 12 * model.n_layers * model.emb_dim**2
+    if train.weight_average:
+        numbers += num_parameters
+    return 4 * numbers
 
 
 @dataclass(frozen=True)

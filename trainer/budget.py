@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.loss_window import REPORT_INTERVAL
-from reporting.speed import BYTES_PER_PARAMETER_SAVED, SLOW_DISK_BYTES_PER_SECOND
+from reporting.speed import SLOW_DISK_BYTES_PER_SECOND
 from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 
@@ -27,7 +27,7 @@ class Pace:
 
     @classmethod
     def measured(cls, clock: PhaseClock, train: TrainConfig, *, num_steps: int, plan: BatchPlan,
-                 num_parameters: int) -> Pace:
+                 checkpoint_bytes: int) -> Pace:
         """Measure the pace of this launch, of which `num_steps` came after its first step.
 
         Parts that have not happened yet are estimated: a validation as forward passes, a third of
@@ -38,12 +38,11 @@ class Pace:
         step = (spent[TRAINING] + spent[WAITING]) / num_steps if num_steps else first
         forward = step / plan.gradient_accumulation_steps / 3
         num_batches = -(-train.num_validation_sequences // plan.microbatch_size)
-        written = num_parameters * BYTES_PER_PARAMETER_SAVED
         return cls(
             step=step,
             validation=clock.longest[VALIDATION] or forward * num_batches,
             save=clock.longest[CHECKPOINT] + clock.longest[CHART]
-            or written / SLOW_DISK_BYTES_PER_SECOND,
+            or checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND,
         )
 
     def seconds(self, num_steps: int, *, num_validations: int = 0, num_saves: int = 0) -> float:

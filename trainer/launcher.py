@@ -23,7 +23,8 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
         UserError: the run cannot be trained; nothing was written.
     """
     num_processes = options.nproc_per_node or default_num_processes()
-    if options.find_max_microbatch:  # trains nothing, so it may run beside a training
+    if options.find_max_microbatch or options.find_learning_rate:  # the processes check the run
+        release_run()
         return start_torchrun(script, sys.argv[1:], num_processes=num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)

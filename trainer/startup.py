@@ -30,7 +30,7 @@ from processes.launch import Process
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock
 from reporting.metrics_file import check_records, spent_before
-from reporting.speed import BYTES_PER_PARAMETER_SAVED
+from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status
 from run_config import Run, TrainConfig, check_inside, load_run
 from tokens.batch_plan import BatchPlan
@@ -237,7 +237,7 @@ def check_disk_space(prepared: PreparedRun) -> None:
     run = prepared.run
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
     free = shutil.disk_usage(place).free
-    needed = num_parameters(run.model) * BYTES_PER_PARAMETER_SAVED
+    needed = checkpoint_bytes(run.model, run.train, num_parameters(run.model))
     if not prepared.is_trained and free < needed:
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
                         f" disk has {free / 1e9:,.2f} GB free; free some, or set --runs-dir")

@@ -12,6 +12,7 @@ from gpt import num_parameters
 from processes.watchdog import Watchdog
 from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL
+from reporting.speed import checkpoint_bytes
 from trainer.background_saver import BackgroundSaver
 from trainer.budget import Budget, Pace
 from trainer.startup import PreparedRun, is_due
@@ -33,7 +34,8 @@ class Stop:
         self._prepared, self._config = prepared, prepared.run.train
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
         self._budget = Budget(self._config, clock)
-        self._num_parameters = num_parameters(prepared.run.model)
+        self._checkpoint_bytes = checkpoint_bytes(
+            prepared.run.model, self._config, num_parameters(prepared.run.model))
         self._fits_next = self._config.fit_budget  # fit the schedule at the next report
         self.num_steps = prepared.num_steps
         self.reason = "--max-steps" if prepared.options.max_steps else None
@@ -94,7 +96,8 @@ class Stop:
     def pace(self, num_steps: int) -> Pace:
         """Return the measured pace of this launch's last `num_steps`."""
         pace = Pace.measured(self._clock, self._config, num_steps=num_steps,
-                             plan=self._prepared.plan, num_parameters=self._num_parameters)
+                             plan=self._prepared.plan,
+                             checkpoint_bytes=self._checkpoint_bytes)
         # The last write may have to wait for the one before.
         return replace(pace, last_write=2 * self._saver.longest_write_seconds)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
 
+from lab.plan.optimizer_memory import state_bytes, step_bytes
+from lab.plan.setting import FLOAT32, Setting, num_parameters
 from ops.sizes import attention_blocks, head_chunk_tokens
-from run_config import ModelConfig, Precision, TrainConfig
 
-FLOAT32 = 4
 IDS = 2 * 8  # bytes of a token's id and its target, int64
 MAX_MICROBATCH = 2**21  # more than fits on any GPU
 
@@ -24,6 +24,7 @@ class Memory:
 
     weights: float
     optimizer: float
+    average: float  # of the weights, once a run with `weight_average` keeps it
     gradients: float
     buckets: float  # of DDP; the gradients are views of them
     weight_copies: float  # of autocast, in low precision, kept for the backward pass
@@ -35,51 +36,15 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-@dataclass(frozen=True)
-class Setting:
-    """All that the memory of a run depends on, except its microbatch size."""
-
-    model: ModelConfig
-    train: TrainConfig
-    precision: Precision
-    num_processes: int
-    on_gpu: bool = True
-
-    @property
-    def element(self) -> int:
-        """Bytes of an element of the activations in matrix products."""
-        return 2 if self.precision in ("bf16", "fp16") else FLOAT32
-
-    @property
-    def is_eager_on_cpu(self) -> bool:
-        return not self.on_gpu and not self.train.compile
-
-    @property
-    def residual(self) -> int:
-        """Bytes of an element of the residual stream."""
-        by_default = "bf16" if self.on_gpu and self.precision == "bf16" else "fp32"
-        return 2 if (self.train.residual_dtype or by_default) == "bf16" else FLOAT32
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of a `GPTModel` without building one."""
-    C = model.emb_dim
-    matrices = 12 * C**2
-    biases = C + 4 * C + C + (3 * C if model.qkv_bias else 0)  # attention output, MLP, QKV
-    norms = 2 * 2 * C
-    embeddings = (model.vocab_size + model.context_length) * C
-    head = 0 if model.tie_weights else model.vocab_size * C
-    return model.n_layers * (matrices + biases + norms) + embeddings + 2 * C + head
-
-
 def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Return the memory at the peak of a step: in the backward pass, or in the optimizer's step."""
     if _chunk_tokens(setting, microbatch_size) is None:
-        moments = [_in_loss_backward, _in_head_backward, _in_optimizer_step]
+        moments = [_in_loss_backward, _in_head_backward]
     else:
-        moments = [_in_chunked_loss, _after_chunked_loss, _in_optimizer_step]
+        moments = [_in_chunked_loss, _after_chunked_loss]
     if setting.train.activation_checkpointing:
         moments.append(_in_recomputed_layer)
+    moments += [_before_optimizer_step, _in_optimizer_step]
     return max((moment(setting, microbatch_size) for moment in moments),
                key=lambda memory: memory.total)
 
@@ -148,15 +113,19 @@ def _in_recomputed_layer(setting: Setting, microbatch_size: int) -> Memory:
     return _memory(setting, microbatch_size, temporary=tokens * recomputed + FLOAT32 * V * C)
 
 
-def _in_optimizer_step(setting: Setting, microbatch_size: int) -> Memory:
-    """No activations are left, and all gradients are held.
-
-    If head and embedding are tied, the peak is just before: the gradients of both are held, and
-    in float32 their sum too.
-    """
+def _before_optimizer_step(setting: Setting, _: int) -> Memory:
+    """All gradients are held. A tied matrix has two, and in float32 their sum too."""
     tied = setting.model.vocab_size * setting.model.emb_dim if setting.model.tie_weights else 0
-    extra = FLOAT32 * tied * (2 if setting.element == FLOAT32 else 1)
-    memory = _memory(setting, 0, temporary=extra)
+    return _with_gradients(setting, FLOAT32 * tied * (2 if setting.element == FLOAT32 else 1))
+
+
+def _in_optimizer_step(setting: Setting, _: int) -> Memory:
+    return _with_gradients(setting, step_bytes(setting))
+
+
+def _with_gradients(setting: Setting, temporary: float) -> Memory:
+    """Return what is held when no activations are left: all gradients, and temporary tensors."""
+    memory = _memory(setting, 0, temporary=temporary)
     return memory if setting.num_processes > 1 else replace(memory, gradients=memory.weights)
 
 
@@ -170,7 +139,8 @@ def _memory(setting: Setting, microbatch_size: int, *, temporary: float) -> Memo
     has_copies = setting.element < FLOAT32 and tokens > 0
     return Memory(
         weights=weights,
-        optimizer=2 * weights,
+        optimizer=state_bytes(setting),
+        average=weights if setting.train.weight_average else 0,
         gradients=weights if accumulates and not is_distributed else 0,
         buckets=weights if is_distributed else 0,
         weight_copies=setting.element * matmul_weights if has_copies else 0,

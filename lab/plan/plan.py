@@ -11,11 +11,12 @@ from tabulate import tabulate
 
 from basics.errors import UserError
 from lab.plan.machines import Machine, known_machines, parse_machine
-from lab.plan.memory import Memory, Setting, largest_microbatch, num_parameters, peak_memory
+from lab.plan.memory import Memory, largest_microbatch, peak_memory
+from lab.plan.setting import Setting, num_parameters
 from reporting.speed import (
-    BYTES_PER_PARAMETER_SAVED,
     CARDS_GIB,
     SLOW_DISK_BYTES_PER_SECOND,
+    checkpoint_bytes,
     flops_per_token,
     usable_gib,
 )
@@ -24,7 +25,8 @@ from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 PART_NAMES = {
-    "weights": "weights", "optimizer": "optimizer state", "gradients": "gradients",
+    "weights": "weights", "optimizer": "optimizer state",
+    "average": "averaged weights", "gradients": "gradients",
     "buckets": "DDP buckets, which hold the gradients",
     "weight_copies": "weight copies in low precision", "activations": "activations",
     "logits": "logits, loss and their gradients",
@@ -95,7 +97,7 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
 
 
 def _checkpoint_bytes(run: Run) -> int:
-    return BYTES_PER_PARAMETER_SAVED * num_parameters(run.model)
+    return checkpoint_bytes(run.model, run.train, num_parameters(run.model))
 
 
 def _settings(run: Run) -> list[Setting]:

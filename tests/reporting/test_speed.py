@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from reporting.speed import FAR_BELOW, Speed, find_gpu, flops_per_token, usable_gib
+from reporting.speed import (
+    FAR_BELOW,
+    Speed,
+    checkpoint_bytes,
+    find_gpu,
+    flops_per_token,
+    usable_gib,
+)
 from run_config import load_run
 from tests.support.workplace import PROJECT_DIR
 
@@ -92,3 +99,14 @@ def test_reasons_are_listed_below_half_of_the_expected_mfu() -> None:
 @pytest.mark.parametrize("card", [12, 16, 24, 40, 80, 141, 192])
 def test_some_memory_of_a_card_is_not_usable(card: int) -> None:
     assert 0.85 * card < usable_gib(card) < card - 1
+
+
+@pytest.mark.parametrize(("options", "num_floats"), [
+    ({}, 3 * 163_009_536),
+    ({"weight_average": 100}, 4 * 163_009_536),
+    ({"optimizer": "muon"}, 3 * 163_009_536 - 12 * 12 * 768**2),  # one moment of each matrix
+])
+def test_a_checkpoint_holds_weights_moments_and_averages(options: dict, num_floats: int) -> None:
+    run = load_run(PROJECT_DIR / "runs", "original")
+    train = run.train.model_copy(update=options)
+    assert checkpoint_bytes(run.model, train, 163_009_536) == 4 * num_floats

@@ -37,7 +37,7 @@ def clock_with(now: FakeTime, **seconds: float) -> PhaseClock:
 
 def pace_of(clock: PhaseClock, num_steps: int = 20) -> Pace:
     return Pace.measured(clock, train_config(microbatch_size=4), num_steps=num_steps, plan=PLAN,
-                         num_parameters=10**9)
+                         checkpoint_bytes=12 * 10**9)
 
 
 def test_the_pace_is_measured(now: FakeTime) -> None:
@@ -107,7 +107,7 @@ class Simulated(Stop):
         process = SimpleNamespace(device=torch.device("cpu"))
         super().__init__(prepared, clock=self.clock, watchdog=SimpleNamespace(process=process),
                          group=None, saver=self.saver)
-        self._num_parameters = 10**8
+        self._checkpoint_bytes = 12 * 10**8
 
     def signal_received(self) -> bool:
         return False

@@ -1,0 +1,330 @@
+"""The learning-rate range test: on synthetic losses, in process, and with two processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from basics.errors import BAD_INPUT, DISK_FULL, NON_FINITE, STOP_SIGNALS, UserError
+from basics.failpoints import VARIABLE
+from ddp_train import microbatch_indices, wrap_in_ddp
+from processes.command_line import Options
+from processes.launch import Process
+from processes.run_lock import lock_run, release_run
+from processes.startup_agreement import AgreedError, Agreement
+from reporting import charts
+from run_config import Run, load_run
+from tests.support.in_process import assert_refused, contents, run_in_process
+from tests.support.workplace import Workplace, draw_bare, succeeded
+from trainer import learning_rate_search
+from trainer.learning_rate_search import (
+    CHART_NAME,
+    RATES,
+    RangeTest,
+    find_learning_rate,
+    result_lines,
+    run_range_test,
+    suggested_rates,
+)
+from trainer.optimization import set_rates
+from trainer.precision import resolve_for_device
+from trainer.step import TrainingStep, build_training_state
+
+CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+LONG_ENOUGH = {"min_train_tokens": -1, "gradient_accumulation_steps": 1}
+
+
+@pytest.fixture
+def tiny(workplace: Workplace) -> Run:
+    """A run that has enough steps on two processes."""
+    workplace.add_run(model={"n_layers": 1}, train=LONG_ENOUGH)
+    workplace.add_dataset(num_tokens=64 * len(RATES) + 1)
+    return load_run(workplace.runs_dir, "tiny")
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def curve(rate: np.ndarray) -> np.ndarray:
+    """A loss that is lowest at 0.01, noisy, and diverges above 0.1."""
+    noise = 0.1 * np.random.default_rng(0).standard_normal(len(RATES))
+    fall = 2.5 + 0.8 * np.abs(np.log10(rate / 0.01)) + np.maximum(0, rate - 0.1) * 40
+    return fall + noise[np.searchsorted(RATES, rate)]
+
+
+def losses_of(curve: Callable[[np.ndarray], np.ndarray]) -> RangeTest:
+    return RangeTest(tuple(curve(RATES).tolist()))
+
+
+def take_test(losses: Iterator[float]) -> RangeTest:
+    """Run a test on a step that has these losses."""
+    step = SimpleNamespace(
+        process=CPU, train=SimpleNamespace(momentum=0.95, hang_timeout_seconds=1),
+        take=lambda *_, **__: (torch.tensor(next(losses)), torch.tensor(1.0)))
+    watchdog = SimpleNamespace(start_hang_detection=lambda _: None)
+    return run_range_test(step, (_ for _ in ()), SimpleNamespace(gradient_accumulation_steps=1),
+                          watchdog)
+
+
+def test_smoothing_keeps_a_line_and_averages_noise() -> None:
+    test = RangeTest(tuple(np.linspace(5, 3, 200)))
+    middle = slice(30, -30)
+    np.testing.assert_allclose(test.smoothed[middle], test.losses[middle])
+    noise = RangeTest(tuple(np.random.default_rng(1).standard_normal(200)))
+    assert noise.smoothed.std() < 0.3
+    assert len(RangeTest((1.0, 2.0)).smoothed) == 2
+
+
+def test_the_suggestion_follows_from_the_lowest_smoothed_loss() -> None:
+    assert losses_of(curve).suggestion() == pytest.approx(
+        learning_rate_search.FRACTION * 0.01, rel=0.3)
+
+
+@pytest.mark.parametrize("losses", [
+    lambda rates: 5 + 0.1 * np.random.default_rng(2).standard_normal(len(rates)),  # only noise
+    lambda rates: 5 + np.log10(rates / rates[0])])  # only rises
+def test_a_loss_that_never_falls_gives_no_suggestion(losses: Callable) -> None:
+    assert losses_of(losses).suggestion() is None
+
+
+def test_the_test_ends_when_the_smoothed_loss_is_four_times_the_lowest(one_process: None) -> None:
+    test = take_test(iter(curve(RATES).tolist()))
+    assert 220 < len(test.losses) < 300 and test.has_diverged
+    assert not RangeTest(test.losses[:-1]).has_diverged
+    assert test.smoothed[-1] > 4 * test.smoothed.min()
+    assert test.suggestion() == pytest.approx(learning_rate_search.FRACTION * 0.01, rel=0.3)
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_ends_the_test_and_does_not_count(
+    one_process: None, loss: float
+) -> None:
+    test = take_test(iter([*curve(RATES)[:250].tolist(), loss]))
+    assert test.losses == pytest.approx(curve(RATES)[:250].tolist())
+
+
+def test_a_single_high_loss_does_not_end_the_test(one_process: None) -> None:
+    losses = np.full(len(RATES), 3.0)
+    losses[100] = 20.0
+    assert len(take_test(iter(losses.tolist())).losses) == len(RATES)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"optimizer": "muon"}, {"embedding_learning_rate": 0.05, "matrix_learning_rate": 0.01},
+    {"optimizer": "muon", "matrix_learning_rate": 0.07, "vector_learning_rate": 0.002}])
+def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(
+    workplace: Workplace, options: dict
+) -> None:
+    workplace.add_run(train=options)
+    run = load_run(workplace.runs_dir, "tiny")
+    optimizer = optimizer_of(run)
+    set_rates(optimizer, learning_rate=0.003, momentum=0.9)
+    tested = [group["lr"] for group in optimizer.param_groups]
+    rates = suggested_rates(run.train, 0.003)
+    changed = replace(run, train=run.train.model_copy(update=rates))
+    assert [group["lr"] for group in optimizer_of(changed).param_groups] == pytest.approx(tested)
+    assert set(rates) >= {"learning_rate", *(key for key in options if key.endswith("_rate"))}
+    text = "\n".join(result_lines(run, losses_of(curve)))
+    assert all(f'"{key}": ' in text for key in rates)
+    assert ("keep their ratio" in text) == bool(options)
+
+
+def optimizer_of(run: Run) -> torch.optim.Optimizer:
+    train = resolve_for_device(run.train, CPU.device)
+    return build_training_state(run.model, train, CPU).optimizer
+
+
+@pytest.fixture
+def few_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces the rates by fewer, in another range."""
+    return lambda low, high, count=60: monkeypatch.setattr(
+        learning_rate_search, "RATES", np.geomspace(low, high, count))
+
+
+@pytest.fixture(autouse=True)
+def bare_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
+
+
+def find(workplace: Workplace) -> None:
+    """Run the test in this process."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        find_learning_rate(options_of(workplace), CPU, Agreement.in_one_process(), wrap_in_ddp,
+                           microbatch_indices)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def options_of(workplace: Workplace) -> Options:
+    return Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir,
+                   find_learning_rate=True)
+
+
+@pytest.mark.parametrize("train", [
+    {"precision": "fp32"}, {"precision": "fp16"}, {"precision": "bf16", "optimizer": "muon"}])
+def test_a_rate_is_suggested_and_the_chart_is_the_only_new_file(
+    tiny: Run, workplace: Workplace, few_rates: Callable, train: dict,
+    capsys: pytest.CaptureFixture
+) -> None:
+    change_config(tiny, train)
+    before = contents(workplace.root)
+    few_rates(1e-4, 1)
+    find(workplace)
+    output = capsys.readouterr().out
+    rate = float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1])
+    assert 1e-4 < rate < 0.5
+    assert ("matrix_learning_rate" in output) == ("optimizer" in train)
+    after = contents(workplace.root)
+    chart, = after.keys() - before.keys()
+    assert chart.endswith(f"tiny/{CHART_NAME}") and chart in output
+    assert {path: digest for path, digest in after.items() if path != chart} == before
+    assert Image.open(chart).size[0] > 100
+
+
+def test_the_first_steps_use_the_runs_first_microbatches_and_its_initial_weights(
+    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    take = TrainingStep.take
+
+    def watched(step: TrainingStep, microbatches: Iterator, **options: float) -> object:
+        microbatch = next(microbatches)
+        seen.append((microbatch.index, options["learning_rate"],
+                     step.state.model.token_embedding.weight.sum().item()))
+        return take(step, iter([microbatch]), **options)
+
+    monkeypatch.setattr(TrainingStep, "take", watched)
+    few_rates(1e-4, 1)
+    find(workplace)
+    assert [index for index, _, _ in seen] == list(range(len(seen)))
+    assert [rate for _, rate, _ in seen] == pytest.approx(
+        np.geomspace(1e-4, 1, 60)[: len(seen)].tolist())
+    fresh = build_training_state(tiny.model, resolve_for_device(tiny.train, CPU.device), CPU)
+    assert seen[0][2] == fresh.model.token_embedding.weight.sum().item()
+
+
+def test_training_that_diverges_ends_early_and_below_is_a_suggestion(
+    tiny: Run, workplace: Workplace, few_rates: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    few_rates(1e-3, 1e4, 150)
+    find(workplace)
+    output = capsys.readouterr().out
+    assert int(re.search(r"it diverged after (\d+) steps", output)[1]) < 150
+    assert float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1]) < 1
+    assert contents(workplace.root).keys() >= {str(tiny.run_dir / CHART_NAME)}
+
+
+@pytest.mark.parametrize(("fault", "status", "message"), [
+    ("gradient:nan", NON_FINITE, "the loss of the first step is not finite"),
+    ("", BAD_INPUT, "the loss fell at no learning rate")])
+def test_a_test_without_a_result_writes_nothing(
+    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
+    fault: str, status: int, message: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, fault or "no-place:nan")
+    before = contents(workplace.root)
+    few_rates(1e-12, 1e-11)
+    with pytest.raises(AgreedError, match=message) as error:
+        find(workplace)
+    assert error.value.status == status
+    assert contents(workplace.root) == before
+
+
+def test_a_chart_that_cannot_be_written_does_not_lose_the_suggestion(
+    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture
+) -> None:
+    def fail(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    few_rates(1e-4, 1)
+    monkeypatch.setattr(charts, "draw_by_hand", fail)
+    with pytest.raises(UserError, match=f"{CHART_NAME}: cannot be written: No space") as error:
+        find(workplace)
+    assert error.value.status == DISK_FULL
+    assert "suggestion" in capsys.readouterr().out
+
+
+def change_config(run: Run, changes: dict) -> None:
+    values = json.loads(run.train_path.read_text())
+    run.train_path.write_text(json.dumps(values | changes))
+
+
+def refused(workplace: Workplace, *arguments: str, under_torchrun: bool = False) -> str:
+    """Check that the test is refused and changes no file; return its error line."""
+    before = contents(workplace.root)
+    result = run_in_process(*workplace.arguments("tiny", "--find-learning-rate", *arguments),
+                            under_torchrun=under_torchrun)
+    assert_refused(result)
+    assert contents(workplace.root) == before
+    return result.stderr
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--find-max-microbatch"], "--find-learning-rate cannot be used with --find-max-microbatch"),
+    (["--fresh"], "--fresh cannot be used with --find-learning-rate"),
+    (["latest"], "CHECKPOINT cannot be used with --find-learning-rate"),
+    (["--max-steps", "3"], "--max-steps cannot be used with --find-learning-rate"),
+    (["--save"], "--save needs --find-max-microbatch")])
+def test_options_that_contradict_each_other_are_refused(
+    tiny: Run, workplace: Workplace, arguments: list[str], message: str, under_torchrun: bool
+) -> None:
+    assert message in refused(workplace, *arguments, under_torchrun=under_torchrun)
+
+
+def test_a_run_with_too_few_steps_is_refused(tiny: Run, workplace: Workplace) -> None:
+    change_config(tiny, {"min_train_tokens": 32 * (len(RATES) - 1)})
+    line = refused(workplace, under_torchrun=True)
+    assert "takes 300 steps, and the run has 299" in line and "train.json" in line
+
+
+def test_a_run_that_is_being_trained_is_refused(tiny: Run, workplace: Workplace) -> None:
+    lock_run(tiny.run_dir)
+    try:
+        assert "another launch" in refused(workplace)
+    finally:
+        release_run()
+
+
+def test_two_processes_leave_a_trained_run_as_it_was(tiny: Run, workplace: Workplace) -> None:
+    """Also one that was killed, which leaves its last heartbeat."""
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "2"))
+    (tiny.run_dir / "heartbeat.json").write_text("{}")
+    before = contents(workplace.root)
+    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2", "--find-learning-rate"))
+    assert result.stdout.count("suggestion") == 1
+    after = contents(workplace.root)
+    assert after.pop(str(tiny.run_dir / CHART_NAME))
+    assert after == before
+
+
+def test_ctrl_c_ends_all_processes_at_once_with_its_status(tiny: Run, workplace: Workplace) -> None:
+    before = contents(workplace.root)
+    fault = "train:signal:rank=0:hit=7:number=2;train:slow:seconds=0.05"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", "--find-learning-rate",
+                                 **{VARIABLE: fault})
+    assert result.returncode == 128 + 2, result.stdout + result.stderr
+    assert "learning-rate test stopped: SIGINT" in result.stdout
+    assert "Traceback" not in result.stderr
+    assert contents(workplace.root) == before
