@@ -71,13 +71,11 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     process = agreement.run("process", this_process)
     if options.find_max_microbatch:
         run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
-        search(run, process, agreement, options=options, wrap=wrap_in_ddp)
-        return
+        return search(run, process, agreement, options=options, wrap=wrap_in_ddp)
     if process.device.type == "cpu":
         keep_freed_memory()
     if options.find_learning_rate:
-        find_learning_rate(options, process, agreement, wrap_in_ddp, microbatch_indices)
-        return
+        return find_learning_rate(options, process, agreement, wrap_in_ddp, microbatch_indices)
     if agreement.is_torchrun_restart():
         options = replace(options, fresh=False, checkpoint=None)
     prepared = prepare_run(options, process, clock, agreement)
