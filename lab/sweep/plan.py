@@ -167,8 +167,9 @@ def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes],
         new = new.with_variant(change)  # refused before anything is written
     new = new.with_seeds(num_seeds or 1)
     apply_changes(base, {}, seed=new.runs[-1].seed)
-    if not changes and not (sweep_dir / PLAN_NAME).exists():
-        raise UserError(f"{sweep_dir}: no such sweep yet; name at least one --change or --range")
+    if not changes and num_seeds in (None, 1) and not (sweep_dir / PLAN_NAME).exists():
+        raise UserError(f"{sweep_dir}: no such sweep yet; name at least one --change or --range,"
+                        " or several --seeds")
     with _locked(sweep_dir):
         sweep = Sweep(_read_plan(base, sweep_dir), base, sweep_dir)
         for change in changes:

@@ -86,6 +86,13 @@ def test_each_variant_is_trained_with_each_seed_and_compared(sweeps: Sweeps) -> 
     assert "![losses](losses.png)" in (sweeps.tiny / "table.md").read_text()
 
 
+def test_several_seeds_of_the_base_alone_are_a_sweep_too(sweeps: Sweeps) -> None:
+    cells = sweeps.cells("--seeds", "2")
+    assert sweeps.launches() == ["baseline-seed-42", "baseline-seed-43"]
+    assert list(cells) == ["baseline"] and cells["baseline"][0] == "2/2"
+    assert "losses.png" in {path.name for path in sweeps.tiny.glob("*.png")}
+
+
 def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
     succeeded(sweeps.run("--change", "weight_decay=0", "--seeds", "2"))
     base, changed, second = map(sweeps.train_json, (
