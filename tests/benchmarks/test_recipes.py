@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from basics.errors import UserError
+from benchmarks.recipes import main
+from run_config import load_run
+from tests.support.workplace import PROJECT_DIR
+
+TWINS = PROJECT_DIR / "benchmarks/twins"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in TWINS.iterdir()))
+def test_twins_are_valid_runs_of_one_dataset_each(name: str) -> None:
+    run = load_run(TWINS, name)
+    assert run.train.dataset == f"prose-{name.split('-')[0]}"
+    assert run.model.vocab_size == (257 if name.startswith("bytes") else 4096)
+    assert not run.warnings
+
+
+def add_run(sweep_dir: Path, name: str, *, tokens: int, losses: list[float]) -> None:
+    """Write a finished run with evenly spaced validations."""
+    run_dir = sweep_dir / name
+    run_dir.mkdir(parents=True)
+    for file in ("model.json", "train.json"):
+        (run_dir / file).write_text((TWINS / "bytes-original" / file).read_text())
+    steps = [tokens * (number + 1) // len(losses) for number in range(len(losses))]
+    (run_dir / "metrics.jsonl").write_text("".join(
+        json.dumps({"global_step": number, "tokens": step, "validation_loss": loss}) + "\n"
+        for number, (step, loss) in enumerate(zip(steps, losses, strict=True))))
+    (run_dir / "summary.json").write_text(json.dumps({
+        "status": "finished", "tokens": tokens, "validation_loss": losses[-1]}))
+
+
+def test_the_share_of_a_baselines_tokens_is_paired_by_seed(tmp_path: Path) -> None:
+    for seed, shift in ((42, 0.0), (43, 0.2)):
+        add_run(tmp_path / "bytes-original", f"baseline-seed-{seed}", tokens=1000,
+                losses=[3.0 + shift, 2.5 + shift])
+        add_run(tmp_path / "bytes-muon", f"baseline-seed-{seed}", tokens=400,
+                losses=[2.8 + shift, 2.2 + shift])
+    result = CliRunner().invoke(main, ["--sweeps-dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    row = [cell.strip() for cell in result.output.splitlines()[-1].strip("|").split("|")]
+    assert row == ["bytes-original", "1,000", "2.600 (2 seeds)", "bytes-muon", "400", "40%",
+                   "2.300 (2 seeds)", "-0.300", "-0.300 to -0.300", "300", "30.0%"]
+
+
+def test_without_runs_it_says_what_to_do(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--sweeps-dir", str(tmp_path)])
+    assert isinstance(result.exception, UserError) and "run those commands" in str(result.exception)
