@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,8 @@ from basics.json_files import read_json_object
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 ResidualDtype = Literal["fp32", "bf16"]
 Schedule = Literal["constant", "cosine", "linear", "wsd"]
+Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
+GROUPS: tuple[Group, ...] = get_args(Group)
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs break accumulation
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
 from processes.launch import Process
-from run_config import ModelConfig, TrainConfig
+from run_config import Group, ModelConfig, TrainConfig
 from trainer.muon import AdamWWithCautiousDecay, Muon
 from trainer.schedule import schedule_of
-
-Group = Literal["matrix", "embedding", "head", "vector"]
 
 MUON_LEARNING_RATE = 0.02
 

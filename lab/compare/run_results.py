@@ -11,18 +11,21 @@ from pydantic import BaseModel
 
 from basics.errors import UserError, one_line
 from lab.compare.run_figures import Figures, Record, Written, figures_of, number, read_text
-from run_config import ModelConfig, TrainConfig, load_config
+from run_config import GROUPS, ModelConfig, TrainConfig, load_config
 
 LONGEST_VALUE = 60  # characters of a setting
 HEARTBEAT_TIMEOUT = 60  # seconds; a run that trains writes its heartbeat every few seconds
 FINISHED, PUBLISHED = "finished", "published"
-LOSS_SETTINGS = (  # change the loss; not learning_rate, which is often changed with the batch
-    "dataset", "min_train_tokens", "weight_decay", "decay_norms_and_biases", "clipping_max_norm",
-    "schedule_learning_rate", "warmup_period_percent",
+LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
+    "dataset", "min_train_tokens", "init_from", "optimizer", "weight_decay",
+    *(f"{group}_weight_decay" for group in GROUPS), "decay_norms_and_biases",
+    "cautious_weight_decay", "clipping_max_norm", "schedule", "schedule_learning_rate",
+    "warmup_period_percent", "decay_period_percent", "final_learning_rate_fraction",
+    "weight_average",
 )
 MEMORY_SETTINGS = (  # change the memory of a step
     "gradient_accumulation_steps", "residual_dtype", "compile", "compile_mode", "head_chunks",
-    "activation_checkpointing",
+    "activation_checkpointing", "optimizer", "cautious_weight_decay", "weight_average",
 )
 
 
