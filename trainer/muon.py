@@ -5,7 +5,7 @@ Shapes: a hidden matrix is (out, in). `qkv` holds three of them, one below the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -47,7 +47,7 @@ class AdamWWithCautiousDecay(AdamW):
     """AdamW whose decay of a group can be cautious: it never works against the update.
 
     A group's `cautious_decay` replaces its `weight_decay`. It shrinks a weight only in steps in
-    which the update shrinks the weight as well.
+    which the update shrinks the weight as well; a weight without an update stays.
 
     Source: Chen et al. 2025, "Cautious Weight Decay", algorithm 1.
     """
@@ -57,10 +57,14 @@ class AdamWWithCautiousDecay(AdamW):
         decayed = [group for group in self.param_groups if group["cautious_decay"]]
         before = [[parameter.clone() for parameter in group["params"]] for group in decayed]
         super().step(closure)
-        for group, old_weights in zip(decayed, before, strict=True):
-            for parameter, old in zip(group["params"], old_weights, strict=True):
-                shrinks = (old - parameter) * old > 0
-                parameter.sub_(old * shrinks, alpha=group["lr"] * group["cautious_decay"])
+        for group, old in zip(decayed, before, strict=True):
+            shrinks = torch._foreach_sub(old, group["params"])
+            torch._foreach_mul_(shrinks, old)
+            torch._foreach_sign_(shrinks)
+            torch._foreach_clamp_min_(shrinks, 0.0)  # 1 where the update shrinks, else 0
+            torch._foreach_mul_(old, shrinks)
+            torch._foreach_sub_(group["params"], old,
+                                alpha=group["lr"] * group["cautious_decay"])
 
 
 class Muon(AdamWWithCautiousDecay):
@@ -90,6 +94,9 @@ class Muon(AdamWWithCautiousDecay):
         parts = sorted((part for group in self._matrix_groups() for parameter in group["params"]
                         for part in _parts(parameter)), key=lambda part: part.shape)
         self._parts_by_shape = [list(same) for _, same in groupby(parts, lambda part: part.shape)]
+        self._scales = {same[0].shape: torch.tensor(  # (n, 1, 1)
+            [[[part.scale]] for part in same], device=same[0].parameter.device)
+            for same in self._parts_by_shape}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -107,43 +114,48 @@ class Muon(AdamWWithCautiousDecay):
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         skips = self.found_inf.bool()
-        self._update_momentum(group, skips)
-        takes = (~skips).float()  # () 0 or 1
+        gradients = self._update_momentum(group, skips)
+        rate = torch.where(skips, 0.0, group["lr"])  # ()
+        if group["weight_decay"]:
+            torch._foreach_mul_(group["params"], 1 - rate * group["weight_decay"])
         for parts in self._parts_by_shape:
-            for part, update in zip(parts, self._updates(parts, group["momentum"]), strict=True):
-                weight = part.of(part.parameter)
-                update = update.float() * (part.scale * group["lr"] * takes)
-                decayed = weight * (group["lr"] * takes)
-                if group["cautious_decay"]:
-                    decayed = decayed * (update * weight > 0)
-                decay = group["cautious_decay"] or group["weight_decay"]
-                weight.sub_(update).sub_(decayed, alpha=decay)
+            updates = self._updates(parts, gradients, group["momentum"])
+            updates = updates * self._scales[parts[0].shape]  # float32
+            weights = [part.of(part.parameter) for part in parts]
+            if group["cautious_decay"]:
+                stacked = torch.stack(weights)
+                updates += group["cautious_decay"] * stacked * (updates * stacked > 0)
+            torch._foreach_sub_(weights, list(updates.mul_(rate)))
 
-    def _update_momentum(self, group: dict[str, Any], skips: Tensor) -> None:
-        """Add the gradients to their moving averages; afterwards no gradient is NaN."""
+    def _update_momentum(self, group: dict[str, Any], skips: Tensor) -> dict[Tensor, Tensor]:
+        """Add the gradients to their moving averages; return them, finite in a skipped step too."""
         for parameter in group["params"]:
-            state = self.state[parameter]
-            if not state:
-                state["momentum"] = torch.zeros_like(parameter)
-            parameter.grad.copy_(torch.where(skips, state["momentum"], parameter.grad))
-            state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        momenta = [self.state[parameter]["momentum"] for parameter in group["params"]]
+        gradients = [torch.where(skips, momentum, parameter.grad)  # a skipped step adds nothing
+                     for parameter, momentum in zip(group["params"], momenta, strict=True)]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        return dict(zip(group["params"], gradients, strict=True))
 
-    def _updates(self, parts: list[_Part], momentum: float) -> Iterator[Tensor]:
-        """Yield the orthogonalised updates of matrices of one shape."""
+    def _updates(self, parts: list[_Part], gradients: dict[Tensor, Tensor],
+                 momentum: float) -> Tensor:
+        """Return the orthogonalised updates of matrices of one shape, (n, r, c)."""
         share = -(-len(parts) // self._world_size)
         mine = parts[self._rank * share : (self._rank + 1) * share]
         device = parts[0].parameter.device
         updates = torch.zeros(share, *parts[0].shape, dtype=self._dtype, device=device)
-        for update, part in zip(updates, mine, strict=False):
-            nesterov = part.of(part.parameter.grad).lerp(
-                part.of(self.state[part.parameter]["momentum"]), momentum)
-            update.copy_(nesterov)
+        if mine:
+            stacked = torch.stack([part.of(gradients[part.parameter]) for part in mine])
+            stacked.lerp_(torch.stack([part.of(self.state[part.parameter]["momentum"])
+                                       for part in mine]), momentum)  # Nesterov's
+            updates[: len(mine)] = stacked
         updates = orthogonalise(updates)
         if self._world_size > 1:
             gathered = updates.new_empty(self._world_size * share, *parts[0].shape)
             dist.all_gather_into_tensor(gathered, updates)
             updates = gathered
-        yield from updates[: len(parts)]
+        return updates[: len(parts)]
 
 
 def _parts(parameter: Tensor) -> list[_Part]:
