@@ -146,6 +146,7 @@ class Checkpoint:
     path: Path
     meta: CheckpointMeta
     validation: Validation | None = None  # None until it has been validated
+    has_average: bool = False  # holds averaged weights beside the ones to resume from
     remark: str = field(default="", compare=False)  # what failed after it was saved
 
     @property
@@ -156,11 +157,6 @@ class Checkpoint:
     def loss(self) -> float | None:
         """The loss that decides which checkpoint is `best`."""
         return (self.validation or self.meta).loss
-
-    @property
-    def has_average(self) -> bool:
-        """Whether it holds averaged weights beside the ones to resume from."""
-        return (self.path / AVERAGE).exists()
 
     @property
     def weights_path(self) -> Path:
@@ -192,7 +188,8 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
     except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: out of memory
         shutil.rmtree(partial_dir, ignore_errors=True)
         raise as_os_error(error) from None
-    return Checkpoint(checkpoints_dir / name, meta, remark=_sync_and_link(checkpoints_dir))
+    return Checkpoint(checkpoints_dir / name, meta, has_average=bool(snapshot.average),
+                      remark=_sync_and_link(checkpoints_dir))
 
 
 def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint:
@@ -266,7 +263,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
             if VALIDATION in manifest.files:
                 validation = Validation.model_validate_json(read_regular_file(path / VALIDATION))
             if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
-                return Checkpoint(path, meta, validation)
+                return Checkpoint(path, meta, validation, AVERAGE in manifest.files)
             damage = f"{META} does not agree with the manifest"
         except (OSError, ValueError):
             damage = f"{META} or {VALIDATION} cannot be read"

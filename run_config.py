@@ -148,8 +148,9 @@ class TrainConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> TrainConfig:
-        if self.schedule == "constant" and self.schedule_learning_rate:
-            raise ValueError('schedule is "constant" but schedule_learning_rate is true: drop one')
+        if self.schedule_learning_rate and self.schedule not in (None, "cosine"):
+            raise ValueError(f'schedule is "{self.schedule}" but schedule_learning_rate is true,'
+                             " which means cosine: drop one")
         if self.decay_norms_and_biases and self.vector_weight_decay is not None:
             raise ValueError("vector_weight_decay and decay_norms_and_biases exclude each other:"
                              " drop one")
@@ -268,7 +269,7 @@ def load_run(runs_dir: Path, name: str) -> Run:
     warnings = []
     for key in read_json_object(run_dir / "train.json").keys() & RENAMED_KEYS.keys():
         warnings.append(f"{run_dir / 'train.json'}: {key} is now called {RENAMED_KEYS[key]}")
-    if model.tie_weights and model.init == "torch":
+    if model.tie_weights and model.init == "torch" and train.init_from is None:
         warnings.append(
             f'{run_dir / "model.json"}: tie_weights with init "torch" starts at a loss near 480'
             ' instead of ln(vocab_size), about 10.8 for GPT-2\'s vocabulary; use init "gpt2"'

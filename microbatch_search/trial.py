@@ -241,6 +241,9 @@ def _train(task: TrialTask) -> Trial:
     state = build_training_state(run.model, train, process)
     # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
     scaler = GradScaler(process.device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
+    if train.weight_average is not None:  # it begins late in a run, when memory must not run out
+        state.average.update({name: weight.detach().clone()
+                              for name, weight in state.model.named_parameters()})
     step = TrainingStep(replace(state, scaler=scaler), train, process, wrap=task.wrap)
     microbatches = _random_microbatches(task)
     for _ in range(STEPS):

@@ -54,6 +54,7 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"global_batch_size": 0}, "global_batch_size should be greater than or equal to 1"),
     ("train", {"optimizer": "sgd"}, "optimizer should be 'adamw' or 'muon', found"),
     ("train", {"schedule": "constant", "schedule_learning_rate": True}, "schedule is \"constant\""),
+    ("train", {"schedule": "linear", "schedule_learning_rate": True}, "which means cosine"),
     ("train", {"warmup_period_percent": 50, "decay_period_percent": 51}, "more than 100"),
     ("train", {"vector_weight_decay": 0.1, "decay_norms_and_biases": True}, "exclude each other"),
     ("train", {"matrix_learning_rate": 0}, "matrix_learning_rate should be greater than 0"),

@@ -120,12 +120,10 @@ class Muon(AdamWWithCautiousDecay):
             torch._foreach_mul_(group["params"], 1 - rate * group["weight_decay"])
         for parts in self._parts_by_shape:
             updates = self._updates(parts, gradients, group["momentum"])
-            updates = updates * self._scales[parts[0].shape]  # float32
             weights = [part.of(part.parameter) for part in parts]
-            if group["cautious_decay"]:
-                stacked = torch.stack(weights)
-                updates += group["cautious_decay"] * stacked * (updates * stacked > 0)
-            torch._foreach_sub_(weights, list(updates.mul_(rate)))
+            _apply(weights, updates * self._scales[parts[0].shape],  # float32
+                   rate, cautious_decay=group["cautious_decay"])
+            del updates  # before the next shape's are made
 
     def _update_momentum(self, group: dict[str, Any], skips: Tensor) -> dict[Tensor, Tensor]:
         """Add the gradients to their moving averages; return them, finite in a skipped step too."""
@@ -146,16 +144,29 @@ class Muon(AdamWWithCautiousDecay):
         device = parts[0].parameter.device
         updates = torch.zeros(share, *parts[0].shape, dtype=self._dtype, device=device)
         if mine:
-            stacked = torch.stack([part.of(gradients[part.parameter]) for part in mine])
-            stacked.lerp_(torch.stack([part.of(self.state[part.parameter]["momentum"])
-                                       for part in mine]), momentum)  # Nesterov's
-            updates[: len(mine)] = stacked
+            updates[: len(mine)] = self._nesterov(mine, gradients, momentum)
         updates = orthogonalise(updates)
         if self._world_size > 1:
             gathered = updates.new_empty(self._world_size * share, *parts[0].shape)
             dist.all_gather_into_tensor(gathered, updates)
             updates = gathered
         return updates[: len(parts)]
+
+    def _nesterov(self, parts: list[_Part], gradients: dict[Tensor, Tensor],
+                  momentum: float) -> Tensor:
+        """Return the moving averages, a step further, of matrices of one shape, (n, r, c)."""
+        gradient = torch.stack([part.of(gradients[part.parameter]) for part in parts])
+        average = torch.stack([part.of(self.state[part.parameter]["momentum"]) for part in parts])
+        return gradient.lerp_(average, momentum)
+
+
+def _apply(weights: list[Tensor], updates: Tensor, rate: Tensor, *, cautious_decay: float) -> None:
+    """Subtract updates (n, r, c), which this overwrites, from as many weights (r, c)."""
+    if cautious_decay:
+        stacked = torch.stack(weights)
+        shrinks = updates * stacked > 0
+        updates.add_(stacked.mul_(shrinks), alpha=cautious_decay)
+    torch._foreach_sub_(weights, list(updates.mul_(rate)))
 
 
 def _parts(parameter: Tensor) -> list[_Part]:

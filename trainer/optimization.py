@@ -67,6 +67,8 @@ def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
     reasons = [f'optimizer "{train.optimizer}"', f'schedule "{schedule_of(train)}"',
                *(["tie_weights"] if model.tie_weights else [])]
     warnings = []
+    if train.init_from is not None and "init" in model.model_fields_set:
+        warnings.append("init: no effect with init_from")
     for reason in reasons:
         found = sorted(unused.get(reason, set()) & train.model_fields_set)
         if found:

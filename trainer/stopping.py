@@ -15,7 +15,9 @@ from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import checkpoint_bytes
 from trainer.background_saver import BackgroundSaver
 from trainer.budget import Budget, Pace
+from trainer.schedule import is_in_late_decay
 from trainer.startup import PreparedRun, is_due
+from trainer.weight_average import average_start
 
 
 class Stop:
@@ -107,8 +109,16 @@ class Stop:
         if not (self._fits_next and is_judged):
             return self.num_steps
         self._fits_next = False
-        affordable = self._budget.affordable_steps(pace)
-        return min(self._prepared.plan.num_steps, global_step + 1 + affordable)
+        affordable = global_step + 1 + self._budget.affordable_steps(pace)
+        return min(self._longest_schedule(global_step), affordable)
+
+    def _longest_schedule(self, global_step: int) -> int:
+        """Return the most steps that a fitted schedule may have; only fewer near its end."""
+        config = self._config
+        ends = is_in_late_decay(config, global_step, num_steps=self.num_steps)
+        if config.weight_average is not None:
+            ends |= global_step >= average_start(config, num_steps=self.num_steps)
+        return self.num_steps if ends else self._prepared.plan.num_steps
 
     def _is_spent_after(self, global_step: int, pace: Pace) -> bool:
         """Return whether the steps up to the next report would exceed the budget."""

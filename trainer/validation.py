@@ -28,8 +28,7 @@ def validate(step: TrainingStep, data: Microbatches, **options: Any) -> Losses |
         loss = mean_loss(step, data, **options)
     if loss is None or not step.state.average:
         return loss if loss is None else Losses(loss)
-    raw_loss = mean_loss(step, data, **options)
-    return None if raw_loss is None else Losses(loss, raw_loss)
+    return Losses(loss, raw_loss=mean_loss(step, data, **options))
 
 
 @torch.inference_mode()

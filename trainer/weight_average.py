@@ -18,16 +18,27 @@ def update_average(state: TrainingState, train: TrainConfig, global_step: int, *
                    num_steps: int) -> None:
     """Add the weights after a step to their average, if the run has one and it has begun.
 
-    An exponential moving average over about `weight_average` steps. Every rank keeps it.
+    An exponential moving average over about `weight_average` steps; a plain mean at first, so that
+    the weights with which it begins do not count more than others. Every rank keeps it.
     """
-    if train.weight_average is None or global_step < num_steps - HORIZONS * train.weight_average:
+    if train.weight_average is None:
+        return
+    first_step = average_start(train, num_steps=num_steps)
+    if global_step < first_step and not state.average:
         return
     weights = dict(state.model.named_parameters())
     if not state.average:
         state.average.update({name: weight.detach().clone() for name, weight in weights.items()})
     else:
         averages = [state.average[name] for name in weights]  # a file has another order
-        torch._foreach_lerp_(averages, list(weights.values()), 1 / train.weight_average)
+        num_averaged = max(global_step - first_step, 1)
+        share = max(1 / train.weight_average, 1 / (num_averaged + 1))
+        torch._foreach_lerp_(averages, list(weights.values()), share)
+
+
+def average_start(train: TrainConfig, *, num_steps: int) -> int:
+    """Return the step with which the average of a run with `weight_average` begins."""
+    return max(0, num_steps - HORIZONS * train.weight_average)
 
 
 @contextmanager

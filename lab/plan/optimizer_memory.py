@@ -17,6 +17,11 @@ def state_bytes(setting: Setting) -> int:
 
 def step_bytes(setting: Setting) -> int:
     """Return the most bytes of temporary tensors at once: see `trainer/muon.py`."""
+    kept = FLOAT32 * sum(parameters_by_group(setting.model).values())  # weights before the step
+    return _most_temporary_bytes(setting) + (kept if setting.train.diagnostics_interval else 0)
+
+
+def _most_temporary_bytes(setting: Setting) -> int:
     found = [0]
     if setting.train.cautious_weight_decay:
         found.append(_cautious_decay_bytes(setting))
@@ -50,18 +55,21 @@ def _largest_parameter(model: ModelConfig, group: str) -> int:
 
 
 def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int) -> int:
-    """Count what Muon needs for all matrices of one shape, C x columns.
+    """Count what Muon needs for all matrices of one shape, C x columns, beside all gradients.
 
-    First a process holds its share of them: the input, x and the next x; gram and polynomial, both
-    C x C. Then all updates, one of them in float32; before that, its own beside the gathered ones.
-    The float32 momentum of the last matrix of its share stays all the time.
+    First a process holds its share of them: gradients and momenta in float32; then the input, x and
+    the next x, and gram and polynomial, both C x C. Then its own updates beside the gathered ones;
+    at last all updates as computed and in float32, with a cautious decay two more in float32.
     """
     C, element = setting.model.emb_dim, 2 if setting.precision == "bf16" else FLOAT32
     share = -(-num_matrices // setting.num_processes)
-    one = C * columns
+    one, gathered = C * columns, share * setting.num_processes
     own = element * share * one
-    applied = (13 if setting.train.cautious_weight_decay else 2 * FLOAT32) * one
-    if setting.num_processes > 1:
-        applied = max(applied, own)
-    return FLOAT32 * one + max(3 * own + 2 * element * share * C**2,
-                               setting.num_processes * own + applied)
+    gradients = FLOAT32 * parameters_by_group(setting.model)["matrix"]
+    in_float32 = (3 if setting.train.cautious_weight_decay else 1) * FLOAT32 * num_matrices
+    return gradients + max(
+        own + 2 * FLOAT32 * share * one,
+        3 * own + 2 * element * share * C**2,
+        (own if setting.num_processes > 1 else 0) + element * gathered * one,
+        (element * gathered + in_float32) * one,
+    )

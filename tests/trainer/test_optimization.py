@@ -43,7 +43,8 @@ def test_the_norm_is_measured_and_clipped_where_set(
      ['matrix_beta2: no effect with optimizer "muon"']),
     ({}, {"final_learning_rate_fraction": 0.1},
      ['final_learning_rate_fraction: no effect with schedule "constant"']),
-    ({}, {"final_learning_rate_fraction": 0.1, "schedule_learning_rate": True}, []),
+    ({}, {"final_learning_rate_fraction": 0.1, "schedule": "cosine"}, []),
+    ({"init": "gpt2"}, {"init_from": "demo"}, ["init: no effect with init_from"]),
     ({"tie_weights": True}, {"head_beta1": 0.5, "head_learning_rate": 0.1},
      ["head_beta1, head_learning_rate: no effect with tie_weights"]),
 ])

@@ -38,8 +38,12 @@ def microbatches():
         yield Microbatch(0, *torch.randint(1, 257, (2, 2, 16), generator=generator))
 
 
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    step = step_of(drop_rate=0.0, gradient_accumulation_steps=1)
+@pytest.mark.parametrize(("optimizer", "precision"), [
+    ("adamw", "fp32"), ("muon", "fp32"), ("muon", "fp16")])
+def test_a_step_that_is_not_finite_changes_nothing(optimizer: str, precision: str) -> None:
+    step = step_of(drop_rate=0.0, optimizer=optimizer, precision=precision)
+    if precision == "fp16":  # at the usual scale the first steps would overflow too
+        step.state.scaler.load_state_dict(step.state.scaler.state_dict() | {"scale": 1.0})
     batches, optimizer = microbatches(), step.state.optimizer
     step.take(batches, num_microbatches=1, learning_rate=0.1)
     before = copy.deepcopy((step.state.model.state_dict(), optimizer.state_dict()["state"]))
@@ -72,6 +76,7 @@ class CountReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("changes", [{}, {"clipping_max_norm": None}, {"head_chunks": 3},
                                      {"activation_checkpointing": True},
+                                     {"cautious_weight_decay": True}, {"optimizer": "muon"},
                                      {"diagnostics_interval": 1}])
 def test_a_step_reads_nothing_from_the_device(
     changes: dict, monkeypatch: pytest.MonkeyPatch

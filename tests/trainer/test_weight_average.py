@@ -33,10 +33,28 @@ def test_the_average_is_exponential_over_the_last_steps() -> None:
     first = NUM_STEPS - HORIZONS * HORIZON
     for name, average in state.average.items():
         wanted = weights[first][name]
-        for later in weights[first + 1 :]:
-            wanted = wanted + (later[name] - wanted) / HORIZON
+        for number, later in enumerate(weights[first + 1 :], 2):
+            wanted = wanted + (later[name] - wanted) / min(number, HORIZON)
         torch.testing.assert_close(average, wanted)
     assert state.average.keys() == weights[0].keys()
+
+
+def test_a_horizon_longer_than_the_run_gives_the_mean_of_all_steps() -> None:
+    state, train = checkpoints.state(1), TrainConfig(**TINY_TRAIN, weight_average=1000)
+    for step in range(4):
+        with torch.no_grad():
+            state.model.final_norm.bias.fill_(step)
+        update_average(state, train, step, num_steps=4)
+    torch.testing.assert_close(state.average["final_norm.bias"], torch.full((16,), 1.5))
+
+
+def test_an_average_that_has_begun_goes_on_in_a_run_that_became_longer() -> None:
+    state, _ = averaged_state()
+    before = state.average["final_norm.bias"].clone()
+    with torch.no_grad():
+        state.model.final_norm.bias.add_(1)
+    update_average(state, TRAIN, NUM_STEPS, num_steps=10 * NUM_STEPS)
+    assert not torch.equal(state.average["final_norm.bias"], before)
 
 
 def test_it_begins_late_and_only_where_asked() -> None:
