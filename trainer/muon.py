@@ -121,8 +121,8 @@ class Muon(AdamWWithCautiousDecay):
         for parts in self._parts_by_shape:
             updates = self._updates(parts, gradients, group["momentum"])
             weights = [part.of(part.parameter) for part in parts]
-            _apply(weights, updates * self._scales[parts[0].shape],  # float32
-                   rate, cautious_decay=group["cautious_decay"])
+            _apply(weights, updates.float().mul_(self._scales[parts[0].shape]), rate,
+                   cautious_decay=group["cautious_decay"])
             del updates  # before the next shape's are made
 
     def _update_momentum(self, group: dict[str, Any], skips: Tensor) -> dict[Tensor, Tensor]:

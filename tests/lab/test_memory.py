@@ -123,9 +123,9 @@ def test_processes_share_the_work_of_muon() -> None:
     model, train = configs(GPT2_SMALL, optimizer="muon")
     one, eight = (step_bytes(Setting(model, train, "bf16", num_processes=n)) for n in (1, 8))
     C, L = 768, 12
-    updates = 2 * 2 * L * 4 * C**2  # of all matrices of C x 4 C, in bf16
-    assert one == 3 * updates + 2 * 2 * 2 * L * C**2 + 4 * 4 * C**2
-    assert eight == updates + 3 * 4 * 4 * C**2
+    gradients, wide = 4 * 12 * L * C**2, 2 * L * 4 * C**2  # elements of all matrices of C x 4 C
+    assert one == gradients + 2 * wide + 2 * 4 * wide  # stacked gradients and momenta, in float32
+    assert eight == gradients + 2 * wide + 4 * wide  # all updates, in bf16 and float32
 
 
 @pytest.mark.parametrize("num_processes", [1, 8])
