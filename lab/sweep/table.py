@@ -87,10 +87,9 @@ def _cost_note(entries: list[Entry]) -> str:
     return f"all runs: {duration(seconds)}" + (f", US${dollars(sum(usd))}" if usd else "")
 
 
-def terminal_report(sweep: Sweep, entries: list[Entry]) -> str:
-    """Return the table and its notes for a terminal."""
-    table = tabulate(rows_of(entries), headers=HEADS, disable_numparse=True, colalign=ALIGN)
-    return "\n".join([table, "", *notes_of(sweep, entries)])
+def terminal_table(entries: list[Entry]) -> str:
+    """Return the table for a terminal, without its notes."""
+    return tabulate(rows_of(entries), headers=HEADS, disable_numparse=True, colalign=ALIGN)
 
 
 def write_markdown(sweep: Sweep, entries: list[Entry], charts: list[Path]) -> Path:
