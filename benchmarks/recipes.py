@@ -17,8 +17,9 @@ import click
 from tabulate import tabulate
 
 from basics.errors import UserError, print_line
+from lab.compare.formats import UNKNOWN
 from lab.compare.run_results import FINISHED, Result, read_result
-from lab.compare.tokens_to_loss import first_reaching, mean_reached
+from lab.compare.tokens_to_loss import first_reaching
 from lab.sweep.noise import Difference
 
 TWINS = ("bytes", "bpe")
@@ -26,14 +27,19 @@ RECIPE = "muon"
 BASELINES = ("original", "adamw-one-rate", "adamw")
 RUN_DIR = re.compile(r"(.+)-seed-(\d+)")
 HEADS = ["baseline", "its tokens", "its loss", "recipe", "its tokens", "share", "its loss",
-         "difference", "95% interval", "reached after", "share"]
+         "difference", "95% interval", "reached after", "share", "95% interval"]
+BASELINE = "baseline"  # in the directories of a sweep: its base without changes
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The finished runs of one variant of a sweep, by seed."""
+    """The finished runs of one variant of a sweep, by seed.
 
-    label: str
+    Attributes:
+        name: of the sweep, and of the change if there is one.
+    """
+
+    name: str
     runs: dict[int, Result]
 
     @property
@@ -49,10 +55,12 @@ def read_variants(sweep_dir: Path) -> list[Variant]:
     """Read the variants of a sweep, in order of their tokens; empty if there is no such sweep."""
     runs: dict[str, dict[int, Result]] = {}
     for path in sorted(sweep_dir.glob("*-seed-*")):
-        label, seed = RUN_DIR.fullmatch(path.name).groups()
+        found = RUN_DIR.fullmatch(path.name)
         result = read_result(path)
-        if result.status == FINISHED and result.figures.validation_loss is not None:
-            runs.setdefault(label, {})[int(seed)] = result
+        if found and result.status == FINISHED and result.figures.validation_loss is not None:
+            change, seed = found.groups()
+            name = sweep_dir.name if change == BASELINE else f"{sweep_dir.name}: {change}"
+            runs.setdefault(name, {})[int(seed)] = result
     return sorted((Variant(*found) for found in runs.items()), key=lambda found: found.tokens)
 
 
@@ -62,23 +70,39 @@ def rows_of(sweeps_dir: Path) -> Iterator[list[str]]:
         for name in BASELINES:
             for baseline in read_variants(sweeps_dir / f"{twin}-{name}"):
                 for recipe in read_variants(sweeps_dir / f"{twin}-{RECIPE}"):
-                    yield [f"{twin}-{name}", *_compare(baseline, recipe, f"{twin}-{RECIPE}")]
+                    yield [*_compare(baseline, recipe), *_reached(baseline, recipe)]
 
 
-def _compare(baseline: Variant, recipe: Variant, name: str) -> list[str]:
-    seeds = sorted(baseline.runs.keys() & recipe.runs.keys())
-    difference = Difference.of([recipe.losses[seed] - baseline.losses[seed] for seed in seeds])
-    interval = difference.interval if difference else None
-    reached = mean_reached([first_reaching(recipe.runs[seed].records, baseline.losses[seed])
-                            for seed in seeds])
+def _compare(baseline: Variant, recipe: Variant) -> list[str]:
+    """Return the cells of both variants and of the difference of their losses."""
+    difference = Difference.of([recipe.losses[seed] - baseline.losses[seed]
+                                for seed in _common_seeds(baseline, recipe)])
     return [
-        f"{baseline.tokens:,.0f}", _mean(baseline), name, f"{recipe.tokens:,.0f}",
-        f"{recipe.tokens / baseline.tokens:.0%}", _mean(recipe),
-        f"{difference.mean:+.3f}" if difference else "-",
-        "{:+.3f} to {:+.3f}".format(*interval) if interval else "-",
-        f"{reached.tokens:,.0f}" if reached else "not reached",
-        f"{reached.tokens / baseline.tokens:.1%}" if reached else "-",
+        baseline.name, f"{baseline.tokens:,.0f}", _mean(baseline), recipe.name,
+        f"{recipe.tokens:,.0f}", f"{recipe.tokens / baseline.tokens:.0%}", _mean(recipe),
+        f"{difference.mean:+.3f}" if difference else UNKNOWN,
+        _interval(difference, "{:+.3f} to {:+.3f}"),
     ]
+
+
+def _reached(baseline: Variant, recipe: Variant) -> list[str]:
+    """Return the tokens after which the recipe had the baseline's loss, and their share."""
+    seeds = _common_seeds(baseline, recipe)
+    reached = [first_reaching(recipe.runs[seed].records, baseline.losses[seed]) for seed in seeds]
+    if not seeds or None in reached:
+        return ["not reached" if seeds else UNKNOWN, UNKNOWN, UNKNOWN]
+    shares = Difference.of([found.tokens / baseline.runs[seed].figures.tokens
+                            for seed, found in zip(seeds, reached, strict=True)])
+    return [f"{statistics.fmean(found.tokens for found in reached):,.0f}", f"{shares.mean:.1%}",
+            _interval(shares, "{:.1%} to {:.1%}")]
+
+
+def _common_seeds(baseline: Variant, recipe: Variant) -> list[int]:
+    return sorted(baseline.runs.keys() & recipe.runs.keys())
+
+
+def _interval(found: Difference | None, text: str) -> str:
+    return text.format(*found.interval) if found and found.interval else UNKNOWN
 
 
 def _mean(variant: Variant) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from basics.errors import UserError, print_error
 from basics.machine import num_cpu_cores
 from basics.memory_meters import peak_gib
+from processes.run_lock import TORCHRUN_SIGNALS
 from run_config import Precision, TrainConfig
 
 # The others wait for rank 0 while it validates and saves, however long that takes.
@@ -76,7 +77,7 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> 
     from torch.distributed.run import parse_args, run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT")
+    os.environ.setdefault(*TORCHRUN_SIGNALS)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
     command = ["--standalone", f"--nproc-per-node={num_processes}", script, *arguments]
     try:

@@ -19,6 +19,8 @@ from basics.errors import UserError
 from basics.files import read_regular_file
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+# Name and value of an environment variable; without it, SIGUSR1 would kill torchrun.
+TORCHRUN_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT"
 _descriptors: list[int] = []  # of the run directory that this process has locked, if any
 
 

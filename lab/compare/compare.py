@@ -33,7 +33,7 @@ WIDTH_WITHOUT_TERMINAL = 160  # characters
                    " this or --html is set.  [default: comparison, in --runs-dir]")
 @click.option("--to-loss-of", metavar="RUN",
               help="Show after how many tokens each run reached the final validation loss of RUN."
-                   "  [default: of each other, for 2 to 4 runs]")
+                   "  [default: of every other run, if there are 2 to 4]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 def command(runs: tuple[str, ...], published: bool, form: str | None, html_path: Path | None,
@@ -69,13 +69,15 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
 
 def _tables(comparison: Comparison, to_loss: TokensToLoss | None, form: str | None) -> str:
     """Format the comparison, and below it the tokens to a loss, if there are any."""
-    from lab.compare.tables import markdown_table, terminal_table, to_loss_table
+    from lab.compare.tables import markdown_table, terminal_table
+    from lab.compare.to_loss_table import to_loss_table
 
     if form == "markdown":
         tables = markdown_table(comparison), to_loss_table(to_loss, "github")
     else:
         width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
-        tables = terminal_table(comparison, width=width), to_loss_table(to_loss, "plain")
+        tables = (terminal_table(comparison, width=width),
+                  to_loss_table(to_loss, "plain", width=width))
     return "\n\n".join(filter(None, tables))
 
 

@@ -14,11 +14,11 @@ from textwrap import wrap
 
 from tabulate import tabulate
 
+from lab.compare.formats import UNKNOWN, dollars, escaped, markdown_notes, short_count
 from lab.compare.rows import LOSS_NAMES, Comparison, Row
+from lab.compare.to_loss_table import to_loss_table
 from lab.compare.tokens_to_loss import TokensToLoss
 
-UNKNOWN = "-"
-TO_LOSS = "tokens to the final validation loss of"
 MIN_WIDTHS = {"run": 20, "differs": 28}  # characters, of the columns whose text can be wrapped
 HIDDEN_FIRST = (  # in a terminal that is too narrow
     "microbatch_size", "usd_per_megatoken_without_validation", "ift_score", "steps",
@@ -96,18 +96,6 @@ def _bits(comparison: Comparison, row: Row, key: str) -> str | None:
 
 def _whole(value: float) -> str:
     return f"{value:,.0f}"
-
-
-def short_count(value: float) -> str:
-    """Format a count of tokens with three digits."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.2f}{letter}"
-    return f"{value:.0f}"
-
-
-def dollars(value: float) -> str:
-    return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"
 
 
 COLUMNS = (
@@ -212,13 +200,9 @@ def _limits(cells: Cells, text_width: int) -> list[int]:
 def markdown_table(comparison: Comparison) -> str:
     """Format a comparison in Markdown; special characters in cells are escaped."""
     cells = Cells.of(comparison)
-    escaped = [list(map(_escaped, row)) for row in cells.rows]
-    notes = [f"- {note}".replace("<", "&lt;") for note in comparison.notes]
-    return "\n".join([Cells(cells.columns, escaped).table("github"), "", *notes])
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    rows = [list(map(escaped, row)) for row in cells.rows]
+    return "\n".join([Cells(cells.columns, rows).table("github"), "",
+                      *markdown_notes(comparison.notes)])
 
 
 def csv_table(comparison: Comparison, to_loss: TokensToLoss | None = None) -> str:
@@ -257,29 +241,6 @@ def _plain(value: float | None) -> str:
     if value is None:
         return ""
     return str(int(value)) if value == int(value) else repr(value)
-
-
-def to_loss_table(found: TokensToLoss | None, form: str) -> str:
-    """Format the tokens to a loss in one of tabulate's formats; empty if there are none."""
-    if found is None:
-        return ""
-    heads = [f"{row.name} ({row.figures.validation_loss:.4f})" for row in found.references]
-    rows = [[row.name, *(_reached(found, i, j) for j in range(len(heads)))]
-            for i, row in enumerate(found.rows)]
-    if form == "github":
-        rows, heads = ([_escaped(cell) for cell in row] for row in rows), map(_escaped, heads)
-    return tabulate(rows, headers=[TO_LOSS, *heads], tablefmt=form, disable_numparse=True,
-                    colalign=["left", *["right"] * len(found.references)])
-
-
-def _reached(found: TokensToLoss, row: int, reference: int) -> str:
-    cell = found.cells[row][reference]
-    if cell is None:
-        return UNKNOWN
-    share = found.share(row, reference)
-    parts = [short_count(cell.tokens), *([] if share is None else [f"{share:.0%}"]),
-             *([] if cell.usd is None else [f"${dollars(cell.usd)}"])]
-    return ", ".join(parts)
 
 
 def html_page(comparison: Comparison, charts: list[Path],

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from basics.errors import UserError
-from lab.compare.rows import Comparison, Row, validation_slice
+from lab.compare.rows import SEED, Comparison, Row, validation_slice
 from lab.compare.run_figures import Record, number
-from lab.compare.run_results import FINISHED
+from lab.compare.run_results import FINISHED, Result, shown
 
 MAX_ROWS = 4  # up to this number, each row is compared with each
 
@@ -107,8 +107,17 @@ def tokens_to_loss(comparison: Comparison, of_run: str | None = None) -> TokensT
 
 
 def _reached(row: Row, reference: Row) -> Reached | None:
-    """Return the mean over a row's runs; None if they validate on other tokens."""
+    """Return the mean over a row's runs; None if they validate on other tokens.
+
+    The loss to reach is that of the reference's run with the same seed; without one, its mean.
+    """
     if validation_slice(row.first.config) != validation_slice(reference.first.config):
         return None
-    return mean_reached([first_reaching(run.records, reference.figures.validation_loss)
+    losses = {_seed(run): run.figures.validation_loss for run in reference.results}
+    mean = reference.figures.validation_loss
+    return mean_reached([first_reaching(run.records, losses.get(_seed(run), mean))
                          for run in row.results])
+
+
+def _seed(run: Result) -> str:
+    return shown(run.config.get(SEED))

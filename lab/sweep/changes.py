@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from basics.config_files import describe
 from basics.errors import UserError
-from run_config import ModelConfig, Run, TrainConfig
+from run_config import RUN_NAME, ModelConfig, Run, TrainConfig
 
-NEXT_KEY = re.compile(r",(?=[A-Za-z_]\w*=)")  # a comma before another KEY=; others are of values
+NEXT_KEY = re.compile(r",(?=[A-Za-z_]\w*=)")  # a comma before another KEY=
 LONGEST_VALUE = 60  # characters, in a label
 SEED = "random_seed"
 
@@ -24,8 +24,10 @@ Configs = tuple[ModelConfig, TrainConfig]
 def parse_change(text: str) -> Changes:
     """Parse `KEY=VALUE[,KEY=VALUE]...`. Raises: UserError."""
     changes: Changes = {}
-    for part in NEXT_KEY.split(text):
-        key, _, value = part.partition("=")
+    rest = text
+    while rest or not changes:
+        key, _, rest = rest.partition("=")
+        value, rest = _split_value(rest)
         if not key or not value:
             raise UserError(f"--change {text[:80]}: wanted KEY=VALUE or KEY=VALUE,KEY=VALUE, as"
                             " drop_rate=0.1,weight_decay=0")
@@ -34,6 +36,18 @@ def parse_change(text: str) -> Changes:
                             " (--range is for several values of a key)")
         changes[key] = _parse_value(value)
     return changes
+
+
+def _split_value(text: str) -> tuple[str, str]:
+    """Split a value from the next `KEY=`; a comma inside JSON is part of the value."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        end = 0
+    if end < len(text):
+        found = NEXT_KEY.match(text, end) or NEXT_KEY.search(text)
+        return (text[:found.start()], text[found.end():]) if found else (text, "")
+    return text, ""
 
 
 def parse_range(text: str) -> list[Changes]:
@@ -73,7 +87,7 @@ def apply_changes(base: Run, changes: Changes, *, seed: int | None = None) -> Co
         seed: the run's random_seed instead of the base's.
 
     Raises:
-        UserError: a key is unknown, a value is bad, or the changed run would not validate.
+        UserError: a key is unknown, a value is bad, or the changed run cannot be compared.
     """
     _check_keys(changes)
     changed = []
@@ -88,10 +102,37 @@ def apply_changes(base: Run, changes: Changes, *, seed: int | None = None) -> Co
         except ValidationError as error:
             raise UserError(f"--change {label(changes)}: {describe(error)}") from None
     model, train = changed
+    _check_comparable(base, train, changes)
+    return model, _with_found_weights(base, train)
+
+
+def _check_comparable(base: Run, train: TrainConfig, changes: Changes) -> None:
+    """Refuse runs without validation, and runs that stop before their end. Raises: UserError."""
     if not train.validates:
         raise UserError(f"{label(changes)}: a sweep compares validation losses; set"
                         f" validation_interval with validation_sequences in {base.train_path}")
-    return model, train
+    for key, option in (("max_hours", "--budget-hours"), ("max_cost_usd", "--budget-usd")):
+        if getattr(train, key) is not None:
+            raise UserError(f"{label(changes)}: {key} would stop runs before their end; drop it"
+                            f" from {base.train_path}, and pass {option} for the whole sweep")
+
+
+def _with_found_weights(base: Run, train: TrainConfig) -> TrainConfig:
+    """Replace the name of a run in `init_from` by the path of its best checkpoint.
+
+    The runs of a sweep are in another directory, where that name would not be found.
+
+    Raises:
+        UserError: that run has no checkpoint.
+    """
+    name, runs_dir = train.init_from, base.run_dir.parent
+    if name is None or not (RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir()):
+        return train
+    path = (runs_dir / name / "checkpoints/best").absolute()
+    if not path.exists():
+        raise UserError(f"{base.train_path}: init_from: {path}: no checkpoint yet; train {name}"
+                        " first")
+    return train.model_copy(update={"init_from": str(path)})
 
 
 def _check_keys(changes: Changes) -> None:

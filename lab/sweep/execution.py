@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import signal
 import statistics
 import subprocess
@@ -16,9 +18,10 @@ from basics.errors import STOP_SIGNALS, print_line
 from lab.compare.run_results import FINISHED
 from lab.sweep.plan import PlannedRun, Sweep
 from lab.sweep.results import DIVERGED, Outcome, read_outcome
-from processes.run_lock import end_with_parent
+from processes.run_lock import TORCHRUN_SIGNALS, end_with_parent
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
+NUM_PROCESSES = re.compile(r"--nproc[_-]per[_-]node[= ]([1-9]\d{0,4})(?!\S)")
 OWN_RENDEZVOUS = ("--standalone", "--rdzv", "--master")  # torchrun's options that name one
 
 
@@ -50,6 +53,21 @@ class Launch:
                             ("--usd-per-hour", self.usd_per_hour)):
             command += [] if value is None else [name, str(value)]
         return command
+
+    def num_processes(self) -> int | None:
+        """Return the number of processes of a run; None if only torchrun will know it.
+
+        Raises:
+            UserError: the machine has GPUs that cannot be used.
+        """
+        if self.torchrun:
+            found = NUM_PROCESSES.search(" ".join(self.torchrun))
+            return int(found[1]) if found else None
+        if self.nproc_per_node:
+            return self.nproc_per_node
+        from processes.launch import default_num_processes  # imports torch, which takes seconds
+
+        return default_num_processes()
 
 
 @dataclass(frozen=True)
@@ -101,7 +119,7 @@ def start(command: list[str]) -> subprocess.Popen:
     Its process group is its own: Ctrl-C in a terminal reaches it once, through this process.
     """
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0,
-                            preexec_fn=end_with_parent)
+                            env=dict([TORCHRUN_SIGNALS]) | os.environ, preexec_fn=end_with_parent)
 
 
 class Execution:
@@ -166,9 +184,11 @@ class Execution:
             return math.inf
         outcomes = [read_outcome(other) for other in runs]
         left, needed = self._budget.seconds_left(outcomes), expected_seconds(run, outcomes)
-        if left <= 0 or needed > left:
+        if left <= 0:
+            self.stop_reason = f"budget: it was spent before {run.label}"
+        elif needed > left:
             self.stop_reason = (f"budget: {run.label} would take about {needed / 3600:.3g} hours,"
-                                f" {max(0.0, left) / 3600:.3g} are left")
+                                f" {left / 3600:.3g} are left")
         return left
 
     def _run(self, run: PlannedRun, seconds_left: float) -> int:

@@ -20,6 +20,7 @@ from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
 from lab.sweep.changes import Changes, Configs, apply_changes, label
 from run_config import ModelConfig, Run, TrainConfig, load_config
+from tokens.batch_plan import accumulation_steps_of
 
 PLAN_NAME = "sweep.json"
 BASELINE = "baseline"
@@ -81,11 +82,21 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A plan, the run that it changes, and the directory of its runs."""
+    """A plan, the run that it changes, and the directory of its runs.
+
+    Attributes:
+        num_processes: of each run; None if it is not known.
+    """
 
     plan: Plan
     base: Run
     sweep_dir: Path
+    num_processes: int | None = None
+
+    @classmethod
+    def of(cls, base: Run, sweep_dir: Path, *, num_processes: int | None = None) -> Sweep:
+        """Return a sweep that has only the baseline, with one seed."""
+        return cls(_new_plan(base), base, sweep_dir, num_processes)
 
     @property
     def runs(self) -> list[PlannedRun]:
@@ -106,15 +117,26 @@ class Sweep:
         """Return the sweep with one more variant; the same one if it has such a variant.
 
         Raises:
-            UserError: the changes are refused by a run's own validators.
+            UserError: the changes are refused by a run's own validators, or its global batch
+                cannot be divided by the processes.
         """
         configs = apply_changes(self.base, changes)
+        self._check_batch(changes, configs)
         for variant in self.plan.variants:
             if apply_changes(self.base, variant.changes) == configs:
                 return self
         variant = Variant(name=self._free_name(changes), changes=changes, is_stack=is_stack)
         variants = (*self.plan.variants, variant)
         return replace(self, plan=self.plan.model_copy(update={"variants": variants}))
+
+    def _check_batch(self, changes: Changes, configs: Configs) -> None:
+        model, train = configs
+        if self.num_processes is not None:
+            try:
+                accumulation_steps_of(replace(self.base, model=model, train=train),
+                                      world_size=self.num_processes)
+            except UserError as error:
+                raise UserError(f"{label(changes)}: {error}") from None
 
     def _free_name(self, changes: Changes) -> str:
         """Return a directory name for a variant, with a number if another one has it."""
@@ -151,30 +173,29 @@ def _write_json(path: Path, config: BaseModel) -> None:
 
 
 @contextmanager
-def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes],
-               num_seeds: int | None) -> Iterator[Sweep]:
+def open_sweep(new: Sweep, changes: list[Changes], num_seeds: int | None) -> Iterator[Sweep]:
     """Lock a sweep's directory; yield its earlier plan with these variants added, written.
 
     Args:
+        new: with the baseline only.
         changes: one for each variant; none continues an earlier plan.
         num_seeds: None for those of the earlier plan, else 1.
 
     Raises:
         UserError: something is wrong with the changes, the plan or the directory.
     """
-    new = Sweep(_new_plan(base), base, sweep_dir)
-    for change in changes:
-        new = new.with_variant(change)  # refused before anything is written
-    new = new.with_seeds(num_seeds or 1)
-    apply_changes(base, {}, seed=new.runs[-1].seed)
+    base, sweep_dir, wanted = new.base, new.sweep_dir, new
+    for change in ({}, *changes):
+        wanted = wanted.with_variant(change)  # refused before anything is written
+    apply_changes(base, {}, seed=wanted.with_seeds(num_seeds or 1).runs[-1].seed)
     if not changes and num_seeds in (None, 1) and not (sweep_dir / PLAN_NAME).exists():
         raise UserError(f"{sweep_dir}: no such sweep yet; name at least one --change or --range,"
                         " or several --seeds")
     with _locked(sweep_dir):
-        sweep = Sweep(_read_plan(base, sweep_dir), base, sweep_dir)
+        sweep = replace(new, plan=_read_plan(base, sweep_dir))
         for change in changes:
             before, sweep = sweep, sweep.with_variant(change)
-            if sweep == before and apply_changes(base, change) == (base.model, base.train):
+            if sweep == before and apply_changes(base, change) == apply_changes(base, {}):
                 print_line(f"{label(change)}: is the baseline")
         sweep = sweep.with_seeds(num_seeds or 1)
         sweep.write()

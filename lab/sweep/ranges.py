@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,8 +28,12 @@ class Range:
 
     @property
     def means(self) -> list[tuple[float, float]]:
-        """Values and mean losses of the variants of which at least one run has finished."""
-        return [(value, entry.loss) for value, entry in self.entries if entry.loss is not None]
+        """Different values and mean losses of variants of which at least one run has finished."""
+        losses: dict[float, list[float]] = {}
+        for value, entry in self.entries:
+            if entry.loss is not None:
+                losses.setdefault(value, []).append(entry.loss)
+        return [(value, statistics.fmean(found)) for value, found in losses.items()]
 
     @cached_property
     def fit(self) -> LogQuadratic | None:

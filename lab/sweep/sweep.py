@@ -12,8 +12,10 @@ import click
 from basics.errors import UserError, cannot_be_written
 
 if TYPE_CHECKING:
+    from lab.sweep.changes import Changes
     from lab.sweep.execution import Budget, Execution, Launch
     from lab.sweep.plan import Sweep
+    from run_config import Run
 
 
 @click.command()
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 @click.option("--change", "changes", multiple=True, metavar="KEY=VALUE[,KEY=VALUE...]",
               help="One variant: keys of model.json or train.json. null takes a key out.")
 @click.option("--range", "ranges", multiple=True, metavar="KEY=VALUE,VALUE...",
-              help="One variant for each value of a key; with the baseline's, 3 give a curve.")
+              help="One variant for each value of a key. A curve is fitted to 3 values or more,"
+                   " the baseline's included.")
 @click.option("--seeds", type=click.IntRange(min=1), metavar="N",
               help="Train each variant with N seeds: the base's random_seed and the next ones."
                    "  [default: 1]")
@@ -56,7 +59,7 @@ def command(base: str, torchrun_arguments: tuple[str, ...], changes: tuple[str, 
     # Imported here so that --help is fast.
     from lab.sweep.changes import parse_change, parse_range
     from lab.sweep.execution import Budget, Execution, Launch
-    from lab.sweep.plan import open_sweep
+    from lab.sweep.plan import Sweep, open_sweep
     from run_config import load_run
 
     wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
@@ -65,7 +68,9 @@ def command(base: str, torchrun_arguments: tuple[str, ...], changes: tuple[str, 
     budget = Budget(budget_hours, budget_usd, usd_per_hour or loaded.train.usd_per_hour)
     _check_options(launch, budget)
     execution = Execution(launch, budget)
-    with open_sweep(loaded, _directory(sweeps_dir, name or base), wanted, seeds) as sweep:
+    new = Sweep.of(loaded, _directory(sweeps_dir, name or base),
+                   num_processes=_num_processes(launch, loaded, wanted))
+    with open_sweep(new, wanted, seeds) as sweep:
         with execution.handling_signals():
             sweep = _train(sweep, execution, stack=stack)
         _report(sweep, execution)
@@ -87,6 +92,14 @@ def _check_options(launch: Launch, budget: Budget) -> None:
     if budget.usd is not None and budget.usd_per_hour is None:
         raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
                         " usd_per_hour in BASE's train.json")
+
+
+def _num_processes(launch: Launch, base: Run, wanted: list[Changes]) -> int | None:
+    """Return the number of processes of each run; None if it is not known, or not needed."""
+    key = "global_batch_size"
+    if base.train.global_batch_size is None and not any(changes.get(key) for changes in wanted):
+        return None
+    return launch.num_processes()
 
 
 def _directory(sweeps_dir: Path, name: str) -> Path:
@@ -118,10 +131,11 @@ def _report(sweep: Sweep, execution: Execution) -> None:
     """Print the table, and write it and the charts. Raises: UserError."""
     from lab.sweep.charts import draw_sweep
     from lab.sweep.results import entries_of
-    from lab.sweep.table import terminal_report, write_markdown
+    from lab.sweep.table import notes_of, terminal_table, write_markdown
 
     entries = entries_of(sweep, execution.statuses)
-    click.echo(f"\n{terminal_report(sweep, entries)}")
+    click.echo(f"\n{terminal_table(entries)}\n")  # first: whatever fails below, it is seen
+    click.echo("\n".join(notes_of(sweep, entries)))
     try:
         charts = draw_sweep(sweep, entries)
         written = [write_markdown(sweep, entries, charts), *charts]

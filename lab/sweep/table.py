@@ -8,7 +8,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from basics.files import write_atomically
-from lab.compare.tables import UNKNOWN, dollars, short_count
+from lab.compare.formats import UNKNOWN, dollars, escaped, markdown_notes, short_count
 from lab.sweep.noise import pooled_deviation, seeds_needed
 from lab.sweep.plan import Sweep
 from lab.sweep.ranges import ranges_of
@@ -87,19 +87,17 @@ def _cost_note(entries: list[Entry]) -> str:
     return f"all runs: {duration(seconds)}" + (f", US${dollars(sum(usd))}" if usd else "")
 
 
-def terminal_report(sweep: Sweep, entries: list[Entry]) -> str:
-    """Return the table and its notes for a terminal."""
-    table = tabulate(rows_of(entries), headers=HEADS, disable_numparse=True, colalign=ALIGN)
-    return "\n".join([table, "", *notes_of(sweep, entries)])
+def terminal_table(entries: list[Entry]) -> str:
+    """Return the table for a terminal, without its notes."""
+    return tabulate(rows_of(entries), headers=HEADS, disable_numparse=True, colalign=ALIGN)
 
 
 def write_markdown(sweep: Sweep, entries: list[Entry], charts: list[Path]) -> Path:
     """Write `table.md`: the table, its notes and the charts. Raises: OSError."""
-    cells = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in row]
-             for row in rows_of(entries)]
-    table = tabulate(cells, headers=[head.replace("\n", " ") for head in HEADS],
-                     tablefmt="github", disable_numparse=True, colalign=ALIGN)
-    notes = [f"- {note}".replace("<", "&lt;") for note in notes_of(sweep, entries)]
+    table = tabulate([list(map(escaped, row)) for row in rows_of(entries)],
+                     headers=[head.replace("\n", " ") for head in HEADS], tablefmt="github",
+                     disable_numparse=True, colalign=ALIGN)
+    notes = markdown_notes(notes_of(sweep, entries))
     images = [f"![{path.stem}]({path.name})" for path in charts]
     path = sweep.sweep_dir / "table.md"
     write_atomically(path, "\n".join([table, "", *notes, "", *images, ""]))

@@ -36,17 +36,32 @@ def add_run(sweep_dir: Path, name: str, *, tokens: int, losses: list[float]) -> 
         "status": "finished", "tokens": tokens, "validation_loss": losses[-1]}))
 
 
+def table(sweeps_dir: Path) -> list[list[str]]:
+    """Return the cells below the head."""
+    result = CliRunner().invoke(main, ["--sweeps-dir", str(sweeps_dir)])
+    assert result.exit_code == 0, result.output
+    return [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in result.output.splitlines()[2:]]
+
+
 def test_the_share_of_a_baselines_tokens_is_paired_by_seed(tmp_path: Path) -> None:
     for seed, shift in ((42, 0.0), (43, 0.2)):
         add_run(tmp_path / "bytes-original", f"baseline-seed-{seed}", tokens=1000,
                 losses=[3.0 + shift, 2.5 + shift])
         add_run(tmp_path / "bytes-muon", f"baseline-seed-{seed}", tokens=400,
-                losses=[2.8 + shift, 2.2 + shift])
-    result = CliRunner().invoke(main, ["--sweeps-dir", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    row = [cell.strip() for cell in result.output.splitlines()[-1].strip("|").split("|")]
-    assert row == ["bytes-original", "1,000", "2.600 (2 seeds)", "bytes-muon", "400", "40%",
-                   "2.300 (2 seeds)", "-0.300", "-0.300 to -0.300", "300", "30.0%"]
+                losses=[2.8 + shift, 2.2 + shift * 1.5])
+    assert table(tmp_path) == [[
+        "bytes-original", "1,000", "2.600 (2 seeds)", "bytes-muon", "400", "40%",
+        "2.350 (2 seeds)", "-0.250", "-0.885 to +0.385", "310", "31.0%", "18.3% to 43.7%"]]
+
+
+def test_changed_variants_are_named_and_other_directories_are_left_out(tmp_path: Path) -> None:
+    for name in ("baseline-seed-42", "learning_rate-0.01-seed-42", "baseline-seed-42.old"):
+        add_run(tmp_path / "bytes-muon", name, tokens=400, losses=[2.8, 2.6])
+    add_run(tmp_path / "bytes-original", "baseline-seed-42", tokens=1000, losses=[3.0, 2.5])
+    rows = table(tmp_path)
+    assert [row[3] for row in rows] == ["bytes-muon", "bytes-muon: learning_rate-0.01"]
+    assert {tuple(row[8:]) for row in rows} == {("-", "not reached", "-", "-")}
 
 
 def test_without_runs_it_says_what_to_do(tmp_path: Path) -> None:

@@ -848,6 +848,34 @@ def test_seeds_are_averaged_in_tokens_to_a_loss(runs: Runs) -> None:
     assert found.rows[0].name == "a, b" and found.cells[0] == [Reached(125, 1.25)]
 
 
+def test_a_reference_of_several_seeds_is_reached_seed_by_seed(runs: Runs) -> None:
+    for seed, shift in ((42, 0.0), (43, 1.0)):
+        record_losses(runs, f"base-{seed}", 5.0 + shift, 3.0 + shift, random_seed=seed)
+        record_losses(runs, f"fast-{seed}", 4.0 + shift, 2.0 + shift, random_seed=seed,
+                      learning_rate=0.02)
+    record_losses(runs, "third", 4.0, 3.0, random_seed=44, learning_rate=0.03)
+    found = tokens_to_loss(runs.compare(), "base-42")
+    assert {row.name: cells for row, cells in zip(found.rows, found.cells, strict=True)} == {
+        "base-42, base-43": [Reached(200, 2.0)], "fast-42, fast-43": [Reached(150, 1.5)],
+        "third": [Reached(150, 1.5)]}  # the mean, 3.5: the reference has no such seed
+    assert found.share(0, 0) == 0.75
+
+
+def test_the_table_of_tokens_to_a_loss_fits_into_the_terminal(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    for rate in (0.01, 0.02, 0.03):
+        for seed in (42, 43, 44):
+            record_losses(runs, f"learning_rate-{rate}-seed-{seed}", 5.0, 4.0 - rate,
+                          random_seed=seed, learning_rate=rate)
+    table = runs.run().stdout.split("tokens to the")[1]
+    assert max(map(len, table.splitlines())) <= 90
+    heads, rows = table.split("...", 1)
+    assert "-seed-42" in heads and "-seed-43" not in heads  # short names
+    assert rows.replace("\n", "").count("-seed-44") == 3
+
+
 @pytest.mark.parametrize(("freedom", "quantile"), [
     (1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
 def test_critical_values_of_student(freedom: int, quantile: float) -> None:

@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 
 from basics.directory_lock import lock_directory
+from checkpointing import renew_links
 from lab.sweep import charts as sweep_charts
 from lab.sweep import execution
+from lab.sweep.changes import parse_change
 from lab.sweep.execution import Launch
 from tests.support import stub_trainer
+from tests.support.checkpoints import save
 from tests.support.in_process import contents
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.runs import wait_for
 from tests.support.workplace import PROJECT_DIR, Workplace, draw_bare, read_lines
+from trainer.targets import load_target
 
 STUB = Path(stub_trainer.__file__)
 SETTINGS = {"min_train_tokens": 1000, "gradient_accumulation_steps": None, "learning_rate": 0.02}
@@ -118,6 +123,11 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
     (["--change", "validation_interval=null"], "validation_interval goes together with"),
     (["--change", "validation_interval=null,validation_batches=null,checkpoint_interval=5"],
      "a sweep compares validation losses"),
+    (["--change", "max_hours=3"], "stop runs before their end; drop it from"),
+    (["--change", "max_cost_usd=3,usd_per_hour=1"], "pass --budget-usd for the whole sweep"),
+    (["--change", "global_batch_size=3", "--nproc-per-node", "2"], "not divisible by 2 processes"),
+    (["--change", "global_batch_size=6", "--", "--nproc_per_node", "4"], "by 4 processes"),
+    (["--change", "init_from=tiny"], "no checkpoint yet; train tiny first"),
     (["--range", "learning_rate=0.1"], "wanted KEY=VALUE,VALUE"),
     (["--range", "learning_rate"], "wanted KEY=VALUE,VALUE"),
     (["--range", "learning_rate=0.1,-1"], "learning_rate should be greater than 0"),
@@ -146,6 +156,43 @@ def test_a_base_that_does_not_validate_is_refused(sweeps: Sweeps) -> None:
                                              "validation_batches": None})
     result = run_lab("sweep", "other", *sweeps.command("--change", "drop_rate=0")[2:])
     assert "a sweep compares validation losses" in error_line(result)
+
+
+def test_a_base_that_cannot_be_trained_as_it_is_is_refused(sweeps: Sweeps) -> None:
+    sweeps.workplace.add_run("limited", train=SETTINGS | {"max_hours": 1.0})
+    sweeps.workplace.add_run("uneven", train=SETTINGS | {"global_batch_size": 3})
+    for base, words in (("limited", "drop it from"), ("uneven", "global_batch_size 3 is not div")):
+        result = run_lab("sweep", base, *sweeps.command("--change", "drop_rate=0")[2:])
+        assert words in error_line(result) and not (sweeps.dir / base).exists()
+
+
+@pytest.mark.parametrize(("text", "changes"), [
+    ('sample_prompts=["x,b=c"],drop_rate=0', {"sample_prompts": ["x,b=c"], "drop_rate": 0}),
+    ('a="x,b=c",d=2,e=f,g=3', {"a": "x,b=c", "d": 2, "e": "f", "g": 3}),
+    ("a=1,2,b= 3", {"a": "1,2", "b": 3}),
+    ('a=["x,b=3', {"a": '["x', "b": 3}),
+])
+def test_commas_separate_changes_only_before_a_key(text: str, changes: dict[str, Any]) -> None:
+    assert parse_change(text) == changes
+
+
+def test_runs_may_start_from_the_best_weights_of_a_run(sweeps: Sweeps) -> None:
+    sweeps.workplace.add_run("tuned", train=SETTINGS | {"init_from": "tiny"})
+    checkpoints_dir = sweeps.workplace.runs_dir / "tiny/checkpoints"
+    for global_step, loss in ((3, 2.0), (4, 3.0)):
+        save(checkpoints_dir, global_step, loss)
+    renew_links(checkpoints_dir)
+    for base in ("tiny", "tuned"):
+        command = sweeps.command("--change", "drop_rate=0,init_from=tiny")[2:]
+        for _ in range(2):  # the second time the files that are there fit
+            succeeded(run_lab("sweep", base, *command))
+    variant = "drop_rate-0_init_from-tiny-seed-42"
+    for run_dir in (sweeps.tiny / variant, *(sweeps.dir / "tuned").glob("*-seed-42")):
+        source = json.loads((run_dir / "train.json").read_text())["init_from"]
+        target = load_target(source, runs_dir=run_dir.parent, device=torch.device("cpu"))
+        assert target.checkpoint.meta.global_step == 3
+    result = succeeded(run_lab("sweep", "tuned", "--change", "init_from=tiny", *command[2:]))
+    assert "init_from=tiny: is the baseline" in result.stdout
 
 
 def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps: Sweeps) -> None:
@@ -178,6 +225,13 @@ def test_a_range_without_a_minimum_says_so(sweeps: Sweeps, values: str, words: s
     succeeded(sweeps.run("--range", f"learning_rate={values}"))
     text = (sweeps.tiny / "table.md").read_text()
     assert words in text and ("fitted" in text) == bool(words)
+
+
+def test_a_value_that_the_baseline_has_too_is_one_point(sweeps: Sweeps) -> None:
+    """The baseline was trained with 16 sequences, though it does not set them."""
+    result = succeeded(sweeps.run("--range", "global_batch_size=16,32", "--nproc-per-node", "2"))
+    assert "global_batch_size: no curve is fitted; it needs the losses of 3" in result.stdout
+    assert (sweeps.tiny / "range-global_batch_size.png").exists()
 
 
 def test_zero_has_no_logarithm(sweeps: Sweeps) -> None:
@@ -317,6 +371,11 @@ def test_the_expected_cost_grows_with_the_tokens(sweeps: Sweeps) -> None:
     assert "would take about 0.0833 hours, 0.0722 are left" in result.stdout
 
 
+def test_a_spent_budget_is_named(sweeps: Sweeps) -> None:
+    result = succeeded(sweeps.run("--change", "drop_rate=0", "--budget-hours", "0.0277"))
+    assert "sweep stopped: budget: it was spent before drop_rate=0, seed 42; the" in result.stdout
+
+
 def test_the_running_run_is_stopped_at_the_limit(sweeps: Sweeps) -> None:
     """A run that waits for a signal gets it from the budget, and continues later."""
     sweeps.workplace.add_run("waiting", train=SETTINGS | {"weight_decay": 6})
@@ -367,6 +426,33 @@ def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(
 def test_losses_on_other_validation_tokens_are_not_compared(sweeps: Sweeps) -> None:
     cells = sweeps.cells("--change", "start_val_token=5")
     assert cells["start_val_token=5"][2:6] == ["-", "-", "other validation tokens", "-"]
+
+
+def test_cells_are_escaped_in_markdown(sweeps: Sweeps) -> None:
+    succeeded(sweeps.run("--change", r'sample_prompts=["a\\b|<c"]'))
+    assert r'sample_prompts=["a\\\\b\|&lt;c"]' in (sweeps.tiny / "table.md").read_text()
+
+
+def test_sigusr1_is_passed_on_by_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this variable torchrun does not handle the signal, which then ends it."""
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+    code = "import os, pathlib; pathlib.Path('found').write_text(os.environ[{!r}])"
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", code.format("TORCHELASTIC_SIGNALS_TO_HANDLE")]
+    assert execution.start(command).wait() == 0
+    assert "SIGUSR1" in (tmp_path / "found").read_text().split(",")
+
+
+@pytest.mark.parametrize(("launch", "expected"), [
+    (Launch(Path(), nproc_per_node=3), 3),
+    (Launch(Path(), torchrun=("--nnodes=1", "--nproc-per-node", "8")), 8),
+    (Launch(Path(), torchrun=("--nproc_per_node=gpu",)), None),
+    (Launch(Path(), torchrun=("--standalone",)), None),
+])
+def test_the_number_of_processes_is_known_before_the_launch(
+    launch: Launch, expected: int | None
+) -> None:
+    assert launch.num_processes() == expected
 
 
 def test_the_command_of_a_run(tmp_path: Path) -> None:
