@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from click.testing import Result
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from lab.tokenizer import train_tokenizer
+from lab.tokenizer import _next_command, train_tokenizer
 from preparation.documents import find_documents
 from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions
@@ -85,6 +86,31 @@ def test_a_user_error_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     corrupt(source / "000.parquet", footer=False)
     assert "000.parquet" in error_line(lab_tokenizer(source, output, "--vocab-size", "300"))
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_the_next_command_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    source, output = tmp_path / "my documents", tmp_path / "it's mine"
+    source.mkdir()
+    lines = [json.dumps({"body text": text}) for text in TEXTS]
+    (source / "a.jsonl").write_text("\n".join(lines))
+    result = succeeded(lab_tokenizer(source, output, "--vocab-size", "280",
+                                     "--text-column", "body text"))
+    line = next(line for line in result.stdout.splitlines() if "prepare_dataset.py" in line)
+    assert shlex.split(line.split(": ", 1)[1]) == [
+        "uv", "run", "prepare_dataset.py", str(source), "datasets/NAME", "--tokenizer",
+        str(output), "--text-column", "body text"]
+    assert _next_command("owner/name", Path("own"), {
+        "subset": "sample/10BT", "text_column": "text"}) == (
+        "uv run prepare_dataset.py owner/name datasets/NAME --tokenizer own --subset sample/10BT")
+
+
+def test_what_a_killed_command_has_left_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    source = write_source("txt", tmp_path / "source")
+    left = tmp_path / ".out.tokenizer-partial/tokenizer"
+    left.mkdir(parents=True)
+    (left / "tokenizer.json").write_text("{")
+    succeeded(lab_tokenizer(source, tmp_path / "out", "--vocab-size", "280"))
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
 def test_the_smallest_tokenizer_has_no_merges(tmp_path: Path) -> None:
