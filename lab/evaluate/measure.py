@@ -65,15 +65,24 @@ def _slices(request: Request, files: dict[str, TokenFile]) -> dict[str, Slice]:
         return {dataset: choose_slice(file, dataset, start_token=start_token,
                                       num_tokens=num_tokens) for dataset, file in files.items()}
     facts = [file.metadata for file in files.values()]
-    texts = {tuple(fact.get(key) for key in ("source", "revision", "num_documents"))
-             for fact in facts}
-    if len(texts) > 1 or len({fact.get("tokenizer") for fact in facts}) < len(facts):
+    if not _are_of_same_text(facts) or len({f.get("tokenizer") for f in facts}) < len(facts):
         raise _different_datasets(" and ".join(files))
     if start_token is not None or num_tokens is not None:
         raise UserError("--start-token and --tokens would choose different text in the datasets of"
                         " these runs; leave them out, or name one with --dataset")
     return {dataset: choose_slice(file, dataset, start_token=0, num_tokens=file.num_tokens - 1)
             for dataset, file in files.items()}
+
+
+def _are_of_same_text(facts: list[dict[str, str]]) -> bool:
+    """Return whether token files, by their metadata, are the same text in different tokens.
+
+    Files that an earlier version wrote do not tell their bytes of text.
+    """
+    texts = {tuple(fact.get(key) for key in ("source", "revision", "num_documents"))
+             for fact in facts}
+    return len(texts) == 1 and len({fact["num_text_bytes"] for fact in facts
+                                    if "num_text_bytes" in fact}) <= 1
 
 
 def score_all(request: Request, share: Share) -> list[Row]:

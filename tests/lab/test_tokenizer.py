@@ -222,6 +222,13 @@ def test_text_of_another_tokenizer_or_other_text_is_not_measured(trained: Workpl
     assert "--start-token and --tokens would choose different text" in error_line(
         run_lab(*trained.arguments("evaluate", "own", "bytes", "--tokens", "100")))
     documents = trained.root / "documents"
+    changed = documents / "099.txt"
+    changed.write_text(changed.read_text() + "!")  # the number of documents stays the same
+    shutil.rmtree(trained.datasets_dir / "bytes")
+    prepare_dataset(find_documents(documents), trained.datasets_dir / "bytes",
+                    PrepareOptions(tokenizer="bytes", validation_fraction=0.1))
+    assert "the targets were trained on different ones: own and bytes" in error_line(
+        run_lab(*trained.arguments("evaluate", "own", "bytes")))
     (documents / "more.txt").write_text("more")
     shutil.rmtree(trained.datasets_dir / "bytes")
     prepare_dataset(find_documents(documents), trained.datasets_dir / "bytes",
