@@ -13,7 +13,14 @@ import click
 from basics.errors import UserError
 from basics.files import append_whole
 from basics.json_files import to_json
-from lab.evaluate.held_out import Evaluation, Slice, check_tokenizer, choose_slice, evaluate
+from lab.evaluate.held_out import (
+    Evaluation,
+    Slice,
+    check_tokenizer,
+    choose_slice,
+    evaluate,
+    text_identity,
+)
 from lab.evaluate.hellaswag import Question, read_questions, score
 from lab.evaluate.sharing import Share
 from preparation.ensure_dataset import provide_dataset
@@ -100,7 +107,8 @@ def _evaluate_one(request: Request, name: str, *, file: TokenFile, token_slice: 
     share.run(lambda: check_tokenizer(target, file))
     measured = evaluate(target, file, token_slice, microbatch_size=request.microbatch_size,
                         share=share)
-    _record(target, measured.as_record(), share)
+    _record(target, measured.as_record() | {
+        "tokenizer": target.tokenizer_name, "text": text_identity(file, token_slice)}, share)
     bits = measured.bits_per_byte
     return measured, {
         "model": _title(target), "loss": f"{measured.loss:.6f}",

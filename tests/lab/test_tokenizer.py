@@ -160,6 +160,7 @@ def test_a_run_writes_text_of_its_tokenizer_and_bits_per_byte(trained: Workplace
         records = read_lines(trained.runs_dir / name / "metrics.jsonl")
         validated = [record for record in records if "validation_loss" in record]
         summary = json.loads((trained.runs_dir / name / "summary.json").read_text())
+        assert summary["tokenizer"] == target_of(trained, name).tokenizer_name
         assert summary["validation_bits_per_byte"] == validated[-1]["validation_bits_per_byte"]
     ratio = validated[-1]["validation_loss"] / validated[-1]["validation_bits_per_byte"]
     assert ratio == pytest.approx(0.6931, rel=0.02)  # bytes; end-of-text tokens add none
@@ -193,6 +194,8 @@ def test_a_run_needs_no_dataset_to_write_text_and_to_be_exported(
 
 
 def test_bits_per_byte_compare_runs_with_different_tokenizers(trained: Workplace) -> None:
+    compare = ("compare", "--runs-dir", str(trained.runs_dir))
+    assert "the bits are not of the same text" in succeeded(run_lab(*compare)).stdout
     result = succeeded(run_lab(*trained.arguments("evaluate", "own", "bytes")))
     rows = [line.split() for line in result.stdout.splitlines()[2:]]
     bits = [float(row[4]) for row in rows]
@@ -212,8 +215,9 @@ def test_bits_per_byte_compare_runs_with_different_tokenizers(trained: Workplace
                      for path in sorted((trained.root / "documents").iterdir())[-10:])
     assert abs(num_bytes - text_bytes) < 3  # the first token is not predicted
     assert records["own"]["num_tokens"] < records["bytes"]["num_tokens"] / 1.5
-    table = succeeded(run_lab("compare", "--runs-dir", str(trained.runs_dir))).stdout
-    assert "val. bits" in table and "losses (nats per token) do not compare" in table
+    table = succeeded(run_lab(*compare)).stdout
+    assert "sorted by bits per byte of the test loss" in table
+    assert "losses (nats per token) do not compare" in table and "not of the same text" not in table
 
 
 def test_text_of_another_tokenizer_or_other_text_is_not_measured(trained: Workplace) -> None:
