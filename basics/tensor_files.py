@@ -18,6 +18,8 @@ def read_tensors(path: Path, *, wanted: Header | None = None,
                  least: Callable[[str], float] = lambda name: -math.inf) -> dict[str, Tensor]:
     """Read all tensors of a file; numbers that would make later weights NaN are refused.
 
+    Integers and booleans, such as the masks in old files of GPT-2, are not checked.
+
     Args:
         wanted: names, dtypes and shapes, compared before anything is read; None for any.
         least: the lowest value that a tensor may hold, by its name.
@@ -37,6 +39,8 @@ def read_tensors(path: Path, *, wanted: Header | None = None,
                                      f" wanted {wanted.get(name, 'absent')}")
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     for name, tensor in tensors.items():
+        if not (tensor.is_floating_point() and tensor.numel()):
+            continue
         low, high = (float(bound) for bound in tensor.aminmax())  # one pass, without a copy
         if not (math.isfinite(low) and math.isfinite(high) and low >= least(name)):
             raise ValueError(f"{path.name}: {name[:60]} holds numbers from {low:g} to {high:g}")

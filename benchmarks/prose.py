@@ -3,7 +3,7 @@
     uv run python benchmarks/prose.py corpora/prose
     uv run python prepare_dataset.py corpora/prose datasets/prose-bytes --tokenizer bytes
 
-Needs `apt-get` and `dpkg-deb`, 90 MB of download and 500 MB of temporary disk space; installs
+Needs `apt-get` and `dpkg-deb`, 93 MB of download and 500 MB of temporary disk space; installs
 nothing. Keeps paragraphs that read as sentences: no code, tables or menus. They are cut into
 documents of about 3,000 characters, which are shuffled with a fixed seed, so that training and
 validation data come from the same distribution.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ def command(source: str, output: Path, **options: Any) -> None:
         raise UserError(f"--vocab-size is {vocab_size:,}; wanted {SMALLEST} to {MAX_ENTRIES:,}")
     output_dir = check_output_dir(output)
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
+    shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed
     found = find_source(SourceOptions(source, **options), raw_dir=partial_dir / "raw")
     reader = Texts(found, max_bytes=max_megabytes * 10**6)
     try:
@@ -53,9 +55,17 @@ def command(source: str, output: Path, **options: Any) -> None:
     finally:
         shutil.rmtree(partial_dir, ignore_errors=True)
     click.echo(f"{vocab_size:,} entries, from {reader.num_bytes:,} bytes of text, in {output}\n"
-               f"prepare a dataset with it: uv run prepare_dataset.py {source} datasets/NAME"
-               f" --tokenizer {output}\n"
+               f"prepare a dataset with it: {_next_command(source, output, options)}\n"
                f'and set "vocab_size": {vocab_size} in model.json')
+
+
+def _next_command(source: str, output: Path, options: dict[str, str]) -> str:
+    """Return the command that prepares the same documents with the tokenizer, for a shell."""
+    words = ["uv", "run", "prepare_dataset.py", source, "datasets/NAME", "--tokenizer", str(output)]
+    for key, default in (("subset", ""), ("text_column", "text")):
+        if options[key] != default:
+            words += [f"--{key.replace('_', '-')}", options[key]]
+    return shlex.join(words)
 
 
 class Texts:

@@ -83,12 +83,8 @@ def _import_split(paths: list[Path], output: Path, tokenizer: ChosenTokenizer,
                                     f" outside the vocabulary of --tokenizer {choice}"
                                     f" ({vocab_size}); name the right tokenizer")
                 writer.add(tokens)
-                num_documents = int(np.count_nonzero(tokens == end_of_text))
-                count = SplitCount(
-                    num_documents=count.num_documents + num_documents,
-                    num_tokens=count.num_tokens + tokens.size,
-                    max_token_id=max(count.max_token_id, largest),
-                )
+                count = count.with_more(
+                    tokens, num_documents=int(np.count_nonzero(tokens == end_of_text)))
         writer.finish(count.metadata() | {
             "tokenizer": tokenizer.name,
             "source": ", ".join(path.name for path in paths)[:400],

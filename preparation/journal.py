@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from basics.directory_lock import lock_directory
@@ -49,18 +50,29 @@ class SplitCount(_Line):
     num_documents: int = 0
     num_tokens: int = 0
     max_token_id: int = 0
+    num_text_bytes: int | None = None  # as UTF-8; None if unknown, as of imported tokens
+
+    def with_more(self, tokens: np.ndarray, *, num_documents: int,
+                  num_text_bytes: int | None = None) -> SplitCount:
+        """Return the counts after tokens were appended, (n,) uint16. Unknown bytes stay unknown."""
+        is_unknown = self.num_text_bytes is None or num_text_bytes is None
+        return SplitCount(
+            num_documents=self.num_documents + num_documents,
+            num_tokens=self.num_tokens + tokens.size,
+            max_token_id=max(self.max_token_id, int(tokens.max(initial=0))),
+            num_text_bytes=None if is_unknown else self.num_text_bytes + num_text_bytes)
 
     def metadata(self) -> dict[str, str]:
         """Return the counts as metadata of a token file."""
-        return {key: str(value) for key, value in self.model_dump().items()}
+        return {key: str(value) for key, value in self.model_dump(exclude_none=True).items()}
 
 
 class Progress(_Line):
     """The sums over all shards finished so far."""
 
     num_shards: int = 0
-    train: SplitCount = SplitCount()
-    validation: SplitCount = SplitCount()
+    train: SplitCount = SplitCount(num_text_bytes=0)
+    validation: SplitCount = SplitCount(num_text_bytes=0)
     num_bytes: int = 0  # of text, as UTF-8
     num_characters: int = 0
     bad_shards: list[str] = []

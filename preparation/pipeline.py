@@ -14,7 +14,7 @@ from preparation.cutting import BadShard
 from preparation.dataset_card import write_card
 from preparation.documents import Shard, Source
 from preparation.encoding import Encoded, Encoder, EndOfShard, TokenizerPlace
-from preparation.journal import Journal, Progress, SplitCount
+from preparation.journal import Journal, Progress
 from preparation.planning import (
     PrepareOptions,
     check_disk,
@@ -151,21 +151,18 @@ class _Preparation:
         if len(encoded.ends) >= wanted:
             encoded = encoded.first_documents(wanted)
         num_train = min(max(self._num_train - self._num_documents, 0), len(encoded.ends))
-        boundary = encoded.tokens.size
+        boundary = encoded.sizes.tolist()  # tokens, bytes, characters
         if self._num_documents + len(encoded.ends) >= self._num_train:
-            boundary = encoded.ends[num_train - 1, 0] if num_train else 0
+            boundary = encoded.ends[num_train - 1].tolist() if num_train else [0, 0, 0]
         num_in = {"train": num_train, "validation": len(encoded.ends) - num_train}
-        parts = {"train": encoded.tokens[:boundary], "validation": encoded.tokens[boundary:]}
+        parts = {"train": encoded.tokens[:boundary[0]], "validation": encoded.tokens[boundary[0]:]}
+        _, num_bytes, num_characters = encoded.sizes.tolist()
+        bytes_in = {"train": boundary[1], "validation": num_bytes - boundary[1]}
         counts = {}
         for split, tokens in parts.items():
             self._writers[split].add(tokens)
-            before = self._progress.of(split)
-            counts[split] = SplitCount(
-                num_documents=before.num_documents + num_in[split],
-                num_tokens=before.num_tokens + tokens.size,
-                max_token_id=max(before.max_token_id, int(tokens.max(initial=0))),
-            )
-        _, num_bytes, num_characters = encoded.sizes.tolist()
+            counts[split] = self._progress.of(split).with_more(
+                tokens, num_documents=num_in[split], num_text_bytes=bytes_in[split])
         self._progress = self._progress.model_copy(update=counts | {
             "num_bytes": self._progress.num_bytes + num_bytes,
             "num_characters": self._progress.num_characters + num_characters,

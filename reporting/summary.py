@@ -47,6 +47,7 @@ class RunEnd:
     best: dict[str, Any] | None  # checkpoint, global_step, loss
     checkpoints: dict[str, float]  # of this launch: saved, longest_write_seconds
     machine: dict[str, Any]
+    tokenizer: str | None = None  # its name, if it is known
 
 
 def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "num_steps": end.num_steps,
         "tokens": tokens,
         "num_parameters": end.num_parameters,
+        "tokenizer": end.tokenizer,
         "train_loss": _last(records, "train_loss"),
         "validation_loss": _last(records, "validation_loss"),
         "raw_validation_loss": _last(records, "raw_validation_loss"),

@@ -18,7 +18,7 @@ from basics.errors import UserError
 from run_config import Run
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile
-from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer
+from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer, num_ids_of
 from tokens.tokenizer_file import read_named_tokenizer
 
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that name no tokenizer
@@ -154,8 +154,8 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     """Open a run's token files and plan its batches. Every rank; needs no process group.
 
     Raises:
-        UserError: a file is missing, damaged, of another layout or too short, or the tokenizer
-            beside it is not the one that it was made with.
+        UserError: a file is missing, damaged, of another layout or too short; the tokenizer beside
+            it is not the one that it was made with, or has more entries than the model.
     """
     train_file = TokenFile(dataset_dir / "train.safetensors")
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
@@ -173,9 +173,18 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
         _check_validation_length(run, validation)
     name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
     path = file_beside(dataset_dir, name)
+    content = None if path is None else read_named_tokenizer(path, name)
+    _check_vocabulary(run, dataset_dir, num_ids_of(name, content))
     return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name,
-                   tokenizer_path=path,
-                   tokenizer_file=None if path is None else read_named_tokenizer(path, name))
+                   tokenizer_path=path, tokenizer_file=content)
+
+
+def _check_vocabulary(run: Run, dataset_dir: Path, num_ids: int) -> None:
+    """Refuse a tokenizer with more ids than the model: prompts could not be encoded with it."""
+    if num_ids > run.model.vocab_size:
+        path = run.run_dir / "model.json"
+        raise UserError(f"{path}: vocab_size is {run.model.vocab_size:,}, but the tokenizer of"
+                        f" {dataset_dir} has {num_ids:,} entries; set it to at least that")
 
 
 def check_token_range(data: RunData) -> None:

@@ -81,6 +81,17 @@ def end_of_text_of(name: str, path: Path | None = None) -> int:
     return END_OF_TEXT_IDS[name] if path is None else load_tokenizer(name, path).eot_token
 
 
+def num_ids_of(name: str | None, content: bytes | None = None) -> int:
+    """Return the number of a tokenizer's ids; 0 if it is not known.
+
+    Args:
+        content: of its file, if it has one.
+    """
+    if content is not None:
+        return parse_tokenizer(content).n_vocab
+    return END_OF_TEXT_IDS[name] + 1 if name in END_OF_TEXT_IDS else 0  # loads none
+
+
 def file_beside(directory: Path, name: str | None) -> Path | None:
     """Return the path of a tokenizer's file in a directory; None for one without a file."""
     return directory / TOKENIZER_FILE if (name or "").startswith(NAME_PREFIX) else None

@@ -43,7 +43,7 @@ class FileTokenizer:
         self.eot_text = tokenizer.id_to_token(eot_token)
         self.n_vocab = max(tokenizer.get_vocab().values()) + 1
         parts = json.loads(tokenizer.to_str())
-        self._is_byte_level = (parts["decoder"] or {}).get("type") == "ByteLevel"
+        self._is_byte_level = _is_byte_level(parts["decoder"])
         self._added = {token["id"]: token["content"] for token in parts["added_tokens"]}
         self.splits_like_gpt2 = _splits_like_gpt2(parts)
 
@@ -168,6 +168,13 @@ def _check_prefix(model: dict[str, Any]) -> None:
         second = (merge.split(" ") if isinstance(merge, str) else merge)[1]
         if not second.startswith(prefix):
             raise ValueError(f"the merge of {second[:20]!r} lacks the prefix {prefix[:20]!r}")
+
+
+def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+    """Return whether a decoder reads a token's characters as bytes, alone or as one of several."""
+    decoder = decoder or {}
+    return decoder.get("type") == "ByteLevel" or any(
+        map(_is_byte_level, decoder.get("decoders", ())))
 
 
 def _splits_like_gpt2(parts: dict[str, Any]) -> bool:

@@ -181,6 +181,7 @@ class Reports:
             checkpoints=self.saver.facts(),
             machine=machine_facts(self.process, self.step.precision)
             | {"compiled": self.step.is_compiled},
+            tokenizer=self.prepared.data.tokenizer_name,
         ))
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()

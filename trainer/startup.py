@@ -139,7 +139,8 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
     if run.train.init_from and resume_from is None:  # later the other processes find it here too
-        step("initial weights", lambda: initial_model(run, options.runs_dir)
+        step("initial weights", lambda: initial_model(
+            run, options.runs_dir, tokenizer_name=data.tokenizer_name)
              if process.is_main_of_node else None)
     warnings += unused_options(run.model, run.train)
     prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
@@ -162,7 +163,8 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
         if run.train.weight_average is None:  # dropped since
             state.average.clear()
     elif run.train.init_from:
-        initial = initial_model(run, prepared.options.runs_dir)
+        initial = initial_model(run, prepared.options.runs_dir,
+                                tokenizer_name=prepared.data.tokenizer_name)
         state.model.load_state_dict(initial.state_dict())
     return state
 

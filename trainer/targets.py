@@ -6,15 +6,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from pydantic import ValidationError
 
 from basics.config_files import describe
 from basics.errors import UserError, first_line
-from basics.files import check_tensor_header
 from basics.json_files import read_json_object
 from basics.manifest import MANIFEST
+from basics.tensor_files import read_tensors
 from checkpointing import BEST, DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
 from preparation.hub import ask_hub
@@ -170,8 +169,7 @@ def _read_weights(directory: Path) -> Weights:
         try:
             if (directory / name).exists() and not (directory / name).is_file():
                 raise OSError("is not a file")  # reading a pipe could block forever
-            check_tensor_header(directory / name)
-            weights |= safetensors.torch.load_file(directory / name)
+            weights |= read_tensors(directory / name)
         except FileNotFoundError:
             raise UserError(f"{directory / name}: no such file; {NEEDED_BY} needs it (pickled"
                             " weights such as pytorch_model.bin are not read)") from None

@@ -6,68 +6,16 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from lab.compare.bits import bits_order, tokens_note
+from lab.compare.row import LOSS_NAMES, Row
 from lab.compare.run_figures import Figures
 from lab.compare.run_results import FINISHED, PUBLISHED, Result, shown
 from lab.compare.student import t_95
 
-LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
-              "train_loss": "training loss"}  # in order of preference
-BITS_PER_BYTE = {"test_loss": "test_bits_per_byte", "validation_loss": "validation_bits_per_byte"}
-DIFFERENT_TOKENS = 1.1  # ratio of bytes per token, from which on another tokenizer is assumed
 SEED = "random_seed"
-LONGEST_NAME = 40  # characters, in a chart
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run, one published row, or the mean of runs that differ only in their seed.
-
-    Attributes:
-        spread: sample standard deviation of each loss over the seeds, if there are several.
-        settings: settings in which the runs differ, except values that most runs have.
-    """
-
-    results: tuple[Result, ...]
-    figures: Figures
-    spread: dict[str, float] = field(default_factory=dict)
-    settings: dict[str, str] = field(default_factory=dict)
-    is_of_other_slice: bool = False
-    is_within_spread: bool = False
-
-    @property
-    def first(self) -> Result:
-        return self.results[0]
-
-    @property
-    def is_published(self) -> bool:
-        return self.first.status == PUBLISHED
-
-    @property
-    def name(self) -> str:
-        names = ", ".join(result.name for result in self.results)
-        marks = {FINISHED: "", PUBLISHED: "*"}
-        return names + marks.get(self.first.status, f" ({self.first.status})")
-
-    @property
-    def short_name(self) -> str:
-        return self.name if len(self.name) <= LONGEST_NAME else f"{self.name[:LONGEST_NAME]}..."
-
-    @property
-    def differs(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.settings.items())
-
-    def loss(self, kind: str) -> float | None:
-        """Return a loss if it can be compared with those of the other rows."""
-        is_incomparable = kind == "test_loss" and self.is_of_other_slice
-        return None if is_incomparable else getattr(self.figures, kind)
-
-    def bytes_per_token(self, kind: str) -> float | None:
-        """Return the mean bytes of text of the tokens that a loss was measured on, if known."""
-        loss, bits = getattr(self.figures, kind), getattr(self.figures, BITS_PER_BYTE[kind])
-        return loss / math.log(2) / bits if loss and bits else None
 
 
 @dataclass(frozen=True)
@@ -91,25 +39,27 @@ def compare(results: list[Result]) -> Comparison:
     rows, common_note = _mark_differences(rows)
     kind = deciding_loss(rows)
     rows = sorted(rows, key=_order(kind))
-    if tokens_note := _tokens_note(rows, kind):
-        rows, spread_note = sorted(rows, key=_bits_order(kind)), ""
+    if bits_note := tokens_note(rows, kind):
+        rows, spread_note = sorted(rows, key=bits_order(kind)), ""
     else:
         rows, spread_note = _mark_within_spread(rows, kind)
     return Comparison(rows, kind, [note for note in (
-        tokens_note or _sorting_note(rows, kind), common_note, spread_note, *_slice_notes(rows),
-        _published_note(rows)) if note], mixes_tokenizers=bool(tokens_note))
+        bits_note or _sorting_note(rows, kind), common_note, spread_note, *_slice_notes(rows),
+        _published_note(rows)) if note], mixes_tokenizers=bool(bits_note))
 
 
 def _with_test_losses(results: list[Result]) -> list[Result]:
-    """Choose each result's test loss: on the published slice, else on the most common one.
+    """Choose each result's test loss: on the published slice, else on the most common text.
 
-    Of equally common slices the longest is chosen.
+    Of equally common ones the longest is chosen. Slices of different tokens may be the same text.
     """
-    counts = Counter(test_slice for result in results for test_slice in result.tests)
+    counts = Counter(result.text_of(test_slice) for result in results
+                     for test_slice in result.tests)
     published = {test_slice for result in results if result.status == PUBLISHED
                  for test_slice in result.tests}
     chosen = [max(result.tests, key=lambda test_slice: (test_slice in published,
-                                                        counts[test_slice]), default="")
+                                                        counts[result.text_of(test_slice)]),
+                  default="")
               for result in results]
     return [replace(result, test_slice=test_slice, figures=replace(
                 result.figures, test_loss=result.tests.get(test_slice),
@@ -148,12 +98,12 @@ def _row(results: tuple[Result, ...]) -> Row:
 
 
 def _mark_slices(rows: list[Row]) -> list[Row]:
-    """Mark test losses on other tokens than the published rows, or than most rows."""
+    """Mark test losses on other text than the published rows, or than most rows."""
     tested = [row for row in rows if row.figures.test_loss is not None]
     standard = [row for row in tested if row.is_published] or tested
-    usual = Counter(row.first.test_slice for row in standard).most_common(1)
+    usual = Counter(row.first.test_text for row in standard).most_common(1)
     return [replace(row, is_of_other_slice=row.figures.test_loss is not None
-                    and row.first.test_slice != usual[0][0]) for row in rows]
+                    and row.first.test_text != usual[0][0]) for row in rows]
 
 
 def _mark_differences(rows: list[Row]) -> tuple[list[Row], str]:
@@ -197,27 +147,6 @@ def _order(kind: str) -> Callable[[Row], tuple]:
         losses = [row.loss(name) for name in (kind, *LOSS_NAMES)]
         return (*((loss is None, loss or 0.0) for loss in losses), row.name)
     return key
-
-
-def _bits_order(kind: str) -> Callable[[Row], tuple]:
-    """Return a sort key: the bits per byte of this loss; rows without them come last."""
-    def key(row: Row) -> tuple:
-        bits = getattr(row.figures, BITS_PER_BYTE[kind])
-        return bits is None, bits or 0.0
-    return key
-
-
-def _tokens_note(rows: list[Row], kind: str) -> str:
-    """Describe the lengths of the rows' tokens if they differ too much to compare losses."""
-    lengths = [length for row in rows if kind in BITS_PER_BYTE
-               and (length := row.bytes_per_token(kind)) is not None]
-    if not lengths or max(lengths) < DIFFERENT_TOKENS * min(lengths):
-        return ""
-    missing = len(rows) - len(lengths)
-    last = f"; rows without them come last ({missing})" if missing else ""
-    return (f"sorted by bits per byte of the {LOSS_NAMES[kind]}, best first{last}: tokens are"
-            f" {min(lengths):.2f} to {max(lengths):.2f} bytes long, so losses (nats per token) do"
-            " not compare")
 
 
 def seed_spread(rows: list[Row], kind: str) -> tuple[float, int]:

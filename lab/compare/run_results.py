@@ -37,7 +37,9 @@ class Result:
         config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
         tests: losses on held-out tokens, by a description of the slice; the longest slice first.
         test_bits: the same in bits per byte, as far as they are known.
+        texts: identities of the slices' texts, as far as `lab evaluate` recorded them.
         test_slice: the slice of the test loss in `figures`; the comparison chooses it.
+        tokenizer: its name, if the run recorded it.
         machine: device, precision, number of processes.
         loss_group: results with an equal one form a curve of the loss over the batch size.
         memory_group: results with an equal one form a line of the memory over the microbatch.
@@ -49,13 +51,23 @@ class Result:
     config: dict[str, Any] = field(default_factory=dict)
     tests: dict[str, float] = field(default_factory=dict)
     test_bits: dict[str, float | None] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     test_slice: str = ""
+    tokenizer: str | None = None
     notes: str = ""
     machine: tuple[str, ...] = ()
     records: tuple[Record, ...] = ()
     memory_gib: float | None = None
     loss_group: tuple[str, ...] = ()
     memory_group: tuple[str, ...] = ()
+
+    @property
+    def test_text(self) -> str:
+        return self.text_of(self.test_slice)
+
+    def text_of(self, test_slice: str) -> str:
+        """Return what identifies the text of a slice: equal for the same text in other tokens."""
+        return self.texts.get(test_slice, test_slice)
 
 
 def shown(value: Any) -> str:
@@ -103,6 +115,8 @@ def read_result(run_dir: Path) -> Result:
         figures=figures_of(written, config), records=written.records,
         tests={slice_of(line): line["loss"] for line in tests},  # later lines win
         test_bits={slice_of(line): number(line.get("bits_per_byte")) for line in tests},
+        texts={slice_of(line): line["text"] for line in tests if isinstance(line.get("text"), str)},
+        tokenizer=_tokenizer(written, tests),
         memory_gib=number(facts.get("peak_memory_gib")),
         loss_group=_group(config, *LOSS_SETTINGS) if status == FINISHED else (),
         memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),
@@ -120,6 +134,12 @@ def _tests(written: Written) -> list[Record]:
     of_best = [line for line in written.evaluations
                if best is not None and line.get("checkpoint") == best]
     return sorted([*of_last, *of_best], key=lambda line: -(number(line.get("num_tokens")) or 0))
+
+
+def _tokenizer(written: Written, tests: list[Record]) -> str | None:
+    """Return the name in the summary; of a run that an earlier version trained, in its tests."""
+    names = [record.get("tokenizer") for record in (written.summary, *tests)]
+    return next((name for name in names if isinstance(name, str)), None)
 
 
 def _step(line: Record) -> float | None:

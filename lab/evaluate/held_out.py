@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -69,6 +71,16 @@ def choose_slice(file: TokenFile, dataset: str, *, start_token: int | None,
                         f" {start_token:,}, wanted {max(1, wanted):,}; change --start-token or"
                         " --tokens")
     return Slice(dataset, file.path.stem, start_token, wanted)
+
+
+def text_identity(file: TokenFile, token_slice: Slice) -> str | None:
+    """Identify the text of a whole file, the same in all tokens; None for a part of a file."""
+    facts = [file.metadata.get(key) for key in (
+        "source", "revision", "num_documents", "num_text_bytes")]
+    if None in facts or token_slice.num_tokens != file.num_tokens - 1:
+        return None
+    return hashlib.blake2b(json.dumps([token_slice.split, *facts]).encode(),
+                           digest_size=8).hexdigest()
 
 
 def check_tokenizer(target: Target, file: TokenFile) -> None:

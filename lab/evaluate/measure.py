@@ -13,7 +13,14 @@ import click
 from basics.errors import UserError
 from basics.files import append_whole
 from basics.json_files import to_json
-from lab.evaluate.held_out import Evaluation, Slice, check_tokenizer, choose_slice, evaluate
+from lab.evaluate.held_out import (
+    Evaluation,
+    Slice,
+    check_tokenizer,
+    choose_slice,
+    evaluate,
+    text_identity,
+)
 from lab.evaluate.hellaswag import Question, read_questions, score
 from lab.evaluate.sharing import Share
 from preparation.ensure_dataset import provide_dataset
@@ -65,15 +72,24 @@ def _slices(request: Request, files: dict[str, TokenFile]) -> dict[str, Slice]:
         return {dataset: choose_slice(file, dataset, start_token=start_token,
                                       num_tokens=num_tokens) for dataset, file in files.items()}
     facts = [file.metadata for file in files.values()]
-    texts = {tuple(fact.get(key) for key in ("source", "revision", "num_documents"))
-             for fact in facts}
-    if len(texts) > 1 or len({fact.get("tokenizer") for fact in facts}) < len(facts):
+    if not _are_of_same_text(facts) or len({f.get("tokenizer") for f in facts}) < len(facts):
         raise _different_datasets(" and ".join(files))
     if start_token is not None or num_tokens is not None:
         raise UserError("--start-token and --tokens would choose different text in the datasets of"
                         " these runs; leave them out, or name one with --dataset")
     return {dataset: choose_slice(file, dataset, start_token=0, num_tokens=file.num_tokens - 1)
             for dataset, file in files.items()}
+
+
+def _are_of_same_text(facts: list[dict[str, str]]) -> bool:
+    """Return whether token files, by their metadata, are the same text in different tokens.
+
+    Files that an earlier version wrote do not tell their bytes of text.
+    """
+    texts = {tuple(fact.get(key) for key in ("source", "revision", "num_documents"))
+             for fact in facts}
+    return len(texts) == 1 and len({fact["num_text_bytes"] for fact in facts
+                                    if "num_text_bytes" in fact}) <= 1
 
 
 def score_all(request: Request, share: Share) -> list[Row]:
@@ -91,7 +107,8 @@ def _evaluate_one(request: Request, name: str, *, file: TokenFile, token_slice: 
     share.run(lambda: check_tokenizer(target, file))
     measured = evaluate(target, file, token_slice, microbatch_size=request.microbatch_size,
                         share=share)
-    _record(target, measured.as_record(), share)
+    _record(target, measured.as_record() | {
+        "tokenizer": target.tokenizer_name, "text": text_identity(file, token_slice)}, share)
     bits = measured.bits_per_byte
     return measured, {
         "model": _title(target), "loss": f"{measured.loss:.6f}",

@@ -21,7 +21,8 @@ CARD = """---
 
 # {title}
 
-A GPT-2-class language model of {num_parameters:,} parameters, trained from scratch{on_data}.
+A GPT-2-class language model of {num_parameters:,} parameters, trained from
+{start}{on_data}.
 It is a base model: it continues text and does not follow instructions.
 
 | | |
@@ -78,10 +79,12 @@ def model_card(target: Target, facts: CardFacts) -> str:
     settings = written.part("train") or target.run.train.model_dump()
     dataset = one_line(str(settings.get("dataset")))
     found = measurements(target, dataset)
+    start = settings.get("init_from")
     shown = [name for name in CHARTS if (target.run.run_dir / name).is_file()]
     return CARD.format(
         front_matter=_front_matter(dataset, found, facts), title=facts.title,
         address=facts.address, num_parameters=target.model.num_parameters(),
+        start=f"the weights of `{one_line(str(start))}`" if start else "scratch",
         on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`",
         prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
         facts=_rows(_model_facts(target, found)), training=_rows(_training(target, written)),

@@ -891,7 +891,8 @@ def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs: Runs) 
     assert names_of(comparison) == ["long", "short", "unknown"] and comparison.mixes_tokenizers
     assert comparison.notes[0] == (
         "sorted by bits per byte of the validation loss, best first; rows without them come last"
-        " (1): tokens are 1.00 to 4.81 bytes long, so losses (nats per token) do not compare")
+        " (1): tokenizers differ (1.00 to 4.81 bytes per token), so losses (nats per token) do not"
+        " compare; the bits are not of the same text: measure the runs together with lab evaluate")
     table = terminal_table(comparison, width=100)
     assert "val. bits" in table and "0.9000" in table and "1.7312" in table
     assert csv_rows(comparison)["long"]["validation_bits_per_byte"] == "0.9"
@@ -905,3 +906,35 @@ def test_bits_per_byte_of_one_tokenizer_are_only_in_the_csv(runs: Runs) -> None:
     assert names_of(comparison) == ["b", "a"] and not comparison.mixes_tokenizers
     assert "bits" not in terminal_table(comparison, width=200)
     assert csv_rows(comparison)["a"]["test_bits_per_byte"] == "1"
+
+
+@pytest.mark.parametrize(("names", "lengths", "differ"), [
+    (("gpt2", "sha256:1"), (4.0, 4.1), True),  # two tokenizers with equally long tokens
+    (("gpt2", "gpt2"), (4.0, 3.0), False),  # one tokenizer, on two languages
+    (("gpt2", None), (4.0, 3.0), True),
+    (("gpt2", None), (4.0, 3.9), False),
+])
+def test_tokenizers_are_told_apart_by_their_names_where_runs_have_them(
+    runs: Runs, names: tuple[str | None, ...], lengths: tuple[float, ...], differ: bool
+) -> None:
+    for dataset, tokenizer, length in zip("ab", names, lengths, strict=True):
+        summary = {"validation_bits_per_byte": 3.0 / math.log(2) / length}
+        runs.add(dataset, losses=(3.0, 3.0, None), train={"dataset": dataset},
+                 summary=summary | ({"tokenizer": tokenizer} if tokenizer else {}))
+    assert runs.compare().mixes_tokenizers == differ
+
+
+def test_bits_per_byte_of_the_same_text_decide(runs: Runs) -> None:
+    tests = {"a": (3.0, 1.2, 400), "b": (2.0, 1.1, 700)}
+    for name, (loss, bits, num_tokens) in tests.items():
+        runs.add(name, losses=(3.0, 3.0, None), train={"dataset": name},
+                 summary={"validation_bits_per_byte": 1.1 if name == "a" else 1.2})
+        runs.evaluate(name, loss, bits_per_byte=bits, dataset=name, num_tokens=num_tokens,
+                      tokenizer=f"tokenizer of {name}", text="abc")
+    runs.evaluate("a", 2.9, bits_per_byte=0.1, dataset="a", num_tokens=500)  # of other text
+    comparison = runs.compare()
+    assert names_of(comparison) == ["b", "a"] and comparison.sorted_by == "test_loss"
+    assert comparison.notes[0].startswith("sorted by bits per byte of the test loss, best first:")
+    assert comparison.notes[0].endswith("so losses (nats per token) do not compare")
+    assert csv_rows(comparison)["a"]["test_bits_per_byte"] == "1.2"
+    assert "†" not in everything(comparison)

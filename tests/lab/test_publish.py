@@ -98,6 +98,17 @@ def test_transformers_loads_the_tokenizers(name: str, tmp_path: Path) -> None:
     assert theirs.model_max_length == 1024
 
 
+def test_the_card_says_from_which_weights_a_run_was_trained(trained: Workplace) -> None:
+    summary_path = trained.runs_dir / "tiny/summary.json"
+    summary = json.loads(summary_path.read_text())
+    for source, words in ((None, "trained from scratch on"),
+                          ("owner/name", "trained from the weights of `owner/name` on")):
+        summary["train"]["init_from"] = source
+        summary_path.write_text(json.dumps(summary))
+        target = load_target("tiny", runs_dir=trained.runs_dir)
+        assert words in " ".join(model_card(target, CardFacts("tiny", "tiny")).split())
+
+
 @torch.no_grad()
 def test_averaged_weights_are_exported_and_the_card_says_so(
     trained: Workplace, tmp_path: Path

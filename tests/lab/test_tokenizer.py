@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from click.testing import Result
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from lab.tokenizer import train_tokenizer
+from lab.tokenizer import _next_command, train_tokenizer
 from preparation.documents import find_documents
 from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions
@@ -87,6 +88,31 @@ def test_a_user_error_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
+def test_the_next_command_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    source, output = tmp_path / "my documents", tmp_path / "it's mine"
+    source.mkdir()
+    lines = [json.dumps({"body text": text}) for text in TEXTS]
+    (source / "a.jsonl").write_text("\n".join(lines))
+    result = succeeded(lab_tokenizer(source, output, "--vocab-size", "280",
+                                     "--text-column", "body text"))
+    line = next(line for line in result.stdout.splitlines() if "prepare_dataset.py" in line)
+    assert shlex.split(line.split(": ", 1)[1]) == [
+        "uv", "run", "prepare_dataset.py", str(source), "datasets/NAME", "--tokenizer",
+        str(output), "--text-column", "body text"]
+    assert _next_command("owner/name", Path("own"), {
+        "subset": "sample/10BT", "text_column": "text"}) == (
+        "uv run prepare_dataset.py owner/name datasets/NAME --tokenizer own --subset sample/10BT")
+
+
+def test_what_a_killed_command_has_left_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    source = write_source("txt", tmp_path / "source")
+    left = tmp_path / ".out.tokenizer-partial/tokenizer"
+    left.mkdir(parents=True)
+    (left / "tokenizer.json").write_text("{")
+    succeeded(lab_tokenizer(source, tmp_path / "out", "--vocab-size", "280"))
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
 def test_the_smallest_tokenizer_has_no_merges(tmp_path: Path) -> None:
     source = write_source("txt", tmp_path / "source")
     succeeded(lab_tokenizer(source, tmp_path / "a", "--vocab-size", "257"))
@@ -134,6 +160,7 @@ def test_a_run_writes_text_of_its_tokenizer_and_bits_per_byte(trained: Workplace
         records = read_lines(trained.runs_dir / name / "metrics.jsonl")
         validated = [record for record in records if "validation_loss" in record]
         summary = json.loads((trained.runs_dir / name / "summary.json").read_text())
+        assert summary["tokenizer"] == target_of(trained, name).tokenizer_name
         assert summary["validation_bits_per_byte"] == validated[-1]["validation_bits_per_byte"]
     ratio = validated[-1]["validation_loss"] / validated[-1]["validation_bits_per_byte"]
     assert ratio == pytest.approx(0.6931, rel=0.02)  # bytes; end-of-text tokens add none
@@ -167,6 +194,8 @@ def test_a_run_needs_no_dataset_to_write_text_and_to_be_exported(
 
 
 def test_bits_per_byte_compare_runs_with_different_tokenizers(trained: Workplace) -> None:
+    compare = ("compare", "--runs-dir", str(trained.runs_dir))
+    assert "the bits are not of the same text" in succeeded(run_lab(*compare)).stdout
     result = succeeded(run_lab(*trained.arguments("evaluate", "own", "bytes")))
     rows = [line.split() for line in result.stdout.splitlines()[2:]]
     bits = [float(row[4]) for row in rows]
@@ -186,8 +215,9 @@ def test_bits_per_byte_compare_runs_with_different_tokenizers(trained: Workplace
                      for path in sorted((trained.root / "documents").iterdir())[-10:])
     assert abs(num_bytes - text_bytes) < 3  # the first token is not predicted
     assert records["own"]["num_tokens"] < records["bytes"]["num_tokens"] / 1.5
-    table = succeeded(run_lab("compare", "--runs-dir", str(trained.runs_dir))).stdout
-    assert "val. bits" in table and "losses (nats per token) do not compare" in table
+    table = succeeded(run_lab(*compare)).stdout
+    assert "sorted by bits per byte of the test loss" in table
+    assert "losses (nats per token) do not compare" in table and "not of the same text" not in table
 
 
 def test_text_of_another_tokenizer_or_other_text_is_not_measured(trained: Workplace) -> None:
@@ -196,6 +226,13 @@ def test_text_of_another_tokenizer_or_other_text_is_not_measured(trained: Workpl
     assert "--start-token and --tokens would choose different text" in error_line(
         run_lab(*trained.arguments("evaluate", "own", "bytes", "--tokens", "100")))
     documents = trained.root / "documents"
+    changed = documents / "099.txt"
+    changed.write_text(changed.read_text() + "!")  # the number of documents stays the same
+    shutil.rmtree(trained.datasets_dir / "bytes")
+    prepare_dataset(find_documents(documents), trained.datasets_dir / "bytes",
+                    PrepareOptions(tokenizer="bytes", validation_fraction=0.1))
+    assert "the targets were trained on different ones: own and bytes" in error_line(
+        run_lab(*trained.arguments("evaluate", "own", "bytes")))
     (documents / "more.txt").write_text("more")
     shutil.rmtree(trained.datasets_dir / "bytes")
     prepare_dataset(find_documents(documents), trained.datasets_dir / "bytes",

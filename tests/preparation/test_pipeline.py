@@ -50,8 +50,11 @@ def test_the_first_99_percent_are_for_training(tmp_path: Path, kind: str) -> Non
     assert decoded(tmp_path / "out" / "validation.safetensors") == DOCUMENTS[150:]
     assert progress.num_bytes == sum(len(text.encode()) for text in DOCUMENTS)
     assert progress.num_characters == sum(len(text) for text in DOCUMENTS)
-    with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
-        metadata = file.metadata()
+    texts = {"train": DOCUMENTS[:150], "validation": DOCUMENTS[150:]}
+    for split in ("validation", "train"):
+        with safe_open(tmp_path / "out" / f"{split}.safetensors", framework="numpy") as file:
+            metadata = file.metadata()
+        assert metadata["num_text_bytes"] == str(sum(len(text.encode()) for text in texts[split]))
     assert metadata["tokenizer"] == "bytes" and metadata["num_documents"] == "150"
     assert int(metadata["num_tokens"]) == progress.train.num_tokens
     assert metadata["max_token_id"] == "256"

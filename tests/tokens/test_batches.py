@@ -14,10 +14,12 @@ from safetensors.numpy import save_file
 from basics.errors import UserError
 from benchmarks.reading import read, read_with, write_sparse_token_file
 from run_config import Run, load_run
+from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatches, check_token_range, open_run_data, prefetch
 from tokens.token_file import TokenFile
+from tokens.tokenizer import choose_tokenizer
 
 PLAN = BatchPlan(microbatch_size=2, gradient_accumulation_steps=1, world_size=1,
                  context_length=4, num_steps=2)
@@ -193,6 +195,24 @@ def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(
     write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16), metadata)
     run = load_run(workplace.runs_dir, "tiny")
     assert open_run_data(run, dataset_dir, world_size=1).tokenizer_name == name
+
+
+@pytest.mark.parametrize(("tokenizer", "num_ids"), [("own", 300), ("bytes", 257),
+                                                    ("gpt2", 50257)])
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
+    workplace: Workplace, tokenizer: str, num_ids: int
+) -> None:
+    dataset_dir = workplace.add_dataset()
+    if tokenizer == "own":
+        tokenizer = choose_tokenizer(str(write_tokenizer(dataset_dir))).name
+    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16),
+                 {"tokenizer": tokenizer})
+    for name, vocab_size in (("large", num_ids), ("small", num_ids - 1)):
+        workplace.add_run(name, model={"vocab_size": vocab_size})
+    open_run_data(load_run(workplace.runs_dir, "large"), dataset_dir, world_size=1)
+    with pytest.raises(UserError, match=f"small/model.json: vocab_size is {num_ids - 1:,}, but the"
+                                        f" tokenizer of .* has {num_ids:,} entries; set it to"):
+        open_run_data(load_run(workplace.runs_dir, "small"), dataset_dir, world_size=1)
 
 
 def test_reading_a_file_of_20_gib_needs_little_memory(

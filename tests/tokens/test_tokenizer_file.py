@@ -115,6 +115,18 @@ def test_the_bytes_of_tokens_of_other_kinds_count_their_spaces(tmp_path: Path) -
         b" the", b" cat", b"\xe2", b""]
 
 
+def test_the_bytes_of_tokens_are_counted_if_byte_level_is_one_of_several_decoders(
+    tmp_path: Path
+) -> None:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                  "use_regex": True}
+    folder = write_tokenizer(tmp_path, decoder={"type": "Sequence", "decoders": [
+        {"type": "Sequence", "decoders": [byte_level]}, {"type": "Fuse"}]})
+    tokenizer, text = choose_tokenizer(str(folder)).load(), "naïve 🏳 Ωß"
+    ids = tokenizer.encode_ordinary(text)
+    assert b"".join(map(tokenizer.decode_single_token_bytes, ids)) == text.encode()
+
+
 def refused(path: Path) -> str:
     with pytest.raises(UserError) as caught:
         choose_tokenizer(str(path))

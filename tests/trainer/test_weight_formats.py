@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,22 @@ def test_a_damaged_directory_is_refused_in_one_line(
     with pytest.raises(UserError, match=message) as caught:
         load(tmp_path)
     assert "\n" not in caught.value.line()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(number: float, tmp_path: Path) -> None:
+    path = export(random_model(), tmp_path) / "model.safetensors"
+    weights = load_file(path)
+    weights["transformer.wte.weight"][3, 4] = number
+    save_file(weights, path)
+    with pytest.raises(UserError, match="wte.weight holds numbers from .* (nan|inf)"):
+        load(tmp_path)
+
+
+def test_masks_in_a_file_are_not_taken_for_weights(tmp_path: Path) -> None:
+    path = export(random_model(), tmp_path) / "model.safetensors"
+    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 12, 12, dtype=torch.bool),
+             "transformer.h.1.attn.bias": torch.ones(1, 1, 12, 12, dtype=torch.uint8),
+             "transformer.h.1.attn.masked_bias": torch.zeros(0)}
+    save_file(load_file(path) | masks, path)
+    assert load(tmp_path).config.n_layers == 2
