@@ -11,7 +11,6 @@ from gpt import GPTModel
 from run_config import Run
 from tokens.tokenizer_file import short_name
 from trainer.resuming import FREE_TO_CHANGE
-from trainer.targets import load_target
 
 
 def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GPTModel:
@@ -24,6 +23,8 @@ def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GP
         UserError: there is no such model, or it has another shape than the run's, or it was
             trained with another tokenizer.
     """
+    from trainer.targets import load_target  # imports the hub's client, which takes half a second
+
     source = run.train.init_from
     if source == run.name:
         raise UserError(f"{run.train_path}: init_from is this run itself; name another one")

@@ -807,7 +807,10 @@ def record_losses(runs: Runs, name: str, *losses: float, **train: Any) -> None:
         "".join(json.dumps(record) + "\n" for record in validations(*losses)))
 
 
-def test_runs_are_compared_by_the_tokens_to_each_others_loss(runs: Runs) -> None:
+def test_runs_are_compared_by_the_tokens_to_each_others_loss(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     record_losses(runs, "slow", 6.0, 5.0, 4.0)
     record_losses(runs, "fast", 5.0, 4.0, 3.0, learning_rate=0.02)
     table = [re.split(r"\s{2,}", line.strip()) for line in runs.run().stdout.splitlines()
