@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +17,26 @@ if TYPE_CHECKING:
     from lab.sweep.execution import Budget, Execution, Launch
     from lab.sweep.plan import Sweep
     from run_config import Run
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parsed command line."""
+
+    base: str
+    torchrun_arguments: tuple[str, ...]
+    changes: tuple[str, ...]
+    ranges: tuple[str, ...]
+    seeds: int | None
+    stack: bool
+    name: str | None
+    budget_hours: float | None
+    budget_usd: float | None
+    usd_per_hour: float | None
+    nproc_per_node: int | None
+    runs_dir: Path
+    sweeps_dir: Path
+    datasets_dir: Path
 
 
 @click.command()
@@ -46,11 +67,7 @@ if TYPE_CHECKING:
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
-def command(base: str, torchrun_arguments: tuple[str, ...], changes: tuple[str, ...],
-            ranges: tuple[str, ...], seeds: int | None, stack: bool, name: str | None,
-            budget_hours: float | None, budget_usd: float | None, usd_per_hour: float | None,
-            nproc_per_node: int | None, runs_dir: Path, sweeps_dir: Path,
-            datasets_dir: Path) -> None:
+def command(**options: Any) -> None:
     """Train BASE and changes to it, one after the other, and compare them in one table.
 
     The same command goes on where it was stopped; other changes are added to the sweep. Arguments
@@ -62,17 +79,21 @@ def command(base: str, torchrun_arguments: tuple[str, ...], changes: tuple[str, 
     from lab.sweep.plan import Sweep, open_sweep
     from run_config import load_run
 
-    wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
-    loaded = load_run(runs_dir, base)
-    launch = Launch(datasets_dir, nproc_per_node, usd_per_hour, torchrun_arguments)
-    budget = Budget(budget_hours, budget_usd, usd_per_hour or loaded.train.usd_per_hour)
+    given = Options(**options)
+    wanted = [*map(parse_change, given.changes),
+              *(one for text in given.ranges for one in parse_range(text))]
+    loaded = load_run(given.runs_dir, given.base)
+    launch = Launch(given.datasets_dir, given.nproc_per_node, given.usd_per_hour,
+                    given.torchrun_arguments)
+    budget = Budget(given.budget_hours, given.budget_usd,
+                    given.usd_per_hour or loaded.train.usd_per_hour)
     _check_options(launch, budget)
     execution = Execution(launch, budget)
-    new = Sweep.of(loaded, _directory(sweeps_dir, name or base),
+    new = Sweep.of(loaded, _directory(given.sweeps_dir, given.name or given.base),
                    num_processes=_num_processes(launch, loaded, wanted))
-    with open_sweep(new, wanted, seeds) as sweep:
+    with open_sweep(new, wanted, given.seeds) as sweep:
         with execution.handling_signals():
-            sweep = _train(sweep, execution, stack=stack)
+            sweep = _train(sweep, execution, stack=given.stack)
         _report(sweep, execution)
     sys.exit(execution.exit_status)
 
