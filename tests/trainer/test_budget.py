@@ -163,3 +163,16 @@ def test_no_limit_is_exceeded(
     taken = trainer.run()
     assert taken <= limit
     assert taken > 0.5 * limit
+
+
+@pytest.mark.parametrize(("changes", "global_step", "longest"), [
+    ({"schedule": "wsd"}, 79, 500), ({"schedule": "wsd"}, 80, 100),
+    ({"schedule": "linear"}, 99, 500),
+    ({"weight_average": 4}, 79, 500), ({"weight_average": 4}, 80, 100),
+])
+def test_a_fitted_schedule_only_shrinks_once_its_end_has_begun(
+    changes: dict, global_step: int, longest: int
+) -> None:
+    stop = SimpleNamespace(_config=train_config(**changes), num_steps=100,
+                           _prepared=SimpleNamespace(plan=SimpleNamespace(num_steps=500)))
+    assert Stop._longest_schedule(stop, global_step) == longest
