@@ -10,6 +10,7 @@ import time
 import click
 
 from basics.errors import BAD_INPUT, UserError, print_error
+from basics.out_of_memory import is_out_of_memory
 
 MODULES = {
     "compare": "lab.compare.compare",
@@ -50,17 +51,11 @@ def main() -> None:
         print_error(error.line())
         sys.exit(error.status)
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         print_error(UserError("out of memory; set a smaller --microbatch-size, --batch-size or"
                               " --samples").line())
         sys.exit(BAD_INPUT)
-
-
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Recognise an out-of-memory error of a GPU or a CPU without importing torch."""
-    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-            or "can't allocate memory" in str(error))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch.amp import GradScaler
 
 from basics.errors import first_line
 from basics.memory_meters import CpuMeter, GpuMeter, map_every_tensor
+from basics.out_of_memory import is_out_of_memory, says_out_of_memory
 from processes.launch import Process, join_process_group, share_cpu_cores
 from processes.startup_agreement import AgreedError, Agreement, open_store
 from run_config import Run
@@ -39,13 +40,9 @@ from trainer.step import TrainingStep, Wrap, build_training_state
 STEPS = 3  # from the second on there is optimizer state from the start, and DDP's final buckets
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: ranks may compile for different times
 POLL_SECONDS = 0.05
-OUT_OF_MEMORY = (
-    "out of memory",  # torch.OutOfMemoryError, CUDA and NCCL
-    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-    "can't allocate memory", "Cannot allocate memory", "bad_alloc",  # PyTorch and C++ on a CPU
-    # Under an address-space limit: a library that is loaded late, oneDNN, OpenMP.
-    "failed to map segment", "could not create a primitive", "Resource temporarily unavailable",
-)
+# Under an address-space limit: a library that is loaded late, oneDNN, OpenMP.
+LIMIT_REACHED = ("failed to map segment", "could not create a primitive",
+                 "Resource temporarily unavailable")
 
 
 @dataclass(frozen=True)
@@ -186,15 +183,15 @@ def _may_follow_from_a_peer(error: str) -> bool:
     return any(text in error.lower() for text in ("peer", "connection", "remote"))
 
 
-def is_out_of_memory(text: str) -> bool:
-    """Return whether an error's text means that memory ran out."""
-    return any(known.lower() in text.lower() for known in OUT_OF_MEMORY)
+def is_limit_reached(text: str) -> bool:
+    """Return whether the text of an error means that memory ran out, or the limit was reached."""
+    return says_out_of_memory(text) or any(known in text for known in LIMIT_REACHED)
 
 
 def _outcome_of_crash(stderr: str, exitcode: int, *, on_gpu: bool) -> str:
     # Libraries that do not check for a failed allocation crash, or the kernel kills the process.
     crashed = not on_gpu and exitcode in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGKILL)
-    if is_out_of_memory(stderr) or crashed:
+    if is_limit_reached(stderr) or crashed:
         return json.dumps({"out_of_memory": True})
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no message")
     return json.dumps({"error": f"{last.strip()[:160]} (exit status {exitcode})"})
@@ -213,7 +210,7 @@ def _run_child(task: TrialTask, connection: Connection, stderr_path: str) -> Non
     except (RuntimeError, MemoryError) as error:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         outcome = {"out_of_memory": True}
-        if not isinstance(error, MemoryError) and not is_out_of_memory(str(error)):
+        if not is_out_of_memory(error) and not is_limit_reached(str(error)):
             outcome = {"error": first_line(error)}
     connection.send(json.dumps(outcome))
     watcher.join()

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from basics.machine import process_namespace
+from basics.out_of_memory import is_out_of_memory
 
 
 class PeerStore:
@@ -164,7 +164,7 @@ class Peers:
 
 def is_caused_by_peers(error: BaseException) -> bool:
     """Return whether a collective raised this because another process has died or hangs."""
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or any(
         part in str(error) for part in ("onnection", "imed out", "imeout", "gloo", "NCCL"))

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from basics.errors import (
@@ -32,12 +31,15 @@ from basics.errors import (
 from basics.failpoints import failpoint
 from basics.files import write_atomically
 from basics.json_files import to_json
+from basics.out_of_memory import is_out_of_memory
 from processes.deadlines import Deadlines
 from processes.launch import Process
 from processes.peers import Peers, PeerStore, is_caused_by_peers
 from processes.startup_agreement import AgreedError
 
 NEVER = float("inf")
+SMALLER = ("; set a smaller microbatch_size (global_batch_size keeps the batch), or head_chunks 8"
+           " (--find-max-microbatch measures what fits)")
 
 Item = TypeVar("Item")
 
@@ -134,9 +136,12 @@ class Watchdog(AbstractContextManager):
         status = error.status if isinstance(error, UserError) else FAILED
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             status = DISK_FULL
-        if not isinstance(error, (UserError, torch.OutOfMemoryError)):
+        lacks_memory, event = is_out_of_memory(error), describe(error)
+        if lacks_memory:
+            event += SMALLER
+        elif not isinstance(error, UserError):
             print_traceback(error)
-        self._exit(status, f"failed {self._position()}: {describe(error)}")
+        self._exit(status, f"failed {self._position()}: {event}")
 
     def _fail_after_peers(self, error: BaseException) -> NoReturn:
         """Exit because a collective failed: another rank has the cause, and will report it."""

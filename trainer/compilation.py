@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
 from run_config import ModelConfig, TrainConfig
@@ -96,7 +97,7 @@ def compile_error(work: Callable[[], object]) -> str:
     compiled may have left a truncated file, which every later launch would read.
 
     Raises:
-        torch.OutOfMemoryError: the device's memory is full, which is not a compile error.
+        Exception: memory ran out, which is not a compile error.
     """
     reason = _compile_error(work)
     if reason:
@@ -128,10 +129,10 @@ def _our_cache_dir() -> Path | None:
 def _compile_error(work: Callable[[], object]) -> str:
     try:
         work()
-    except torch.OutOfMemoryError:
-        raise
     # Dynamo, inductor, Triton, the C++ compiler and the cache raise errors of many types.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         lines = [line for line in str(error).splitlines()
                  if line.strip() and not line.endswith("raised:")]
         return (lines or [type(error).__name__])[0][:160]

@@ -13,9 +13,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from basics.out_of_memory import says_out_of_memory
 from ddp_train import wrap_in_ddp
 from microbatch_search import trial
-from microbatch_search.trial import Trial, Trials, is_out_of_memory
+from microbatch_search.trial import Trial, Trials
 from processes.launch import Process
 from processes.startup_agreement import AgreedError
 from run_config import load_run
@@ -183,5 +184,5 @@ def test_a_trial_accumulates_if_the_run_does(
 
 
 def test_upper_case_messages_are_recognised() -> None:
-    assert is_out_of_memory("RuntimeError: CUDNN_STATUS_ALLOC_FAILED")
-    assert not is_out_of_memory("a path named /memory/out")
+    assert says_out_of_memory("RuntimeError: CUDNN_STATUS_ALLOC_FAILED")
+    assert not says_out_of_memory("a path named /memory/out")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import InductorError
 
 from gpt import ForwardOptions, GPTModel
 from processes.launch import Process
@@ -113,6 +115,10 @@ def step_of(**changes: object) -> TrainingStep:
     return TrainingStep(build_training_state(model, train, process), train, process)
 
 
+def raise_(error: Exception) -> None:
+    raise error
+
+
 def losses_of(step: TrainingStep, num_steps: int = 4) -> list[float]:
     def microbatches():
         generator = torch.Generator().manual_seed(3)
@@ -145,12 +151,32 @@ def test_a_compile_error_falls_back_to_eager_code(
     assert step.validation_loss(*torch.zeros(2, 2, 16, dtype=torch.int64)).isfinite()
 
 
-def test_out_of_memory_is_not_a_compile_error() -> None:
-    def fail() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize("failure", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    InductorError(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), None),
+    BackendCompilerFailed("inductor", RuntimeError("Triton Error [CUDA]: out of memory"), None),
+    MemoryError(),
+], ids=["allocator", "driver", "triton", "cublas", "inductor", "dynamo", "host"])
+def test_out_of_memory_is_not_a_compile_error(failure: Exception) -> None:
+    with pytest.raises(type(failure)) as caught:
+        compile_error(lambda: raise_(failure))
+    assert caught.value is failure
 
-    with pytest.raises(torch.OutOfMemoryError):
+
+def test_an_error_raised_from_out_of_memory_is_not_a_compile_error() -> None:
+    def fail() -> None:
+        try:
+            raise torch.OutOfMemoryError("no text that names it")
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("the backward pass failed") from error
+
+    with pytest.raises(RuntimeError, match="the backward pass failed"):
         compile_error(fail)
+    reason = "out of resource: shared memory, required: 262144, hardware limit: 232448"
+    assert compile_error(lambda: raise_(RuntimeError(reason))) == reason
 
 
 def test_compiled_code_is_kept_in_the_users_cache(
