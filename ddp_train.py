@@ -154,7 +154,8 @@ class Trainer:
             ends = self.stop.after(global_step, is_report_due=self.reports.is_due)
             saves = ends or self.stop.is_save_due(global_step)
             if saves or self.reports.is_due:
-                self.reports.write(global_step, learning_rate, num_steps=self.stop.num_steps)
+                self.reports.write(global_step, learning_rate, num_steps=self.stop.num_steps,
+                                   waits=saves)
             if saves:
                 self.save_and_validate(global_step)
                 ends = self.stop.signal_received() or ends  # perhaps during the validation

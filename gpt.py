@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ops.block_attention import block_attention
@@ -35,7 +36,8 @@ class ForwardOptions:
         activation_checkpointing: store only the inputs of layers, and run each layer again in the
             backward pass.
         head_multiple: pad the head with zeros to a multiple of this in its matrix product.
-        attention_in_blocks: use `block_attention` instead of a kernel that PyTorch chooses.
+        attention_in_blocks: use `block_attention` instead of one of PyTorch's kernels.
+        attention_kernel: the one of PyTorch's kernels to use; None lets PyTorch choose.
     """
 
     residual_dtype: torch.dtype | None = None
@@ -43,6 +45,7 @@ class ForwardOptions:
     activation_checkpointing: bool = False
     head_multiple: int = 1
     attention_in_blocks: bool = False
+    attention_kernel: SDPBackend | None = None
 
 
 class CausalSelfAttention(nn.Module):
@@ -52,7 +55,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_heads = config.n_heads
         self.drop_rate = config.drop_rate
-        self.in_blocks = False
+        self.options = ForwardOptions()
         self.qkv = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
         self.output = nn.Linear(config.emb_dim, config.emb_dim)
 
@@ -60,10 +63,10 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.project(x)  # (B, H, T, D) each
         drop_rate = self.drop_rate if self.training else 0.0
-        if self.in_blocks:
+        if self.options.attention_in_blocks:
             y = block_attention(q, k, v, drop_rate=drop_rate)  # (B, H, T, D)
-        else:  # is_causal and no mask tensor: a mask would rule out the flash kernels
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
+        else:
+            y = fused_attention(q, k, v, drop_rate, self.options.attention_kernel)  # (B, H, T, D)
         return self.output(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,6 +74,20 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_heads, C // self.n_heads)  # (B, T, 3, H, D)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, drop_rate: float,
+                    kernel: SDPBackend | None) -> Tensor:
+    """Compute causal attention of q, k, v, (B, H, T, D) each, by one of PyTorch's kernels.
+
+    A kernel that is asked for is set here, inside of what is compiled: PyTorch's cache of compiled
+    code does not see a choice that is made outside, and would return code with another kernel.
+    """
+    if kernel is not None:
+        with sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
+    # is_causal and no mask tensor: a mask would rule out the flash kernels
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
 
 
 class MLP(nn.Module):
@@ -129,7 +146,7 @@ class GPTModel(nn.Module):
         """Set how the forward pass is computed from now on."""
         self.options = options
         for block in self.blocks:
-            block.attention.in_blocks = options.attention_in_blocks
+            block.attention.options = options
 
     def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute the logits, or with `targets` the mean cross-entropy in nats per token.

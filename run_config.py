@@ -19,6 +19,7 @@ ResidualDtype = Literal["fp32", "bf16"]
 Schedule = Literal["constant", "cosine", "linear", "wsd"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
 GROUPS: tuple[Group, ...] = get_args(Group)
+Attention = Literal["auto", "flash", "cudnn", "math"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs break accumulation
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
@@ -113,6 +114,7 @@ class TrainConfig(FrozenConfig):
     residual_dtype: ResidualDtype | None = None
     compile: bool | None = None
     compile_mode: CompileMode = "default"
+    attention: Attention = "auto"
     head_chunks: int | None = Field(default=None, ge=1, le=2**16)
     activation_checkpointing: bool = False
     random_seed: int = Field(default=42, ge=0, lt=2**63)

@@ -16,7 +16,7 @@ from basics.failpoints import failpoint
 from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
-from reporting.loss_window import WindowSummary
+from reporting.loss_window import ClosedWindow, WindowSummary
 from reporting.metrics_file import remove_metrics_from
 from reporting.summary import RunEnd, duration, step_seconds, summarise, summary_lines, write_status
 from run_config import Run
@@ -91,16 +91,23 @@ class Console:
             self.say(f"schedule fitted to the budget: {num_steps:,} steps ="
                      f" {num_steps * self.plan.tokens_per_step:,} tokens")
 
-    def report_steps(self, global_step: int, learning_rate: float, window: WindowSummary) -> None:
-        """Record and show the steps up to and with `global_step`."""
+    def take_speed(self, global_step: int) -> float | None:
+        """Return the tokens per second since the last call, up to and with `global_step`.
+
+        None if there is no step to measure: the first one of a launch compiles.
+        """
+        last_step, last_seconds = self._last_step, self._last_seconds
+        self.measure_from(global_step)
+        num_tokens = (global_step - last_step) * self.plan.tokens_per_step
+        return num_tokens / (self._last_seconds - last_seconds) if num_tokens else None
+
+    def report_steps(self, closed: ClosedWindow, window: WindowSummary,
+                     tokens_per_second: float | None) -> None:
+        """Record and show the steps of a window."""
         if not self.is_active:
             return
-        seconds, last_step = self.clock.read(), self._last_step
-        elapsed = step_seconds(seconds) - self._last_seconds
-        self.measure_from(global_step)
-        # The first step of a launch is not counted, because it compiles.
-        num_tokens = (global_step - last_step) * self.plan.tokens_per_step
-        tokens_per_second = num_tokens / elapsed if num_tokens else None
+        global_step, learning_rate = closed.global_step, closed.learning_rate
+        seconds = self.clock.read()
         self._record(global_step, asdict(window) | {
             "learning_rate": learning_rate,
             "tokens_per_second": tokens_per_second,

@@ -1,8 +1,12 @@
-"""Training losses between two reports, and their averages."""
+"""Training losses between two reports, and their averages.
+
+On a GPU a window is read when the next one is full: the device never waits for a report.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -24,48 +28,95 @@ class WindowSummary:
     skipped_steps: int  # with a gradient that was not finite on some process: no weight update
 
 
+@dataclass(frozen=True)
+class ClosedWindow:
+    """A window whose values are on their way to the host."""
+
+    global_step: int  # the last one in it
+    learning_rate: float  # of that step
+    values: Tensor  # (2, n): losses, averaged over the processes, and gradient norms; on the host
+    copied: torch.cuda.Event | None  # None if they have arrived
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Wait for the values; return the losses and the gradient norms, (n,) each."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        losses, grad_norms = self.values
+        return losses, grad_norms
+
+
 class LossWindow:
     """Losses and gradient norms since the last report, kept on the device until then.
 
+    Args:
+        lag: how many closed windows stay unread until `take` is told to wait; None for 1 on a GPU
+            and 0 on a CPU. The same on all ranks.
+
     Attributes:
-        longest_skipped: the longest run of steps with a non-finite gradient that ended in the last
-            window or still goes on; it is counted across reports.
+        longest_skipped: the longest run of steps with a non-finite gradient that ended in the
+            window read last or still goes on; it is counted across reports.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._losses = torch.zeros(REPORT_INTERVAL, device=device)
-        self._grad_norms = torch.zeros(REPORT_INTERVAL, device=device)
+    def __init__(self, device: torch.device, *, lag: int | None = None) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._lag = int(self._on_gpu) if lag is None else lag
+        self._values = torch.zeros(2, REPORT_INTERVAL, device=device)
         self._filled = 0
+        self._closed: deque[ClosedWindow] = deque()
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
         self._skipped_in_a_row = self.longest_skipped = 0
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Record a global step: this process's mean loss, (), and the gradient norm, ()."""
-        self._losses[self._filled] = loss
-        self._grad_norms[self._filled] = grad_norm
+        self._values[0, self._filled] = loss
+        self._values[1, self._filled] = grad_norm
         self._filled += 1
 
     @property
     def is_full(self) -> bool:
         """Whether a report is due."""
-        return self._filled == len(self._losses)
+        return self._filled == REPORT_INTERVAL
 
-    def summarise(self) -> WindowSummary:
-        """Average over all processes and empty the window. A collective: every rank.
+    def close(self, global_step: int, learning_rate: float) -> None:
+        """Average the losses over all processes, send them to the host, and empty the window.
+
+        A collective: every rank.
+
+        Args:
+            global_step: the last one in the window.
+        """
+        values = self._values[:, : self._filled].clone()
+        dist.all_reduce(values[0])  # gloo cannot average
+        values[0] /= dist.get_world_size()  # the norms are the same on every rank
+        on_host, copied = values.to("cpu", non_blocking=True), None  # pinned memory
+        if self._on_gpu:
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+        self._closed.append(ClosedWindow(global_step, learning_rate, on_host, copied))
+        self._filled = 0
+
+    def take(self, *, waits: bool) -> list[ClosedWindow]:
+        """Return the closed windows that are to be read now, the oldest first.
+
+        Args:
+            waits: also those that the device may not have finished yet.
+        """
+        lag = 0 if waits else self._lag
+        return [self._closed.popleft() for _ in range(len(self._closed) - lag)]
+
+    def summarise(self, window: ClosedWindow) -> WindowSummary:
+        """Average over a window; each window once, in order.
 
         Skipped steps are left out; if all were skipped, the averages are NaN.
         """
-        losses = self._losses[: self._filled].clone()
-        dist.all_reduce(losses)  # gloo cannot average
-        losses = (losses / dist.get_world_size()).cpu()
-        grad_norms = self._grad_norms[: self._filled].cpu()  # the same on every rank
+        losses, grad_norms = window.read()
         self.longest_skipped = 0
         for is_finite in grad_norms.isfinite().tolist():
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
         taken = grad_norms.isfinite()
+        num_skipped = len(losses) - int(taken.sum())
         losses, grad_norms = losses[taken], grad_norms[taken]
-        num_skipped, self._filled = self._filled - len(losses), 0
         if not len(losses):
             return WindowSummary(*[math.nan] * 5, skipped_steps=num_skipped)
         self._loss_sum_since_checkpoint += losses.sum().item()

@@ -16,8 +16,11 @@ from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
 from run_config import ModelConfig, TrainConfig
+from trainer.attention import KERNELS
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
+EAGER_HEAD_CHUNKS = 8  # where compiling has failed: eager code needs twice the memory
+NAN_REPORTED_TOKENS = 65_536  # in a microbatch, from which max-autotune has been reported to fail
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -36,8 +39,37 @@ def choose_forward_options(
         head_chunk_tokens=head_chunk_tokens(model, train, is_eager_on_cpu=is_eager_on_cpu),
         activation_checkpointing=train.activation_checkpointing,
         head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
-        attention_in_blocks=is_eager_on_cpu and in_16_bits,
+        attention_in_blocks=is_eager_on_cpu and in_16_bits and train.attention == "auto",
+        attention_kernel=KERNELS.get(train.attention),
     )
+
+
+def eager_fallback(
+    model: ModelConfig, train: TrainConfig, device: torch.device
+) -> ForwardOptions:
+    """Return how the forward pass is computed where compiling has failed.
+
+    On a GPU in chunks of the head, if the run does not set them: else a microbatch that fits when
+    it is compiled might not fit.
+
+    Args:
+        train: after `resolve_for_device`.
+    """
+    changes = {"compile": False}
+    if device.type == "cuda" and train.head_chunks is None:
+        changes["head_chunks"] = EAGER_HEAD_CHUNKS
+    return choose_forward_options(model, train.model_copy(update=changes), device)
+
+
+def risky_options(model: ModelConfig, train: TrainConfig, device: torch.device) -> list[str]:
+    """Return warnings of options that have been reported to fail on GPUs."""
+    tokens = train.microbatch_size * model.context_length
+    if (device.type == "cuda" and train.compile_mode != "default"
+            and tokens >= NAN_REPORTED_TOKENS):
+        return [f'compile_mode "{train.compile_mode}" has been reported to give NaN with'
+                f" {NAN_REPORTED_TOKENS:,} or more tokens in a microbatch, and here are"
+                f" {tokens:,}; compare the first losses with those of \"default\""]
+    return []
 
 
 def keep_compiled_code() -> None:
@@ -64,11 +96,11 @@ class ByLayer(nn.Module):
         torch._dynamo.config.optimize_ddp = False  # do not cut a layer's graph at DDP's buckets
         _draw_dropout_as_eager(model)
         self.model = model
-        self._run_block, self._loss = (_compiled(function, train)
-                                       for function in (run_block, GPTModel.loss))
+        self._embed, self._run_block, self._loss = (
+            _compiled(function, train) for function in (GPTModel.embed, run_block, GPTModel.loss))
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.model.transform(self.model.embed(token_ids), self._run_block)
+        x = self.model.transform(self._embed(self.model, token_ids), self._run_block)
         return self._loss(self.model, x, targets)
 
 

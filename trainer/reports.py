@@ -16,10 +16,11 @@ from processes.watchdog import Watchdog
 from reporting.charts import try_to_draw_charts
 from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.console import Console, batch_arithmetic
-from reporting.loss_window import LossWindow
+from reporting.loss_window import ClosedWindow, LossWindow
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
 from reporting.summary import RunEnd
+from trainer.attention import attention_facts, remedy
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import remove_partial_checkpoints
 from trainer.checkpoint_cleanup import set_aside as set_checkpoints_aside
@@ -69,11 +70,14 @@ class Reports:
         self.clock.enter(COMPILE)  # until the end of the first step
 
     def report_compilation(self, step: TrainingStep) -> None:
-        """Warn if the step could not be compiled."""
+        """Say which attention kernel runs; warn if the step could not be compiled."""
         self.step = step
+        facts = attention_facts(step.attention_kernel(), self.process.device)
+        version = f" (cuDNN {facts['cudnn']})" if facts["cudnn"] else ""
+        self.console.say(f"attention: {facts['attention']}{version}")
         if step.why_eager:
-            slower = "validation" if step.is_compiled else "training"
-            self.console.say(f"warning: compiling failed, so {slower} is slower: {step.why_eager}")
+            self.console.say(f"warning: compiling failed, so {step.consequence()}:"
+                             f" {step.why_eager}")
 
     def after_first_step(self, loss: Tensor) -> None:
         """Start to measure speed and to detect hangs: all is compiled and allocated. Every rank."""
@@ -94,23 +98,36 @@ class Reports:
         """Whether as many steps as a report covers have been added."""
         return self.window.is_full
 
-    def write(self, global_step: int, learning_rate: float, *, num_steps: int) -> None:
+    def write(self, global_step: int, learning_rate: float, *, num_steps: int,
+              waits: bool) -> None:
         """Report the steps since the last report. A collective: every rank.
+
+        Args:
+            waits: report steps that the device may not have finished yet, too.
 
         Raises:
             AgreedError: on every rank, if too many steps in a row were skipped.
         """
         self.console.change_num_steps(num_steps)
-        window = self.window.summarise()  # waits for the device
+        self.window.close(global_step, learning_rate)
         for measured_step, values in self.diagnostics.read():
             self.console.report_diagnostics(measured_step, values)
-        self.console.report_steps(global_step, learning_rate, window)
-        self.warn_of_failed_write()
-        self._check_skipped_steps(global_step)
         num_measured = global_step - self.prepared.first_step  # all but the first one
-        if self.process.is_main and self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS:
-            self._reports_speed = False
+        says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
+        self._report_windows(self.window.take(waits=waits or says_speed))
+        self.warn_of_failed_write()
+        self._reports_speed = self._reports_speed and not says_speed
+        if says_speed and self.process.is_main:
             self.console.say(self.speed(num_measured).line())
+
+    def _report_windows(self, windows: list[ClosedWindow]) -> None:
+        if windows:
+            windows[-1].read()  # wait, so that the time until now is that of these steps
+            tokens_per_second = self.console.take_speed(windows[-1].global_step)
+        for window in windows:
+            summary = self.window.summarise(window)
+            self.console.report_steps(window, summary, tokens_per_second)
+            self._check_skipped_steps(window.global_step)
 
     def warn_of_failed_write(self) -> None:
         """Warn if the last checkpoint could not be written."""
@@ -123,7 +140,7 @@ class Reports:
         if num_skipped and num_skipped >= self.run.train.max_skipped_steps:
             reason = (f"{self.run.run_dir}: the gradients of {num_skipped} steps in a row, up to"
                       f" step {global_step + 1:,}, were not finite; resume from an earlier"
-                      " checkpoint with a lower learning_rate, or with precision bf16 or fp32")
+                      f" checkpoint {remedy(self.step.attention_kernel())}")
             self.watchdog.before_exit("failed", reason)
             raise AgreedError(reason, status=NON_FINITE)
 
@@ -180,7 +197,8 @@ class Reports:
             best=best and best.facts(),
             checkpoints=self.saver.facts(),
             machine=machine_facts(self.process, self.step.precision)
-            | {"compiled": self.step.is_compiled},
+            | {"compiled": self.step.is_compiled}
+            | attention_facts(self.step.attention_kernel(), self.process.device),
             tokenizer=self.prepared.data.tokenizer_name,
         ))
         if self.saver.is_behind:

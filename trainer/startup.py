@@ -35,7 +35,9 @@ from reporting.summary import FINISHED, has_status
 from run_config import Run, TrainConfig, check_inside, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, check_token_range, open_run_data
+from trainer.attention import check_attention
 from trainer.budget import Budget
+from trainer.compilation import risky_options
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
@@ -56,8 +58,11 @@ class PreparedRun:
     warnings: tuple[str, ...] = ()
 
     def for_device(self, device: torch.device) -> PreparedRun:
-        """Return the run with its precision decided. Initialises CUDA. Raises: UserError."""
-        return replace(self, train=resolve_for_device(self.run.train, device))
+        """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
+        train = resolve_for_device(self.run.train, device)
+        check_attention(self.run.model, train, device)
+        return replace(self, train=train, warnings=(
+            *self.warnings, *risky_options(self.run.model, train, device)))
 
     @property
     def plan(self) -> BatchPlan:

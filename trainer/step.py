@@ -10,20 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.attention import SDPBackend
 
 from basics.failpoints import failpoint
+from basics.out_of_memory import is_out_of_memory
 from checkpointing import TrainingState
 from gpt import GPTModel
 from processes.launch import Process, share_cpu_cores
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
+from trainer.attention import kernel_name
 from trainer.compilation import (
+    EAGER_HEAD_CHUNKS,
     ByLayer,
     Whole,
     choose_forward_options,
     compile_error,
     compiled_validation_loss,
+    eager_fallback,
     keep_compiled_code,
 )
 from trainer.diagnostics import NO_PROBE, Probe
@@ -91,8 +94,7 @@ class TrainingStep:
         self.is_compiled = not self.why_eager
         if self.is_compiled:
             return loss
-        eager = self.train.model_copy(update={"compile": False})
-        model.use(choose_forward_options(model.config, eager, self.process.device))
+        model.use(eager_fallback(model.config, self.train, self.process.device))
         return model
 
     def _try(self, loss: nn.Module) -> None:
@@ -129,27 +131,30 @@ class TrainingStep:
         """The shape of a microbatch's token ids and targets, stacked."""
         return 2, self.train.microbatch_size, self.state.model.config.context_length
 
+    def consequence(self) -> str:
+        """Return what follows from a failed compilation, for a warning."""
+        if self.is_compiled:
+            return "validation is slower"
+        chunks, chosen = self.state.model.options.head_chunk_tokens, self.train.head_chunks
+        if self.process.device.type == "cuda" and chunks and chosen is None:
+            return ("training is slower, and head and loss are computed in"
+                    f" {EAGER_HEAD_CHUNKS} chunks to save memory")
+        return "training is slower"
+
     def validation_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of one microbatch, () float32; the last one may be smaller.
 
         Call it in evaluation mode, without gradients. Any rank.
         """
-        is_full = len(token_ids) == self.train.microbatch_size
-        loss = self._full_validation_loss if is_full else self.state.model
         with autocast(self.precision, self.process.device):
-            return loss(token_ids, targets)
+            if len(token_ids) == self.train.microbatch_size:
+                return self._full_validation_loss(token_ids, targets)
+            return mean_loss_in_parts(self.state.model, token_ids, targets)
 
     def attention_kernel(self) -> str:
         """Return the name of the kernel that computes this model's attention in training."""
-        if self.state.model.options.attention_in_blocks:
-            return "blocks"
-        model, drop_rate = self.state.model.config, self.state.model.config.drop_rate
-        shape = (1, model.n_heads, model.context_length, model.emb_dim // model.n_heads)
-        with autocast(self.precision, self.process.device):
-            dtype = torch.mm(*torch.zeros(2, 1, 1, device=self.process.device)).dtype
-        q = torch.zeros(shape, dtype=dtype, device=self.process.device, requires_grad=True)
-        chosen = torch._fused_sdp_choice(q, q, q, dropout_p=drop_rate, is_causal=True)
-        return SDPBackend(chosen).name.split("_")[0].lower()
+        model = self.state.model
+        return kernel_name(model.config, self.train, self.process.device, model.options)
 
     def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
              learning_rate: float, momentum: float = 0.95,
@@ -175,8 +180,10 @@ class TrainingStep:
         scaler.step(optimizer)
         scaler.update()
         probe.after_update(self.state.model)
-        # With DDP the gradients stay: they are views of its buckets, and would be allocated twice.
-        optimizer.zero_grad(set_to_none=self.process.world_size == 1)
+        # Where DDP accumulates, the gradients stay: they are views of its buckets, and would be
+        # allocated twice. With one microbatch it is cheaper to copy new ones into the buckets.
+        stays = self.process.world_size > 1 and num_microbatches > 1
+        optimizer.zero_grad(set_to_none=not stays)
         return loss, grad_norm
 
     def _accumulate_gradients(
@@ -187,7 +194,8 @@ class TrainingStep:
             microbatch = next(microbatches)
             probe.see(microbatch)
             index, token_ids, targets = microbatch
-            torch.manual_seed(dropout_seed(self.train.random_seed, index))
+            if self.state.model.config.drop_rate:  # nothing else draws random numbers
+                torch.manual_seed(dropout_seed(self.train.random_seed, index))
             # DDP reads require_backward_grad_sync in the forward pass, so forward and backward
             # must both be inside no_sync().
             with self._gradient_sync(accumulation_step == num_microbatches - 1):
@@ -203,6 +211,23 @@ class TrainingStep:
         if is_last or self.process.world_size == 1:
             return nullcontext()
         return self.parallel_model.no_sync()
+
+
+def mean_loss_in_parts(loss: Callable[[Tensor, Tensor], Tensor], token_ids: Tensor,
+                       targets: Tensor) -> Tensor:
+    """Return the mean loss of a microbatch, (), by halves if memory does not suffice for all.
+
+    Code that is not compiled needs more memory than the compiled code of a whole microbatch.
+    """
+    try:
+        return loss(token_ids, targets)
+    except RuntimeError as error:
+        if len(token_ids) == 1 or not is_out_of_memory(error):
+            raise
+    half = len(token_ids) // 2  # outside of the except clause, which holds the error's tensors
+    parts = [mean_loss_in_parts(loss, *part) * len(part[0])
+             for part in ((token_ids[:half], targets[:half]), (token_ids[half:], targets[half:]))]
+    return sum(parts) / len(token_ids)
 
 
 def dropout_seed(random_seed: int, microbatch_index: int) -> int:

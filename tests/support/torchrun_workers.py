@@ -112,7 +112,10 @@ def average_losses(process) -> dict[str, float]:
     for step in range(4):
         window.add(torch.tensor(float(step + 10 * process.rank)), torch.tensor(2.0 * step))
     window.add(torch.tensor(float("nan")), torch.tensor(float("inf")))
-    return vars(window.summarise()) | {"since_checkpoint": window.take_loss_since_checkpoint()}
+    window.close(4, 1e-3)
+    (closed,) = window.take(waits=False)
+    summary = vars(window.summarise(closed))
+    return summary | {"since_checkpoint": window.take_loss_since_checkpoint()}
 
 
 def train_in_fake_time() -> None:

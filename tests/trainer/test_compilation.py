@@ -16,7 +16,12 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer import compilation
-from trainer.compilation import choose_forward_options, compile_error
+from trainer.compilation import (
+    choose_forward_options,
+    compile_error,
+    eager_fallback,
+    risky_options,
+)
 from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
@@ -41,6 +46,48 @@ def test_the_defaults_are_the_fastest_of_the_device() -> None:
     assert options_for(CPU, "fp32") == ForwardOptions(
         head_chunk_tokens=2**23 // 50257)
     assert options_for(CPU, "bf16", compile=True) == ForwardOptions()
+
+
+def test_where_compiling_fails_on_a_gpu_the_head_is_chunked() -> None:
+    """Else a microbatch that fits when it is compiled might not fit."""
+    model = ModelConfig(**TINY_MODEL | GPT2_SIZE)
+    for device, keys, chunk_tokens in ((GPU, {}, 16), (GPU, {"head_chunks": 1}, None),
+                                       (GPU, {"head_chunks": 2}, 64),
+                                       (CPU, {"compile": True}, 2**23 // 50257)):
+        train = resolve_for_device(TrainConfig(**TINY_TRAIN | {"precision": "bf16"} | keys), device)
+        options = eager_fallback(model, train, device)
+        assert options.head_chunk_tokens == chunk_tokens  # of 128 tokens
+    assert options.attention_in_blocks  # as in eager code on a CPU
+
+
+def test_a_mode_of_the_compiler_with_large_microbatches_is_warned_of() -> None:
+    def warnings_of(device: torch.device, microbatch_size: int, mode: str) -> list[str]:
+        train = TrainConfig(**TINY_TRAIN | {"microbatch_size": microbatch_size,
+                                            "compile_mode": mode})
+        return risky_options(ModelConfig(**TINY_MODEL | GPT2_SIZE), train, device)
+
+    tuned = "max-autotune-no-cudagraphs"
+    (line,) = warnings_of(GPU, 1024, tuned)
+    assert "reported to give NaN with 65,536 or more tokens" in line and "are 65,536;" in line
+    assert not warnings_of(GPU, 1023, tuned) and not warnings_of(CPU, 1024, tuned)
+    assert not warnings_of(GPU, 1024, "default")
+
+
+def test_with_several_processes_embedding_layers_and_loss_are_compiled(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def compile(function, **_):  # stands in for torch.compile
+        def run(*arguments):
+            ran.append(function.__name__)
+            return function(*arguments)
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    model = model_with(ForwardOptions(), n_layers=2)
+    compilation.ByLayer(model, TrainConfig(**TINY_TRAIN))(*torch.zeros(2, 1, 16, dtype=torch.int64))
+    assert ran == ["embed", "run_block", "run_block", "loss"]
 
 
 def test_keys_of_the_run_override_the_defaults() -> None:

@@ -13,7 +13,12 @@ from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer.diagnostics import Diagnostics
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state, dropout_seed
+from trainer.step import (
+    TrainingStep,
+    build_training_state,
+    dropout_seed,
+    mean_loss_in_parts,
+)
 
 
 def step_of(**changes: object) -> TrainingStep:
@@ -115,3 +120,54 @@ def test_dropout_seeds_differ_by_seed_and_position() -> None:
     assert len(seeds) == 50 * 200
     assert len({seed % 2**32 for seed in seeds}) == 50 * 200  # a CPU generator reads 32 bits
     assert dropout_seed(42, 7) == dropout_seed(42, 7)
+
+
+def draws(step: TrainingStep) -> bool:
+    """Take a step; return whether the global random state changed."""
+    before = torch.get_rng_state()
+    step.take(microbatches(), num_microbatches=1, learning_rate=0.1)
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def test_the_random_state_is_set_only_where_dropout_draws() -> None:
+    assert draws(step_of(drop_rate=0.1)) and not draws(step_of(drop_rate=0.0))
+
+
+def sequences(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(0, 257, (2, count, 16), generator=generator))
+
+
+@pytest.mark.parametrize("fitting", [1, 2, 3])
+def test_a_partial_microbatch_that_does_not_fit_is_halved(fitting: int) -> None:
+    model, sizes = step_of(drop_rate=0.0, precision="fp32").state.model, []
+
+    def loss(token_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(token_ids))
+        if len(token_ids) > fitting:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return model(token_ids, targets)
+
+    found = mean_loss_in_parts(loss, *sequences(5))
+    torch.testing.assert_close(found, model(*sequences(5)))
+    assert sizes[0] == 5 and sum(size for size in sizes if size <= fitting) == 5
+
+
+def test_one_sequence_that_does_not_fit_is_an_error() -> None:
+    def loss(*_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        mean_loss_in_parts(loss, *sequences(3))
+
+
+def test_another_error_of_a_partial_microbatch_is_not_retried() -> None:
+    calls = []
+
+    def loss(*_: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        mean_loss_in_parts(loss, *sequences(3))
+    assert calls == [1]
