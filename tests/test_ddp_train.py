@@ -457,7 +457,7 @@ def compilations(workplace: Workplace, num_processes: int, *arguments: str) -> t
     return counts, output
 
 
-@pytest.mark.parametrize(("num_processes", "graphs_in_training"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("num_processes", "graphs_in_training"), [(1, 1), (2, 3)])
 def test_nothing_is_compiled_again_after_the_first_validation(
     workplace: Workplace, num_processes: int, graphs_in_training: int
 ) -> None:
@@ -466,7 +466,7 @@ def test_nothing_is_compiled_again_after_the_first_validation(
     for arguments in (["--max-steps", "6"], []):  # and none more after resuming
         counts, output = compilations(workplace, num_processes, *arguments)
         assert len(counts) >= 2 and all(count == counts[0] for count in counts)
-        # A layer and the loss, or the whole; and the whole in evaluation.
+        # Embedding, a layer and the loss, or the whole; and the whole in evaluation.
         assert counts[0]["stats"]["unique_graphs"] == graphs_in_training + 1
         assert counts[0]["graph_break"] == {}
         assert f"graphs in the end: {graphs_in_training + 1}" in output

@@ -76,6 +76,7 @@ def test_reports_are_averaged_over_processes(tmp_path: Path) -> None:
 def test_gradients_are_reduced_only_with_the_last_microbatch(workplace: Workplace) -> None:
     workplace.add_run(train={"gradient_accumulation_steps": 4, "min_train_tokens": 256})
     workplace.add_dataset()
-    counts = json.loads(succeeded(run_worker("count-all-reduces", workplace.root)).stdout)
-    assert counts[:3] == [0, 0, 0]
-    assert counts[3] > 0
+    found = json.loads(succeeded(run_worker("count-all-reduces", workplace.root)).stdout)
+    assert found["all_reduces"][:3] == [0, 0, 0]
+    assert found["all_reduces"][3] > 0
+    assert found["keeps_gradients"] == [True, False]  # with two microbatches, with one

@@ -77,8 +77,8 @@ def main() -> None:
             print_result(peak_of_training(run.model, run.train, process))
 
 
-def count_all_reduces(root: Path, process, group) -> list[int]:
-    """All-reduces of gradients after each microbatch of one global step."""
+def count_all_reduces(root: Path, process, group) -> dict[str, list]:
+    """All-reduces after each microbatch of a global step; which steps keep their gradients."""
     options = Options("tiny", datasets_dir=root / "datasets", runs_dir=root / "runs")
     clock = PhaseClock()
     prepared = prepare_run(options, process, clock, Agreement.in_one_process()).for_device(
@@ -104,7 +104,12 @@ def count_all_reduces(root: Path, process, group) -> list[int]:
     trainer.step.state.scaler.scale = watched_scale
     trainer.step.take(trainer.microbatches(), learning_rate=0.01,
                       num_microbatches=trainer.plan.gradient_accumulation_steps)
-    return [*after_each[1:], counted[0]]
+    all_reduces, keeps_gradients = [*after_each[1:], counted[0]], []
+    for num_microbatches in (2, 1):
+        trainer.step.take(trainer.microbatches(), learning_rate=0.01,
+                          num_microbatches=num_microbatches)
+        keeps_gradients.append(trainer.state.model.final_norm.weight.grad is not None)
+    return {"all_reduces": all_reduces, "keeps_gradients": keeps_gradients}
 
 
 def average_losses(process) -> dict[str, float]:
