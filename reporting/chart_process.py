@@ -74,7 +74,7 @@ class ChartProcess:
             self._heartbeat()
             if waited >= limit_seconds():
                 self._end()
-                return f"they were not drawn within {waited:.0f} s"
+                return f"the drawing took longer than {waited:.0f} s"
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_SECONDS)
             waited += POLL_SECONDS

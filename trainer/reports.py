@@ -158,7 +158,7 @@ class Reports:
         """Start to draw the run's charts; a failure is only a warning. Rank 0."""
         with self.clock.phase(CHART):
             self.console.warn("no charts", self.charts.start())
-        gc.collect()  # the automatic collection is off
+        gc.collect()  # the automatic collection is off, and checkpoints leave reference cycles
 
     def end(self, global_step: int, num_steps: int, *, stop_reason: str | None,
             lacks_validation: bool) -> None:
