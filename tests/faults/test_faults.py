@@ -171,6 +171,17 @@ def test_a_process_that_draws_never_fails_a_run(
     assert summary_of(run_dir)["status"] == "finished"
 
 
+def test_a_stop_signal_does_not_wait_long_for_charts(
+    workplace: Workplace, run_dir: Path, undisturbed: Path
+) -> None:
+    fault = "draw:hang;train:signal:rank=0:hit=7:number=15"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault},
+                                 **with_deadlines(last_write=1))
+    assert result.returncode == 128 + 15, result.stderr
+    assert "warning: no charts: the drawing took longer than 1 s" in result.stdout
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
+
+
 def test_a_process_that_draws_ends_with_a_killed_run(
     workplace: Workplace, run_dir: Path, undisturbed: Path
 ) -> None:
