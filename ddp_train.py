@@ -185,7 +185,7 @@ class Trainer:
         return self.clock.waiting_for(self.watchdog.watching(microbatches))
 
     def save_and_validate(self, global_step: int) -> None:
-        """Let rank 0 save, validate and draw charts while the other ranks wait. Every rank."""
+        """Let rank 0 save, validate and start to draw while the other ranks wait. Every rank."""
         if self.process.is_main:
             self.save(global_step)
         self.wait_for_all()

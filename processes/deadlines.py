@@ -21,7 +21,8 @@ class Deadlines:
     stop: float = 13.0
     others_stop: float = 19.0
     failure_grace: float = 7.0  # for the others to save, after a rank has failed
-    last_write: float = 5.0  # for a checkpoint in flight, when a rank fails or has to exit
+    last_write: float = 5.0  # for a checkpoint or charts in flight, when a rank fails or must exit
+    charts: float = 60.0  # for the last charts, at the end of a run
     store: float = 20.0  # for an answer of torchrun's store; after that it counts as down
 
     @classmethod

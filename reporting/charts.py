@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from basics.failpoints import failpoint
 from basics.files import replacing
 from reporting.layers_chart import measured_steps, plot_layers
-from reporting.metrics_file import read_metrics
-from run_config import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,18 +23,8 @@ MAX_POINTS = 400  # more records are averaged down to as many points
 Records = list[dict[str, Any]]
 
 
-def try_to_draw_charts(run: Run) -> str:
-    """Draw a run's charts; return any error as text, so that training goes on. Rank 0."""
-    try:
-        failpoint("chart")
-        draw_charts(run.run_dir, read_metrics(run.metrics_path))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def draw_charts(run_dir: Path, records: Records) -> None:
-    """Draw a run's charts into its directory. Rank 0.
+    """Draw a run's charts into its directory.
 
     Args:
         records: the lines of `metrics.jsonl`.
@@ -75,7 +62,7 @@ def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
 
 def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
     """Write a figure in xkcd style, in one step. Raises: OSError if it cannot be written."""
-    # Only rank 0 draws, so only it imports matplotlib, which takes a second.
+    # What imports this module need not draw, and importing matplotlib takes a second.
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 

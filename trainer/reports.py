@@ -13,7 +13,7 @@ from checkpointing import best_of, list_checkpoints, renew_links
 from processes.launch import machine_facts, throttling
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
-from reporting.charts import try_to_draw_charts
+from reporting.chart_process import ChartProcess
 from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.console import Console, batch_arithmetic
 from reporting.loss_window import ClosedWindow, LossWindow
@@ -44,6 +44,7 @@ class Reports:
         self.console = Console(self.run, self.plan, clock=clock, is_active=self.process.is_main)
         self.window = LossWindow(self.process.device)
         self.diagnostics = Diagnostics(prepared.train, self.process)
+        self.charts = ChartProcess(self.run.run_dir, heartbeat=watchdog.heartbeat)
         self._reports_speed = True
 
     def begin(self, num_parameters: int) -> None:
@@ -116,6 +117,7 @@ class Reports:
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
         self._report_windows(self.window.take(waits=waits or says_speed))
         self.warn_of_failed_write()
+        self.console.warn("no charts", self.charts.take_failure())
         self._reports_speed = self._reports_speed and not says_speed
         if says_speed and self.process.is_main:
             self.console.say(self.speed(num_measured).line())
@@ -170,14 +172,14 @@ class Reports:
             self.console.warn("no samples", failure)
 
     def draw_charts(self) -> None:
-        """Draw the run's charts; a failure is only a warning. Rank 0."""
+        """Start to draw the run's charts; a failure is only a warning. Rank 0."""
         with self.clock.phase(CHART):
-            self.console.warn("no charts", try_to_draw_charts(self.run))
-        gc.collect()  # the automatic collection is off, and charts leave reference cycles
+            self.console.warn("no charts", self.charts.start())
+        gc.collect()  # the automatic collection is off, and checkpoints leave reference cycles
 
     def end(self, global_step: int, num_steps: int, *, stop_reason: str | None,
             lacks_validation: bool) -> None:
-        """Wait for the last checkpoint; write and print the summary. Rank 0.
+        """Wait for the last checkpoint and the charts; write and print the summary. Rank 0.
 
         Raises:
             UserError: the last checkpoint or the records could not be written.
@@ -187,6 +189,8 @@ class Reports:
             self.draw_charts()
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()
+        with self.clock.phase(CHART):
+            self.console.warn("no charts", self.charts.finish(self._chart_limit))
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         unwritten = self.console.finish(RunEnd(
             global_step=global_step,
@@ -208,6 +212,11 @@ class Reports:
                             " command again: it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
         self._print_sample()
+
+    def _chart_limit(self) -> float:
+        """Return how many seconds the last charts are waited for; fewer after a stop signal."""
+        deadlines = self.watchdog.deadlines
+        return deadlines.last_write if self.watchdog.stop_signal else deadlines.charts
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""

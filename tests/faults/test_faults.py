@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from basics.errors import UserError
-from basics.failpoints import VARIABLE
+from basics.failpoints import MARKS, VARIABLE
 from checkpointing import newest_whole, open_checkpoint
 from run_config import load_run
 from tests.support.runs import (
@@ -28,6 +28,7 @@ from tests.support.runs import (
     train_undisturbed,
     validations_of,
     weights_of,
+    with_deadlines,
     with_fault,
 )
 from tests.support.thorough import thorough_but
@@ -153,6 +154,52 @@ def test_charts_never_fail_a_run(
     result = succeeded(with_fault(workplace, f"chart:{fault}"))
     assert result.stdout.count("warning: no charts: ") == 3
     assert weights_of(run_dir) == weights_of(undisturbed)
+
+
+@pytest.mark.parametrize(("fault", "warning"), [
+    ("kill", "the drawing process was ended by signal 9 (Killed)"),
+    ("hang", "the drawing took longer than 1 s")])
+def test_a_process_that_draws_never_fails_a_run(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, fault: str, warning: str
+) -> None:
+    marks = workplace.root / "marks"
+    result = succeeded(workplace.torchrun(2, "tiny", **{
+        VARIABLE: f"draw:{fault}", MARKS: str(marks)}, **with_deadlines(charts=1)))
+    assert f"warning: no charts: {warning}" in result.stdout
+    assert not [pid for pid in struck(marks, "draw") if Path(f"/proc/{pid}").exists()]
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert summary_of(run_dir)["status"] == "finished"
+
+
+def test_a_stop_signal_does_not_wait_long_for_charts(
+    workplace: Workplace, run_dir: Path, undisturbed: Path
+) -> None:
+    fault = "draw:hang;train:signal:rank=0:hit=7:number=15"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault},
+                                 **with_deadlines(last_write=1))
+    assert result.returncode == 128 + 15, result.stderr
+    assert "warning: no charts: the drawing took longer than 1 s" in result.stdout
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
+
+
+def test_a_process_that_draws_ends_with_a_killed_run(
+    workplace: Workplace, run_dir: Path, undisturbed: Path
+) -> None:
+    marks = workplace.root / "marks"
+    result = workplace.torchrun(2, "tiny", **{MARKS: str(marks), VARIABLE: (
+        "draw:hang;train:slow:rank=0:hit=7:seconds=2;train:kill:rank=0:hit=8")})
+    assert result.returncode != 0 and struck(marks, "draw")
+    until = time.monotonic() + 40
+    while any(Path(f"/proc/{pid}").exists() for pid in struck(marks, "draw")):
+        assert time.monotonic() < until, "it lives on"
+        time.sleep(0.1)
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
+
+
+def struck(marks: Path, place: str) -> list[int]:
+    """Return the processes that a fault at a place has struck."""
+    lines = [line.split() for line in marks.read_text().splitlines()]
+    return [int(pid) for found, _, _, pid, _ in lines if found == place]
 
 
 @pytest.mark.parametrize("place", thorough_but(
