@@ -17,12 +17,18 @@ from basics.config_files import FrozenConfig
 from basics.errors import UserError
 from basics.files import read_regular_file
 from lab.plan.setting import num_parameters
-from reporting.speed import SPEED_CHECK_STEPS, Gpu, find_gpu, flops_per_token
+from reporting.speed import (
+    EXPECTED_SHARE,
+    SPEED_CHECK_STEPS,
+    Gpu,
+    find_gpu,
+    flops_per_token,
+)
 from run_config import ModelConfig, Precision
 
 MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
-ESTIMATE = "estimate"
+ESTIMATE, ROUGH_ESTIMATE = "estimate", "rough estimate"
 
 
 class Measurement(FrozenConfig):
@@ -72,12 +78,20 @@ class ExpectedSpeed:
 
     Attributes:
         source: in a word or two, for a table.
-        detail: how it was measured; empty for an estimate.
+        detail: how it was measured or estimated.
     """
 
     mfu: float
-    source: str = ESTIMATE
-    detail: str = ""
+    source: str
+    detail: str
+
+    @classmethod
+    def estimate(cls, gpu: Gpu) -> ExpectedSpeed:
+        if gpu.public_mfu is not None:
+            return cls(gpu.expected_mfu, ESTIMATE, "from public figures for several such GPUs;"
+                       " not measured with this trainer")
+        return cls(gpu.expected_mfu, ROUGH_ESTIMATE, f"{EXPECTED_SHARE:.0%} of the MFU of the low"
+                   " figures; no public figure for several such GPUs is known")
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,7 @@ class SpeedSources:
                     f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
                     f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
                     + ("" if measurements is self.own else f" ({nearest.source})")))
-        return ExpectedSpeed(gpu.expected_mfu)
+        return ExpectedSpeed.estimate(gpu)
 
 
 def read_shipped(path: Path) -> tuple[Measurement, ...]:

@@ -15,7 +15,6 @@ from lab.plan.estimate import (
 )
 from lab.plan.memory import Memory, largest_microbatch, peak_memory
 from lab.plan.setting import Setting
-from lab.plan.speed_sources import ESTIMATE
 from reporting.speed import CARDS_GIB, usable_gib
 from run_config import Run
 
@@ -37,7 +36,6 @@ COST_NOTES = [
     "high: the MFU that the original system reached on one of these, and a slow disk",
     "expected: the MFU beside it, by its source:",
 ]
-ESTIMATE_NOTE = "estimate, from public figures for such GPUs; not measured with this trainer"
 FITS, PROBABLY_FITS = "fits", "probably fits"
 FITS_IF_FAST, TOO_EXPENSIVE = "fits if fast", "too expensive"
 
@@ -128,9 +126,7 @@ def _shares(found: Estimate) -> str:
 
 def _notes(run: Run, estimates: list[Estimate]) -> list[str]:
     """Explain the columns; only the sources that were used."""
-    sources = dict.fromkeys(
-        ESTIMATE_NOTE if found.speed.source == ESTIMATE
-        else f"{found.speed.source}: {found.speed.detail}" for found in estimates)
+    sources = dict.fromkeys(f"{found.speed.source}: {found.speed.detail}" for found in estimates)
     validation = [
         "validation: its share of the time, on rank 0 alone and on all GPUs; this run has",
         f'  "validate_on": "{run.train.validate_on}", and that is counted',

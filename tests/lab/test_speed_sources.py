@@ -76,7 +76,15 @@ def test_an_own_run_tells_the_speed_of_its_steps_after_the_first(tmp_path: Path)
 ], ids=str)
 def test_a_run_that_cannot_be_compared_is_not_used(tmp_path: Path, changes: dict) -> None:
     add_summary(tmp_path, "mine", **changes)
-    assert expected(tmp_path) == ExpectedSpeed(0.39, "estimate")
+    assert expected(tmp_path) == ExpectedSpeed.estimate(find_gpu(H100))
+
+
+def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path: Path) -> None:
+    speed = expected(tmp_path)
+    assert (speed.mfu, speed.source) == (0.39, "estimate") and "not measured" in speed.detail
+    speed = expected(tmp_path, "NVIDIA B200")
+    assert speed.mfu == pytest.approx(0.32) and speed.source == "rough estimate"
+    assert speed.detail.startswith("80% of the MFU of the low figures")
 
 
 @pytest.mark.parametrize("changes", [{"status": "stopped"}, {"global_step": 49}])
@@ -118,7 +126,7 @@ def test_a_shipped_measurement_comes_after_own_runs_and_before_the_estimate(
     add_summary(tmp_path, "mine", machine=MACHINE | {"device": "NVIDIA H200"})
     assert SpeedSources.read(tmp_path, path).expected(WANTED, gpu).source == "run mine"
     other = Wanted(MODEL, "tf32", activation_checkpointing=False)
-    assert SpeedSources.read(tmp_path, path).expected(other, gpu) == ExpectedSpeed(0.39)
+    assert SpeedSources.read(tmp_path, path).expected(other, gpu) == ExpectedSpeed.estimate(gpu)
 
 
 @pytest.mark.parametrize("text", [None, "{}", json.dumps([ROW | {"mfu": 0.4}]),
@@ -153,7 +161,7 @@ def test_the_plan_of_a_run_uses_an_own_run_and_says_which(workplace: Workplace) 
     hours = f"{seconds / 3600:,.2f}"  # faster than all public figures: the lowest estimate too
     assert row.split()[3] == row.split()[4] == hours
     assert "\n  run fast: 4,000,000 tokens/s on 8x NVIDIA H100 80GB HBM3, 163," in costs
-    assert "\n  estimate, from public figures" in costs  # of the other machines
+    assert "\n  estimate: from public figures" in costs  # of the other machines
 
 
 def test_models_of_half_to_twice_the_flops_are_compared(tmp_path: Path) -> None:
