@@ -24,6 +24,7 @@ from tokens.batch_plan import BatchPlan
 
 PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a bar
 ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the steps
+WORTH_SHARING = 0.02  # share of the time that validation takes on rank 0 while the others wait
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Console:
         self._last_plain_line = -math.inf
         self._last_step, self._last_seconds = -1, 0.0
         self._unwritten, self._is_behind = "", False  # records that a full disk refused
+        self._others_wait = plan.world_size > 1 and run.train.validate_on == "rank0"
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
@@ -146,6 +148,21 @@ class Console:
         self._record(global_step, record)
         self.say(f"step {global_step + 1:,}/{self.num_steps:,} | validation loss {losses.loss:.4f}"
                  f"{averaged} | {seconds:.1f} s")
+        if self._others_wait:
+            self._report_waiting(global_step, seconds)
+
+    def _report_waiting(self, global_step: int, seconds: float) -> None:
+        """Say once what it costs that only rank 0 validates, as soon as a step's time is known."""
+        training_seconds = step_seconds(self.clock.read())
+        if not global_step or not training_seconds:  # the first step of a launch is not measured
+            return
+        self._others_wait = False
+        interval = min(self.run.train.validation_interval, self.num_steps)
+        share = seconds / (seconds + training_seconds / global_step * interval)
+        if share >= WORTH_SHARING:
+            self.say(f"validation on rank 0 alone takes {share:.0%} of the time; with"
+                     f' "validate_on": "all" in train.json all {self.plan.world_size} processes'
+                     f" share it: the same loss in 1/{self.plan.world_size} of its time")
 
     def validation_bar(self, batches: Iterable[Any], total: int) -> Iterable[Any]:
         """Show a second bar while validating."""

@@ -13,56 +13,87 @@ MUCH_WAITING = 0.10  # share of the time spent waiting for the next microbatch
 SMALL_MICROBATCH_TOKENS = 4096  # too few to fill a GPU's multiprocessors
 CARDS_GIB = (12, 16, 24, 40, 80, 141, 192)  # common memory sizes of GPUs
 SLOW_DISK_BYTES_PER_SECOND = 100e6  # estimates a checkpoint before one is measured
+EXPECTED_SHARE = 0.8  # of the best MFU, on a GPU without a public figure for several
+MAKERS = re.compile(r"^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its name in tables, the GiB that PyTorch sees, and dense peaks in FLOP/s.
+    """A GPU: its name in tables, the GiB that PyTorch sees, dense peaks in FLOP/s, and MFUs.
 
     `peak_flops` is bf16 (fp16 on GPUs without it) with float32 accumulation, without sparsity.
-    `low_mfu` and `high_mfu` estimate the MFU of training a GPT-2-class model: what the original
-    system measured (eager, fp16) and the best public figure for plain PyTorch; 5% and 40% where
-    there is neither.
+    The MFUs are those of training a GPT-2-class model. `low_mfu` is what the original system
+    measured (eager, fp16), else 5%; the RTX 4090 and 5090 are taken to be as fast as its RTX 3090.
+    `high_mfu` is the best public figure for plain PyTorch, or a close relative's, else 40%.
+    `public_mfu` is the best one on two, four or eight such GPUs.
 
-    Source: NVIDIA's and AMD's data sheets for the peaks.
+    Source: NVIDIA's and AMD's data sheets for the peaks; public logs of modded-nanogpt (its third
+    track and its Adam baseline) for the MFUs, from their tokens a second and `flops_per_token`.
     """
 
     name: str
-    pattern: str  # regular expression for the names that drivers and people use
+    pattern: str  # regular expression for a whole name: see `find_gpu`
     memory_gib: float
     peak_flops: float
     peak_flops_tf32: float
     peak_flops_fp32: float
     low_mfu: float = 0.05
     high_mfu: float = 0.40
+    public_mfu: float | None = None
 
     def peak(self, precision: Precision) -> float:
         peaks = {"fp32": self.peak_flops_fp32, "tf32": self.peak_flops_tf32}
         return peaks.get(precision, self.peak_flops)
 
+    @property
+    def expected_mfu(self) -> float:
+        """Estimate the MFU of this trainer on one or several of these GPUs.
+
+        It is `public_mfu`: on an H100 that is also what a count of this trainer's products and
+        memory traffic gives (42% around a step), less several per cent lost between steps.
+        """
+        return self.public_mfu or EXPECTED_SHARE * self.high_mfu
+
 
 GPUS = (
-    Gpu("A100-40", r"A100(?!\d).*40", 39.4, 312e12, 156e12, 19.5e12, 0.087, 0.54),
-    Gpu("A100-80", r"A100(?!\d)", 79.2, 312e12, 156e12, 19.5e12, 0.098, 0.54),
-    Gpu("GH200", r"GH200", 94.5, 989e12, 495e12, 67e12, 0.053, 0.42),
-    Gpu("H100-PCIe", r"H100.*PCI", 79.1, 756e12, 378e12, 51e12, 0.053, 0.41),
-    Gpu("H100", r"H100", 79.1, 989e12, 495e12, 67e12, 0.053, 0.41),
-    Gpu("H200", r"H200", 139.8, 989e12, 495e12, 67e12, 0.053, 0.42),
+    Gpu("A100-40", r"A100 ((SXM4|PCIE) )?40(GB)?( PCIE)?", 39.4, 312e12, 156e12, 19.5e12,
+        0.087, 0.54),
+    Gpu("A100-80", r"A100( SXM4| PCIE)?( 80(GB)?)?( PCIE)?", 79.2, 312e12, 156e12, 19.5e12,
+        0.098, 0.54, 0.51),
+    Gpu("GH200", r"GH200( (120|480)GB| 144G HBM3E)?", 94.5, 989e12, 495e12, 67e12,
+        0.053, 0.42, 0.35),
+    Gpu("H100", r"H100( SXM5?)?( 80(GB)?)?( HBM3)?", 79.1, 989e12, 495e12, 67e12,
+        0.053, 0.41, 0.39),
+    Gpu("H100-NVL", r"H100 NVL", 93.0, 835e12, 417e12, 60e12, 0.053, 0.41, 0.35),
+    Gpu("H100-PCIe", r"H100( 80GB)? PCIE", 79.1, 756e12, 378e12, 51e12, 0.053, 0.41),
+    Gpu("H200", r"H200( SXM5?)?", 139.8, 989e12, 495e12, 67e12, 0.053, 0.42, 0.39),
+    Gpu("H200-NVL", r"H200 NVL", 139.8, 835e12, 417e12, 60e12, 0.053, 0.42),
     Gpu("B200", r"B200", 160, 2250e12, 1125e12, 75e12, 0.038, 0.40),
-    Gpu("MI300X", r"MI300X", 191, 1307e12, 654e12, 163e12),
-    Gpu("L40S", r"L40S", 44.4, 362e12, 183e12, 91.6e12),
-    Gpu("L4", r"L4\b", 22.0, 121e12, 60e12, 30.3e12),
-    Gpu("A10", r"A10\b", 22.0, 125e12, 62.5e12, 31.2e12),
-    Gpu("RTX-4090", r"4090(?!.*Laptop)", 23.5, 165e12, 82.6e12, 82.6e12),
-    Gpu("RTX-3090", r"3090(?!.*Laptop)", 23.6, 71e12, 35.6e12, 35.6e12),
-    Gpu("V100", r"V100", 15.8, 125e12, 15.7e12, 15.7e12),
-    Gpu("T4", r"T4\b", 14.6, 65e12, 8.1e12, 8.1e12),
+    Gpu("B300", r"B300( SXM6( AC)?)?", 267, 2250e12, 1125e12, 75e12, 0.038, 0.40),
+    Gpu("MI300X", r"MI300X( OAM| VF)?", 191, 1307e12, 654e12, 163e12),
+    Gpu("L40S", r"L40S", 44.4, 362e12, 183e12, 91.6e12, public_mfu=0.18),
+    Gpu("L40", r"L40", 44.4, 181e12, 90.5e12, 90.5e12),
+    Gpu("L4", r"L4", 22.0, 121e12, 60e12, 30.3e12),
+    Gpu("A10", r"A10", 22.0, 125e12, 62.5e12, 31.2e12),
+    Gpu("RTX-6000-Ada", r"RTX 6000 ADA( GENERATION)?", 47.4, 364e12, 182e12, 91.1e12),
+    Gpu("RTX-5090", r"(RTX ?)?5090", 31.3, 209.5e12, 104.8e12, 104.8e12, 0.08, 0.57),
+    Gpu("RTX-4090", r"(RTX ?)?4090", 23.5, 165e12, 82.6e12, 82.6e12, 0.10, 0.57),
+    Gpu("RTX-3090", r"(RTX ?)?3090", 23.6, 71e12, 35.6e12, 35.6e12, 0.24, 0.57),
+    Gpu("V100", r"V100( SXM2)?( (16|32)GB)?", 15.8, 125e12, 15.7e12, 15.7e12),
+    Gpu("V100-PCIe", r"V100 PCIE( (16|32)GB)?", 15.8, 112e12, 14e12, 14e12),
+    Gpu("T4", r"T4", 14.6, 65e12, 8.1e12, 8.1e12),
 )
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Find a GPU by its driver's name or a common name; None if it is unknown."""
-    return next((gpu for gpu in GPUS if re.search(gpu.pattern, name, re.IGNORECASE)), None)
+    """Find a GPU by its driver's name or a common name; None if it is unknown.
+
+    A pattern describes a whole name without its maker and with spaces for hyphens, so that no
+    variant is taken for the plain card: neither an "A100X", nor a "4090 D", nor a part of a GPU
+    ("H100 80GB HBM3 MIG 1g.10gb").
+    """
+    model = MAKERS.sub("", re.sub(r"[-_\s]+", " ", name.strip()))
+    return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, model, re.IGNORECASE)), None)
 
 
 def flops_per_token(model: ModelConfig) -> float:

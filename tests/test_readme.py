@@ -146,10 +146,11 @@ def test_the_example_run_can_be_planned(checkout: Path) -> None:
     lines = lab_in(checkout, PLAN_ONE_GPU).splitlines()
     at_peak, = (line.split() for line in lines if line.startswith("total"))
     assert f"{float(at_peak[-2]):.1f} of 24 GiB at microbatch 16" in README
-    row, = (line for line in lines if line.startswith("4090 "))
-    low, high, usd_low, usd_high = re.findall(r"[\d.]+(?= to )|(?<= to )[\d.]+", row)
-    assert f"{float(low):.0f} to {float(high):.0f} hours on an RTX" in README
-    assert f"US${usd_low} to {usd_high} at US$0.50" in " ".join(README.split())
+    _, row = (line for line in lines if line.startswith("4090 "))  # batch, cost
+    hours, low, high, usd = re.findall(r"[\d.]+", row)[2:6]
+    assert f"{float(hours):.0f} hours on an RTX 4090" in README
+    assert f"({float(low):.0f} to {float(high):.0f}; US${usd} at US$0.50" in " ".join(
+        README.split())
     assert "Within $20.00: " in lab_in(checkout, PLAN)
 
 

@@ -10,13 +10,23 @@ from click.testing import CliRunner
 
 from basics.errors import UserError
 from lab.__main__ import cli
-from lab.plan.machines import known_machines, parse_machine
-from lab.plan.plan import estimate, num_checkpoints
-from run_config import load_run
+from lab.plan.estimate import Bounds, Estimate, num_checkpoints
+from lab.plan.estimate import estimate as estimate_from
+from lab.plan.machines import Machine, known_machines, parse_machine
+from lab.plan.speed_sources import SpeedSources
+from lab.plan.tables import verdict
+from run_config import Run, load_run
 from tests.support.workplace import PROJECT_DIR, Workplace, run_command, succeeded
 from tokens.batch_plan import plan_batches
 
 BIG = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12}
+
+
+HOURS, HOURS_RANGE, USD, USD_RANGE, MFU, VALIDATION, SOURCE = range(2, 9)  # columns
+
+
+def estimate(run: Run, machine: Machine) -> Estimate:
+    return estimate_from(run, machine, tokens=None, sources=SpeedSources())
 
 
 def plan(*arguments: str, runs_dir: Path = PROJECT_DIR / "runs") -> str:
@@ -26,10 +36,23 @@ def plan(*arguments: str, runs_dir: Path = PROJECT_DIR / "runs") -> str:
     return result.output
 
 
-def machine_rows(output: str) -> list[list[str]]:
-    """Return the cells of the table of machines, without its two lines of heads."""
-    table = output.split("\nmachine ", 1)[1].splitlines()[2:]
-    return [re.split(r"  +", row.strip()) for row in table[:table.index("")]]
+def rows_of(output: str, *, table: int) -> list[list[str]]:
+    """Return the cells of a table of machines, without its two lines of heads."""
+    text = output.split("\nmachine ")[table].split("\n\n")[0]
+    return [re.split(r"  +", row.strip()) for row in text.splitlines()[2:]]
+
+
+def batch_rows(output: str) -> list[list[str]]:
+    return rows_of(output, table=1)
+
+
+def cost_rows(output: str) -> list[list[str]]:
+    return rows_of(output, table=2)
+
+
+def low_to_high(cell: str) -> tuple[float, float]:
+    low, high = map(float, cell.replace(",", "").split(" to "))
+    return low, high
 
 
 def test_original_run_has_its_published_figures() -> None:
@@ -37,10 +60,10 @@ def test_original_run_has_its_published_figures() -> None:
     assert "163,009,536 parameters; 3,260,190,720 tokens, 20.0 per parameter" in output
     assert "854.4 MFLOP per token" in output
     assert "a checkpoint takes 1.96 GB" in output
-    row = next(row for row in machine_rows(output) if row[0] == "8x A100-40")
-    assert row[1] == "10.32" and row[2] == "13 x 1"
-    assert row[4:6] == ["104", "30,614"]  # global batch, steps
-    assert row[6] == "50 (98 GB)"  # the published number of validations
+    row = next(row for row in batch_rows(output) if row[0] == "8x A100-40")
+    assert row[1] == "13 x 1"
+    assert row[3:5] == ["104", "30,614"]  # global batch, steps
+    assert row[5] == "50 (98 GB)"  # the published number of validations
 
 
 def test_memory_is_shown_by_part_and_the_parts_add_up() -> None:
@@ -54,13 +77,18 @@ def test_memory_is_shown_by_part_and_the_parts_add_up() -> None:
         assert sum(parts[:-1]) == pytest.approx(parts[-1], abs=0.04)
 
 
-def test_machines_are_sorted_by_cost() -> None:
-    rows = machine_rows(plan("original", "--machine", "mine=4xH200@9.5"))
+def test_machines_are_sorted_by_expected_cost() -> None:
+    output = plan("original", "--machine", "mine=4xH200@9.5")
+    rows = cost_rows(output)
     assert sorted(row[0] for row in rows) == ["2x H100", "8x A100-40", "8x A100-80", "8x B200",
                                               "8x H100", "mine"]
-    costs = [tuple(float(usd) for usd in row[-1].split(" to ")) for row in rows]
+    costs = [float(row[USD]) for row in rows]
     assert costs == sorted(costs)
-    assert all(low < high for low, high in costs)
+    assert [row[0] for row in batch_rows(output)] == [row[0] for row in rows]
+    for row in rows:
+        for expected, bounds in ((HOURS, HOURS_RANGE), (USD, USD_RANGE)):
+            low, high = low_to_high(row[bounds])
+            assert low < float(row[expected]) < high
 
 
 def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace: Workplace) -> None:
@@ -68,13 +96,15 @@ def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace: Workpla
                                         "validation_batches": None, "checkpoint_interval": 100,
                                         "precision": "bf16"})
     run = load_run(workplace.runs_dir, "tiny")
-    found = estimate(run, parse_machine("x=2xH100@10"), tokens=None)
+    found = estimate(run, parse_machine("x=2xH100@10"))
     flops = found.plan.num_tokens * 854.44e6
     saving = num_checkpoints(run, found.plan) * 12 * 163_009_536 / 100e6
-    assert found.hours == pytest.approx((
+    hours = found.hours
+    assert (hours.low, hours.expected, hours.high) == pytest.approx((
         flops / (2 * 989e12 * 0.41) / 3600,
+        flops / (2 * 989e12 * 0.39) / 3600,
         (flops / (2 * 989e12 * 0.053) + saving) / 3600), rel=1e-4)
-    assert found.usd == tuple(10 * hours for hours in found.hours)
+    assert found.usd == Bounds(*(10 * each for each in (hours.low, hours.expected, hours.high)))
 
 
 def test_all_gpus_wait_for_a_validation_on_rank_0(workplace: Workplace) -> None:
@@ -85,39 +115,69 @@ def test_all_gpus_wait_for_a_validation_on_rank_0(workplace: Workplace) -> None:
             "min_train_tokens": 10**9, "validation_interval": interval, "validate_on": where,
             "validation_batches": 30, "precision": "bf16"})
         run = load_run(workplace.runs_dir, name)
-        found = estimate(run, parse_machine("x=8xH100@10"), tokens=None)
-        hours.append(found.hours[0])
+        found = estimate(run, parse_machine("x=8xH100@10"))
+        hours.append(found.hours.low)
         flops = 854.44e6 / 3 * 30 * 2 * 1024 * -(-found.plan.num_steps // interval)
         validating = flops / (989e12 * 0.41) / 3600 / validating_gpus
-        assert found.hours[0] == pytest.approx(
+        assert found.hours.low == pytest.approx(
             found.plan.num_tokens * 854.44e6 / (8 * 989e12 * 0.41) / 3600 + validating, rel=1e-3)
     assert hours[0] < hours[1] < hours[2]
 
 
-@pytest.mark.parametrize(("budget", "within"), [
-    ("1000", "8x B200, 8x H100, 8x A100-40, 2x H100, 8x A100-80"),
-    ("1", "none"),
+@pytest.mark.parametrize(("where", "counted"), [("rank0", 0), ("all", 1)])
+def test_validation_shares_are_shown_for_rank_0_and_for_all(
+    workplace: Workplace, where: str, counted: int
+) -> None:
+    """Validation has a third of the FLOPs: 80 of 800 sequences, 8 GPUs, all but one idle."""
+    workplace.add_run(model=BIG, train={
+        "min_train_tokens": 8000 * 1024, "global_batch_size": 80, "validate_on": where,
+        "gradient_accumulation_steps": None, "validation_interval": 10, "precision": "bf16",
+        "validation_batches": None, "validation_sequences": 80})
+    output = plan("tiny", "--machine", "one=1xH100@3", runs_dir=workplace.runs_dir)
+    shares = {row[0]: row[VALIDATION] for row in cost_rows(output)}
+    assert shares["8x H100"] == "21% / 3.2%" and shares["one"] == "3.2%"
+    found = estimate(load_run(workplace.runs_dir, "tiny"), parse_machine("x=8xH100@10"))
+    assert found.validation == pytest.approx((80 / 3 / (100 + 80 / 3), 10 / 3 / (100 + 10 / 3)))
+    training = found.plan.num_tokens * 854.44e6 / (8 * 989e12 * 0.39) / 3600
+    assert found.hours.expected * (1 - found.validation[counted]) == pytest.approx(training, 1e-4)
+    assert f'"validate_on": "{where}", and that is counted' in output
+
+
+def test_a_run_without_validation_has_no_such_column(workplace: Workplace) -> None:
+    workplace.add_run(model=BIG, train={
+        "min_train_tokens": 10**9, "validation_interval": None, "validation_batches": None,
+        "checkpoint_interval": 100, "precision": "bf16"})
+    output = plan("tiny", runs_dir=workplace.runs_dir)
+    assert "validation:" not in output and "validate_on" not in output
+    assert {row[-1] for row in cost_rows(output)} == {"estimate", "rough estimate"}
+
+
+@pytest.mark.parametrize(("budget", "judged"), [
+    (30, "fits"), (29, "probably fits"), (20, "probably fits"), (19, "fits if fast"),
+    (10, "fits if fast"), (9, "too expensive"),
 ])
-def test_budget_shows_which_machines_fit(budget: str, within: str) -> None:
-    output = plan("original", "--budget", budget)
-    assert f"Within ${float(budget):,.2f}: {within}; only if fast: none." in output
-    verdicts = {row[-1] for row in machine_rows(output)}
-    assert verdicts == ({"fits"} if within != "none" else {"too expensive"})
+def test_a_budget_is_compared_with_high_expected_and_low(budget: float, judged: str) -> None:
+    assert verdict(Bounds(10.0, 20.0, 30.0), budget) == judged
 
 
-def test_budget_between_low_and_high_estimate_fits_only_if_fast() -> None:
-    low, high = map(float, machine_rows(plan("original"))[0][-1].split(" to "))
-    output = plan("original", "--budget", f"{(low + high) / 2:.2f}")
-    assert machine_rows(output)[0][-1] == "fits if fast"
+@pytest.mark.parametrize(("budget", "judged", "within"), [
+    (1000, "fits", "fits: 8x B200, 8x H100, 2x H100, 8x A100-40, 8x A100-80."),
+    (20, "probably fits", "probably fits: 8x B200, 8x H100, 2x H100, 8x A100-40, 8x A100-80."),
+    (1, "too expensive", "none."),
+])
+def test_budget_shows_which_machines_fit(budget: int, judged: str, within: str) -> None:
+    output = plan("8xa100m40", "--budget", str(budget))
+    assert output.endswith(f"Within ${budget:,.2f}: {within}\n")
+    assert {row[-1] for row in cost_rows(output)} == {judged}
 
 
 def test_global_batch_is_the_same_on_every_machine(workplace: Workplace) -> None:
     workplace.add_run(model=BIG, train={
         "gradient_accumulation_steps": None, "global_batch_size": 512, "min_train_tokens": 10**9,
         "precision": "bf16"})
-    rows = machine_rows(plan("tiny", runs_dir=workplace.runs_dir))
-    assert {row[4] for row in rows} == {"512"}
-    assert {row[2] for row in rows if row[0] == "8x A100-40"} == {"32 x 2"}
+    rows = batch_rows(plan("tiny", runs_dir=workplace.runs_dir))
+    assert {row[3] for row in rows} == {"512"}
+    assert {row[1] for row in rows if row[0] == "8x A100-40"} == {"32 x 2"}
 
 
 @pytest.mark.parametrize(("run", "published"), [
@@ -126,8 +186,8 @@ def test_global_batch_is_the_same_on_every_machine(workplace: Workplace) -> None
 def test_published_cost_is_between_low_and_high_estimate(run: str, published: float) -> None:
     names = {"8xa100m40": "8x A100-40", "8xa100m80": "8x A100-80", "8xh100m80": "8x H100",
              "8xb200m160": "8x B200"}
-    row = next(row for row in machine_rows(plan(run)) if row[0] == names[run])
-    low, high = map(float, row[-1].split(" to "))
+    row = next(row for row in cost_rows(plan(run)) if row[0] == names[run])
+    low, high = low_to_high(row[USD_RANGE])
     assert low < 35.56 and published < high
 
 
@@ -137,7 +197,7 @@ def test_higher_precision_takes_longer(workplace: Workplace) -> None:
         workplace.add_run(precision, model=BIG, train={"min_train_tokens": 10**9,
                                                        "precision": precision})
         run = load_run(workplace.runs_dir, precision)
-        hours.append(estimate(run, parse_machine("x=8xA100-80@10"), tokens=None).hours[0])
+        hours.append(estimate(run, parse_machine("x=8xA100-80@10")).hours.low)
     assert hours == pytest.approx([hours[0], 2 * hours[0], 16 * hours[0]])
 
 
@@ -154,9 +214,9 @@ def test_large_numbers_and_long_names_stay_in_their_columns(workplace: Workplace
         "min_train_tokens": 31 * 10**9, "validation_interval": 10, "precision": "bf16",
         "microbatch_size": 1, "gradient_accumulation_steps": 1})
     name = "a machine with a rather long name"
-    rows = machine_rows(plan("tiny", "--machine", f"{name}=8xH100@9000.5",
-                             runs_dir=workplace.runs_dir))
-    assert {len(row) for row in rows} == {9} and name in {row[0] for row in rows}
+    output = plan("tiny", "--machine", f"{name}=8xH100@9000.5", runs_dir=workplace.runs_dir)
+    for rows, columns in ((batch_rows(output), 6), (cost_rows(output), 9)):
+        assert {len(row) for row in rows} == {columns} and name in {row[0] for row in rows}
 
 
 def test_machine_that_cannot_train_the_run_shows_the_reason(workplace: Workplace) -> None:
@@ -164,10 +224,13 @@ def test_machine_that_cannot_train_the_run_shows_the_reason(workplace: Workplace
                                                  "min_train_tokens": 10**9})
     workplace.add_run("odd", model=BIG, train={
         "gradient_accumulation_steps": None, "global_batch_size": 9, "min_train_tokens": 10**9})
-    rows = machine_rows(plan("large", runs_dir=workplace.runs_dir))
-    assert rows[-1][0] == "8x A100-40" and rows[-1][-1] == "does not fit in memory"
-    rows = machine_rows(plan("odd", runs_dir=workplace.runs_dir))
-    assert rows[-1][-1] == "batch not divisible"
+    output = plan("large", runs_dir=workplace.runs_dir)
+    last = batch_rows(output)[-1]
+    assert last[0] == "8x A100-40" and last[-1] == "does not fit in memory"
+    assert "8x A100-40" not in {row[0] for row in cost_rows(output)}
+    output = plan("odd", runs_dir=workplace.runs_dir)
+    assert {row[-1] for row in batch_rows(output)} == {"batch not divisible"}
+    assert output.endswith("\nno machine in the table can train this run\n")
 
 
 def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace: Workplace) -> None:

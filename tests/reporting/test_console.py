@@ -17,8 +17,12 @@ from basics.failpoints import VARIABLE
 from processes.command_line import Options
 from processes.startup_agreement import AgreedError, Agreement
 from reporting.clock import PhaseClock
+from reporting.console import Console, Losses
+from run_config import load_run
+from tests.support.fake_time import FakeTime
 from tests.support.runs import SETTINGS, last_line_of_ours, summary_of, weights_of, with_fault
 from tests.support.workplace import Workplace, start_forked, succeeded
+from tokens.batch_plan import BatchPlan
 from trainer import launcher
 from trainer.reports import Reports
 
@@ -96,6 +100,76 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
 
     Reports._print_sample(trained)
     assert len(said) == 1 and said[0].startswith("warning: no sample: RuntimeError: probability")
+
+
+class Validating:
+    """A console that reports validations, after steps of one second each."""
+
+    def __init__(self, workplace: Workplace, now: FakeTime, *, world_size: int = 8,
+                 **train: object) -> None:
+        workplace.add_run(train={"validation_interval": 100} | train)
+        run, plan = load_run(workplace.runs_dir, "tiny"), BatchPlan(1, 1, world_size, 16, 1000)
+        self.now, self.clock, self.said = now, PhaseClock(), []
+        self.console = Console(run, plan, clock=self.clock, is_active=True)
+        self.console.say = self.said.append
+        self.clock.enter("compile")
+        self.global_step = 0
+
+    def train_to(self, global_step: int) -> None:
+        for phase, share in (("training", 0.75), ("waiting", 0.25)):
+            self.clock.enter(phase)
+            self.now.seconds += share * (global_step - self.global_step)
+        self.global_step = global_step
+
+    def validate(self, seconds: float) -> list[str]:
+        """Return the lines after the validation's own."""
+        self.said.clear()
+        self.console.report_validation(self.global_step, Losses(3.5), seconds)
+        return self.said[1:]
+
+
+def test_validation_that_leaves_processes_idle_is_told_once(
+    workplace: Workplace, now: FakeTime
+) -> None:
+    validating = Validating(workplace, now)
+    now.seconds += 500  # compiling says nothing about the time of a step
+    assert validating.validate(15) == []
+    validating.train_to(99)
+    assert validating.validate(15) == [  # 15 seconds beside 100 steps
+        'validation on rank 0 alone takes 13% of the time; with "validate_on": "all" in train.json'
+        " all 8 processes share it: the same loss in 1/8 of its time"]
+    validating.train_to(199)
+    assert validating.validate(15) == []
+
+
+def test_a_validation_before_the_first_step_of_a_launch_goes_by_earlier_launches(
+    workplace: Workplace, now: FakeTime
+) -> None:
+    validating = Validating(workplace, now)
+    validating.clock.resume({"training": 80.0, "waiting": 19.0}, {})
+    validating.global_step = 99
+    assert "takes 13% of the time" in validating.validate(15)[0]
+
+
+@pytest.mark.parametrize(("train", "world_size", "seconds"), [
+    ({}, 8, 2.0),  # 2% of 102 seconds is more
+    ({"validate_on": "all"}, 8, 15),
+    ({}, 1, 15),
+])
+def test_validation_that_leaves_no_process_idle_for_long_is_not_told(
+    workplace: Workplace, now: FakeTime, train: dict, world_size: int, seconds: float
+) -> None:
+    validating = Validating(workplace, now, world_size=world_size, **train)
+    validating.train_to(99)
+    assert validating.validate(seconds) == []
+
+
+def test_the_share_is_that_of_a_run_shorter_than_its_interval(
+    workplace: Workplace, now: FakeTime
+) -> None:
+    validating = Validating(workplace, now, validation_interval=10_000)
+    validating.train_to(999)
+    assert "takes 2% of the time" in validating.validate(21)[0]
 
 
 @pytest.mark.parametrize("summary", [

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from reporting.speed import (
     FAR_BELOW,
+    GPUS,
+    Gpu,
     Speed,
     checkpoint_bytes,
     find_gpu,
@@ -23,31 +26,106 @@ GOOD = Speed(
 SLOW = replace(GOOD, tokens_per_second=500_000)
 
 
+DRIVER_NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100-40",
+    "NVIDIA A100-PCIE-40GB": "A100-40",
+    "A100-SXM4-40GB": "A100-40",
+    "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA A100 80GB PCIe": "A100-80",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 PCIe": "H100-PCIe",
+    "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H200": "H200",
+    "NVIDIA H200 NVL": "H200-NVL",
+    "NVIDIA GH200 480GB": "GH200",
+    "NVIDIA GH200 120GB": "GH200",
+    "NVIDIA GH200 144G HBM3e": "GH200",
+    "NVIDIA B200": "B200",
+    "NVIDIA B300 SXM6 AC": "B300",
+    "AMD Instinct MI300X": "MI300X",
+    "NVIDIA L4": "L4",
+    "NVIDIA L40": "L40",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA A10": "A10",
+    "NVIDIA RTX 6000 Ada Generation": "RTX-6000-Ada",
+    "NVIDIA GeForce RTX 5090": "RTX-5090",
+    "NVIDIA GeForce RTX 4090": "RTX-4090",
+    "NVIDIA GeForce RTX 3090": "RTX-3090",
+    "GeForce RTX 3090": "RTX-3090",
+    "Tesla V100-SXM2-16GB": "V100",
+    "Tesla V100-SXM2-32GB": "V100",
+    "Tesla V100-PCIE-16GB": "V100-PCIe",
+    "Tesla T4": "T4",
+    "h100": "H100",  # from here on as people write them
+    "H100 SXM": "H100",
+    "a100": "A100-80",
+    "A100 80GB": "A100-80",
+    "RTX 4090": "RTX-4090",
+    "4090": "RTX-4090",
+}
+UNKNOWN_NAMES = [
+    "AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA A100X",
+    "NVIDIA A100-SXM-64GB", "GRID A100D-40C", "NVIDIA A10G", "NVIDIA A10M",
+    "NVIDIA A800-SXM4-80GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA H100 80GB HBM2e", "NVIDIA H100 64GB HBM2",
+    "NVIDIA H800", "NVIDIA H20", "NVIDIA GB200", "NVIDIA GB300", "NVIDIA L40G", "NVIDIA L20",
+    "NVIDIA T400", "NVIDIA T400 4GB", "NVIDIA T4G", "Tesla V100S-PCIE-32GB",
+    "AMD Instinct MI300A", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 5090 D", "NVIDIA GeForce RTX 5090 Laptop GPU",
+    "NVIDIA GeForce RTX 3090 Ti", "Quadro RTX 6000", "NVIDIA RTX A6000",
+    "NVIDIA RTX 5000 Ada Generation", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition", "", "NVIDIA",
+]
+
+
 @pytest.mark.parametrize(("device", "name"), [
-    ("NVIDIA A100-SXM4-40GB", "A100-40"),
-    ("NVIDIA A100-SXM4-80GB", "A100-80"),
-    ("NVIDIA A100 80GB PCIe", "A100-80"),
-    ("NVIDIA H100 80GB HBM3", "H100"),
-    ("NVIDIA H100 PCIe", "H100-PCIe"),
-    ("NVIDIA H200", "H200"),
-    ("NVIDIA GH200 480GB", "GH200"),
-    ("NVIDIA B200", "B200"),
-    ("NVIDIA GeForce RTX 3090", "RTX-3090"),
-    ("NVIDIA L4", "L4"),
-    ("NVIDIA L40S", "L40S"),
-    ("Tesla T4", "T4"),
-    ("h100", "H100"),
-])
+    *DRIVER_NAMES.items(), *((gpu.name, gpu.name) for gpu in GPUS)])
 def test_gpus_are_found_by_their_drivers_names(device: str, name: str) -> None:
     assert find_gpu(device).name == name
 
 
-@pytest.mark.parametrize("device", ["AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000",
-                                    "NVIDIA GeForce RTX 4090 Laptop GPU"])
+@pytest.mark.parametrize("device", UNKNOWN_NAMES)
 def test_an_unknown_gpu_is_not_guessed(device: str) -> None:
     assert find_gpu(device) is None
     line = replace(SLOW, device_name=device).line()
     assert f"no peak known for {device}" in line and "MFU" not in line
+
+
+def test_no_name_fits_two_gpus() -> None:
+    for device in DRIVER_NAMES:
+        model = re.sub("^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", "", device.replace("-", " "))
+        assert sum(bool(re.fullmatch(gpu.pattern, model, re.IGNORECASE)) for gpu in GPUS) == 1
+
+
+@pytest.mark.parametrize(("name", "bf16", "tf32", "fp32"), [  # TFLOP/s of the data sheets, dense
+    ("A100-80", 312, 156, 19.5), ("H100", 989, 495, 67), ("H100-NVL", 835, 417, 60),
+    ("H100-PCIe", 756, 378, 51), ("H200", 989, 495, 67), ("B300", 2250, 1125, 75),
+    ("L40S", 362, 183, 91.6), ("L40", 181, 90.5, 90.5), ("L4", 121, 60, 30.3),
+    ("RTX-5090", 209.5, 104.8, 104.8), ("RTX-6000-Ada", 364, 182, 91.1),
+])
+def test_peaks_are_those_of_the_data_sheets(
+    name: str, bf16: float, tf32: float, fp32: float
+) -> None:
+    gpu = find_gpu(name)
+    peaks = (gpu.peak("bf16"), gpu.peak("fp16"), gpu.peak("tf32"), gpu.peak("fp32"))
+    assert peaks == pytest.approx([peak * 1e12 for peak in (bf16, bf16, tf32, fp32)])
+
+
+@pytest.mark.parametrize(("device", "tokens_per_second"), [  # public figures, of each of several
+    ("H100", 448e3), ("H200", 455e3), ("H100-NVL", 340e3), ("GH200", 410e3), ("A100-80", 187e3),
+    ("L40S", 76e3),
+])
+def test_the_expected_mfu_is_that_of_public_figures(device: str, tokens_per_second: float) -> None:
+    gpu = find_gpu(device)
+    public = tokens_per_second * 854.44e6 / gpu.peak_flops
+    assert gpu.expected_mfu == pytest.approx(public, abs=0.006)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_the_expected_mfu_is_between_low_and_high(gpu: Gpu) -> None:
+    assert 0 < gpu.low_mfu < gpu.expected_mfu < gpu.high_mfu < 1
+    if gpu.public_mfu is None:
+        assert gpu.expected_mfu == 0.8 * gpu.high_mfu
 
 
 def test_flops_of_gpt2_small_are_the_published_ones() -> None:

@@ -1,0 +1,149 @@
+"""The batch plan, the hours and the dollars of a run on one machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from basics.errors import UserError
+from lab.plan.machines import Machine
+from lab.plan.memory import largest_microbatch
+from lab.plan.setting import Setting, num_parameters
+from lab.plan.speed_sources import ExpectedSpeed, SpeedSources, Wanted
+from reporting.speed import (
+    SLOW_DISK_BYTES_PER_SECOND,
+    checkpoint_bytes,
+    flops_per_token,
+    usable_gib,
+)
+from run_config import Precision, Run, TrainConfig
+from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
+
+FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
+UNLIMITED_TOKENS = 2**62  # where min_train_tokens sets the length, the file's does not matter
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """An expected figure, between the lowest and the highest estimate."""
+
+    low: float = math.inf
+    expected: float = math.inf
+    high: float = math.inf
+
+    def times(self, factor: float) -> Bounds:
+        return Bounds(self.low * factor, self.expected * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The resources that a run needs on one machine.
+
+    Attributes:
+        largest: the largest microbatch that is expected to fit.
+        plan: None if the run cannot be trained on this machine.
+        reason: why it cannot; empty if it can.
+        validation: the share of the time that validation takes on rank 0 alone, and on all ranks.
+    """
+
+    machine: Machine
+    largest: int
+    speed: ExpectedSpeed
+    plan: BatchPlan | None = None
+    reason: str = ""
+    hours: Bounds = Bounds()
+    validation: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def usd(self) -> Bounds:
+        return self.hours.times(self.machine.usd_per_hour)
+
+
+def default_precision(train: TrainConfig) -> Precision:
+    """Return the precision of a run on a GPU that supports bf16, as all GPUs in the table do."""
+    return train.precision or ("bf16" if train.use_amp else "fp32")
+
+
+def estimate(run: Run, machine: Machine, *, tokens: int | None,
+             sources: SpeedSources) -> Estimate:
+    """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
+
+    Args:
+        tokens: training tokens of the dataset, where `min_train_tokens` is -1.
+    """
+    precision = default_precision(run.train)
+    setting = Setting(run.model, run.train, precision, machine.num_gpus)
+    largest = largest_microbatch(setting, usable_gib(machine.gpu.memory_gib))
+    speed = sources.expected(
+        Wanted(run.model, precision, run.train.activation_checkpointing), machine.gpu)
+    size, batch = run.train.microbatch_size, run.train.global_batch_size
+    if batch and batch % machine.num_gpus == 0 and largest:
+        size, _ = nearest_divisors(batch // machine.num_gpus, largest)
+    if size > largest:
+        return Estimate(machine, largest, speed, reason="does not fit in memory")
+    train = run.train.model_copy(update={"microbatch_size": size})
+    sized = Run(run.name, run.run_dir, run.model, train)
+    try:
+        plan = plan_batches(sized, world_size=machine.num_gpus,
+                            file_tokens=_file_tokens(run, tokens))
+    except UserError as error:
+        is_uneven = batch and batch % machine.num_gpus
+        reason = "batch not divisible" if is_uneven else str(error).split(": ", 1)[1]
+        return Estimate(machine, largest, speed, reason=reason)
+    return Estimate(machine, largest, speed, plan, hours=_hours(run, plan, machine, speed.mfu),
+                    validation=_validation_shares(run, plan))
+
+
+def _file_tokens(run: Run, tokens: int | None) -> int:
+    if run.train.min_train_tokens != -1:
+        return UNLIMITED_TOKENS
+    return run.train.start_train_token + tokens + 1
+
+
+def _hours(run: Run, plan: BatchPlan, machine: Machine, expected_mfu: float) -> Bounds:
+    """Return the hours of training plus validation; the highest estimate has a slow disk too."""
+    gpu, is_shared = machine.gpu, run.train.validate_on == "all"
+    peak = gpu.peak(default_precision(run.train))
+    flops = _training_flops(run, plan) + _validation_flops(run, plan, is_shared=is_shared)
+    saving = num_checkpoints(run, plan) * bytes_of_checkpoint(run) / SLOW_DISK_BYTES_PER_SECOND
+    low_mfu, high_mfu = min(gpu.low_mfu, expected_mfu), max(gpu.high_mfu, expected_mfu)
+    low, expected, high = (flops / (peak * mfu) / 3600
+                           for mfu in (high_mfu, expected_mfu, low_mfu))
+    return Bounds(low, expected, high + saving / 3600)
+
+
+def _training_flops(run: Run, plan: BatchPlan) -> float:
+    """Count one GPU's FLOPs of training."""
+    return plan.num_tokens * flops_per_token(run.model) / plan.world_size
+
+
+def _validation_flops(run: Run, plan: BatchPlan, *, is_shared: bool) -> float:
+    """Count the FLOPs of all validations on the GPU that the others wait for."""
+    sequences = run.train.num_validation_sequences * _num_validations(run, plan)
+    return (sequences * plan.context_length * flops_per_token(run.model) * FORWARD_SHARE
+            / (plan.world_size if is_shared else 1))
+
+
+def _validation_shares(run: Run, plan: BatchPlan) -> tuple[float, float]:
+    training = _training_flops(run, plan)
+    alone, shared = (_validation_flops(run, plan, is_shared=shared) for shared in (False, True))
+    return alone / (training + alone), shared / (training + shared)
+
+
+def _num_validations(run: Run, plan: BatchPlan) -> int:
+    return -(-plan.num_steps // run.train.validation_interval) if run.train.validates else 0
+
+
+def num_checkpoints(run: Run, plan: BatchPlan) -> int:
+    """Return the number of steps after which a run saves a checkpoint."""
+    steps, train = plan.num_steps, run.train
+    intervals = list(filter(None, (train.validation_interval, train.checkpoint_interval)))
+    count = sum(steps // interval for interval in intervals)
+    if len(intervals) == 2:
+        count -= steps // math.lcm(*intervals)  # one checkpoint serves both
+    return count + all(steps % interval for interval in intervals)  # the last step is always saved
+
+
+def bytes_of_checkpoint(run: Run) -> int:
+    """Return the size of a run's largest checkpoint."""
+    return checkpoint_bytes(run.model, run.train, num_parameters(run.model))
