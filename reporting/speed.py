@@ -137,12 +137,16 @@ class Speed:
     waiting_share: float  # of the time, for the next microbatch
     microbatch_tokens: int
     throttling: str | None
+    drop_rate: float = 0.0
 
     def line(self) -> str:
         """Format the speed as one line, beside the MFU that this GPU should reach."""
         flops = self.tokens_per_second * self.flops_per_token / self.num_processes
         line = (f"speed: {self.tokens_per_second:,.0f} tokens/s,"
                 f" {flops / 1e12:,.3g} TFLOP/s per process")
+        if self.is_compiled and self.drop_rate:
+            line += (f", at dropout {self.drop_rate:g}, whose masks are drawn in kernels of their"
+                     " own (fallback_random)")
         gpu = find_gpu(self.device_name)
         if gpu is None:
             return f"{line} (no peak known for {self.device_name})"

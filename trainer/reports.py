@@ -161,6 +161,7 @@ class Reports:
             waiting_share=spent[WAITING] / seconds,
             microbatch_tokens=self.plan.tokens_per_microbatch,
             throttling=throttling(self.process.device),
+            drop_rate=self.run.model.drop_rate,
         )
 
     def write_samples(self, global_step: int) -> None:

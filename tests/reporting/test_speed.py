@@ -188,3 +188,10 @@ def test_a_checkpoint_holds_weights_moments_and_averages(options: dict, num_floa
     run = load_run(PROJECT_DIR / "runs", "original")
     train = run.train.model_copy(update=options)
     assert checkpoint_bytes(run.model, train, 163_009_536) == 4 * num_floats
+
+
+def test_dropout_is_named_beside_the_speed_of_compiled_code() -> None:
+    """Its masks cost time, and the published configs have it."""
+    assert "at dropout 0.1, whose masks" in replace(GOOD, drop_rate=0.1).line()
+    assert "fallback_random" not in replace(GOOD, drop_rate=0.1, is_compiled=False).line()
+    assert "dropout" not in GOOD.line()
