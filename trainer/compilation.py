@@ -37,6 +37,7 @@ def choose_forward_options(
         activation_checkpointing=train.activation_checkpointing,
         head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
         attention_in_blocks=is_eager_on_cpu and in_16_bits,
+        fused_cross_entropy=train.cross_entropy == "fused",
     )
 
 
