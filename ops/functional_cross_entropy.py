@@ -77,14 +77,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor,
                 options: HeadOptions) -> Tensor:
         padded = pad_rows(weight.to(x.dtype), options.multiple)  # (V', C)
-        x_grads, losses, weight_grad = [], [], None
+        x_grads, losses = [], []
+        weight_grad = torch.zeros_like(padded, dtype=torch.float32)
         for x_chunk, chunk_targets in _chunks(x, targets, options):
             logits = x_chunk @ padded.T  # (n, V')
             grad, loss = _gradients_and_loss_sum(logits, chunk_targets, len(weight), options.fused)
             losses.append(loss)
             x_grads.append(grad @ padded)
-            product = (grad.T @ x_chunk).float()
-            weight_grad = product if weight_grad is None else weight_grad + product  # (V', C)
+            weight_grad += grad.T @ x_chunk
+            del logits, grad  # before the next chunk's are allocated
         ctx.save_for_backward(torch.cat(x_grads), weight_grad[: len(weight)])
         return sum(losses) / len(x)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,13 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from ops.functional_cross_entropy import HeadOptions, functional_cross_entropy
 from ops.fused_cross_entropy import fused_losses_
 
-C = 16
+N, C, CHUNK = 256, 16, 64
 VOCABULARIES = [(5, 5), (257, 384), (4095, 4096), (4096, 4096), (4099, 4224), (50257, 50304)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOGITS = ["normal", "large", "infinite"]
 FUSED = {"fused": HeadOptions(None, 128, fused=True),
-         "fused in chunks": HeadOptions(32, 128, fused=True)}
-FORMS = {"whole": HeadOptions(None, 128), "in chunks": HeadOptions(32, 128), **FUSED}
+         "fused in chunks": HeadOptions(CHUNK, 128, fused=True)}
+FORMS = {"whole": HeadOptions(None, 128), "in chunks": HeadOptions(CHUNK, 128), **FUSED}
 
 
 def compare_rows(device: str, vocabulary: tuple[int, int], dtype: str, kind: str) -> dict:
@@ -50,7 +50,27 @@ def compare_rows(device: str, vocabulary: tuple[int, int], dtype: str, kind: str
             "written without gradients": not torch.equal(before, untouched)}
 
 
-def head_inputs(device: str, num_tokens: int = 70, vocab_size: int = 1009) -> tuple[Tensor, ...]:
+def compare_head(device: str, options: HeadOptions, *, compiles: bool) -> dict:
+    """Compare a form of head and loss with float32; return the relative differences.
+
+    With `compiles`, "buffers" has "(shape) dtype" of each buffer that the compiled forward and
+    backward code allocates.
+    """
+    x, weight, targets = head_inputs(device)
+    exact = _with_gradients(F.cross_entropy(F.linear(x.float(), weight), targets), x, weight)
+
+    def run(function: Callable = functional_cross_entropy) -> list[Tensor]:
+        with torch.autocast(device, torch.bfloat16):
+            return _with_gradients(function(x, weight, targets, options), x, weight)
+
+    found, buffers = _compiled(run) if compiles else (run(), [])
+    assert [tensor.dtype for tensor in found] == [torch.float32, torch.bfloat16, torch.float32]
+    result = {name: ((a.float() - b.float()).norm() / b.float().norm()).item()
+              for name, a, b in zip(("loss", "input", "weight"), found, exact, strict=True)}
+    return result | {"buffers": buffers}
+
+
+def head_inputs(device: str, num_tokens: int = N, vocab_size: int = 1009) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_tokens, C, generator=generator).to(device, torch.bfloat16)
     weight = torch.randn(vocab_size, C, generator=generator).to(device)
@@ -58,45 +78,18 @@ def head_inputs(device: str, num_tokens: int = 70, vocab_size: int = 1009) -> tu
     return x.requires_grad_(), weight.requires_grad_(), targets
 
 
-def compare_head(device: str, options: HeadOptions | None, compiles: bool) -> dict:
-    """Compare a form of head and loss with float32; return the relative differences."""
-    exact, found = [_loss_and_gradients(device, *form)
-                    for form in ((None, False), (options, compiles))]
-    names = ("loss", "input", "weight")
-    return {name: ((a.float() - b.float()).norm() / b.float().norm()).item()
-            for name, a, b in zip(names, found, exact, strict=True)}
+def _with_gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+    scaled = loss * 8 / 3  # factors of a gradient scaler and of accumulation
+    return [loss.detach(), *torch.autograd.grad(scaled, inputs)]
 
 
-def _loss_and_gradients(device: str, options: HeadOptions | None,
-                        compiles: bool) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, targets = head_inputs(device)
-    if options is None:
-        loss = F.cross_entropy(F.linear(x.float(), weight), targets)
-    else:
-        function = functional_cross_entropy
-        if compiles:
-            function = torch.compile(function, fullgraph=True, dynamic=False)
-        with torch.autocast(device, torch.bfloat16):
-            loss = function(x, weight, targets, options)
-    (loss * 8 / 3).backward()  # factors of a gradient scaler and of accumulation
-    assert loss.dtype == weight.grad.dtype == torch.float32 and x.grad.dtype == torch.bfloat16
-    return loss.detach(), x.grad, weight.grad
-
-
-def compiled_buffers(function: object, *arguments: object, device: str = "cpu") -> list[str]:
-    """Return "(shape) dtype" of each buffer that compiled forward and backward code allocates."""
-    inputs = head_inputs(device, num_tokens=2048)
-
-    def run() -> None:
-        with torch.autocast(device, torch.bfloat16):
-            compiled = torch.compile(function, fullgraph=True, dynamic=False)
-            compiled(*inputs, *arguments).backward()
-
+def _compiled(run: Callable) -> tuple[list[Tensor], list[str]]:
+    compiled = torch.compile(functional_cross_entropy, fullgraph=True, dynamic=False)
     with fresh_cache():
         torch.compiler.reset()
-        code = "\n".join(run_and_get_code(run)[1])
-    made = re.findall(r"= empty_strided_\w+\((\(.*?\)), \(.*?\), torch\.(\w+)", code)
-    return [f"{shape} {dtype}" for shape, dtype in made]
+        found, codes = run_and_get_code(run, compiled)
+    made = re.findall(r"= empty_strided_\w+\((\(.*?\)), \(.*?\), torch\.(\w+)", "\n".join(codes))
+    return found, [f"{shape} {dtype}" for shape, dtype in made]
 
 
 def main() -> None:
@@ -108,11 +101,8 @@ def main() -> None:
                 print(json.dumps({"case": [*vocabulary, dtype, kind]} | result))
     for name, options in FUSED.items():
         for compiles in (False, True):
-            result = compare_head("cpu", options, compiles)
+            result = compare_head("cpu", options, compiles=compiles)
             print(json.dumps({"case": [name, compiles]} | result))
-        chunk = options.chunk_tokens and 512
-        buffers = compiled_buffers(functional_cross_entropy, replace(options, chunk_tokens=chunk))
-        print(json.dumps({"case": [name, "buffers"], "buffers": buffers}))
 
 
 if __name__ == "__main__":
