@@ -1,9 +1,8 @@
 """Head and cross-entropy in every form: `uv run python -m benchmarks.cross_entropy`.
 
 Forward and backward pass of an output head and the loss, in bfloat16 from the normalised residual
-stream to the gradients of that and of the head's float32 weight. The forms take turns, medians of
-all rounds; memory is the peak that a form adds. A form that fails is a row that says why. On a
-CPU it only shows that the forms run: the kernels need a GPU, and memory is not measured.
+stream to the gradients of that and of the head's float32 weight. The forms take turns; medians of
+all rounds, and the peak memory that a form adds on a GPU. A form that fails is a row that says why.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ compiled = partial(torch.compile, dynamic=False, fullgraph=True)
 
 
 def main() -> None:
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    on_gpu, parser = torch.cuda.is_available(), argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=65_536 if on_gpu else 256)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=50_257)
     parser.add_argument("--rounds", type=int, default=20 if on_gpu else 3)
     parser.add_argument("--forms", nargs="*", metavar="NAME", help="only these")
-    parser.add_argument("--output", type=Path, help="append a JSON line per measured form")
+    parser.add_argument("--output", type=Path, help="append a JSON line for each time measured")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64  # forms share code objects
@@ -64,12 +62,11 @@ def measure(makers: dict[str, Callable[[], Form]], inputs: tuple[Tensor, ...],
     for number in range(options.rounds):
         for name in list(steps)[:: 1 if number % 2 else -1]:
             seconds[name].append(steps[name]())
-            write({"form": name, "round": number, "tokens": options.tokens,
-                   "ms": seconds[name][-1] * 1e3}, options.output)
-    for row in rows:
-        if times := seconds.get(row["form"]):
-            row["ms"] = statistics.median(times) * 1e3
-            write(row, options.output)
+            row = {"form": name, "round": number, "ms": seconds[name][-1] * 1e3}
+            write(row | {"tokens": options.tokens}, options.output)
+    for row in (row for row in rows if row["form"] in seconds):
+        row["ms"] = statistics.median(seconds[row["form"]]) * 1e3
+        write(row, options.output)
     return rows
 
 
@@ -99,9 +96,8 @@ def ours(chunk_tokens: int | None, *, fused: bool = False) -> Form:
 
 
 def linear() -> Form:
-    linear_cross_entropy = F.linear_cross_entropy  # PyTorch 2.13 and later
-    return compiled(lambda x, weight, targets: linear_cross_entropy(
-        x, weight.to(x.dtype), targets).float())
+    function = F.linear_cross_entropy  # PyTorch 2.13 and later
+    return compiled(lambda x, weight, targets: function(x, weight.to(x.dtype), targets).float())
 
 
 def liger() -> Form:
@@ -121,8 +117,7 @@ def random_inputs(options: argparse.Namespace, device: torch.device) -> tuple[Te
 
 def prepare(form: Form, inputs: tuple[Tensor, ...], row: dict) -> Callable[[], float]:
     """Run a form three times, for its peak and loss; return a function that times it."""
-    x, weight, _ = inputs
-    on_gpu = x.device.type == "cuda"
+    (x, weight, _), on_gpu = inputs, inputs[0].is_cuda
 
     def step() -> float:
         began = time.perf_counter()

@@ -39,13 +39,13 @@ def test_compiled_code_in_chunks_uses_two_buffers_in_turn() -> None:
 
 
 @pytest.mark.parametrize("options", OURS.values(), ids=OURS)
-def test_large_and_impossible_logits_are_exact(options: HeadOptions) -> None:
+def test_large_logits_are_exact(options: HeadOptions) -> None:
     x, weight, targets = (tensor.detach() for tensor in head_inputs("cpu"))
     x, weight = (x.float() * 100).requires_grad_(), (weight * 100).requires_grad_()
     loss = functional_cross_entropy(x, weight, targets, options)
     expected = torch.nn.functional.cross_entropy((x @ weight.T).double(), targets)
     grads, wanted = (torch.autograd.grad(value, (x, weight)) for value in (loss, expected))
-    torch.testing.assert_close(loss.double(), expected)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(functional_cross_entropy(x, weight, targets, options), loss)

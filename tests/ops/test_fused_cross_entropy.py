@@ -43,6 +43,7 @@ def assert_head_agrees(found: dict, name: str, *, compiles: bool) -> None:
         assert sizes == [f"({FUSED[name].chunk_tokens or N}, 1024) bfloat16"]
 
 
+@pytest.mark.timeout(600)  # compiles twice
 def test_rows_and_heads_on_tritons_interpreter() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
