@@ -115,6 +115,7 @@ class TrainConfig(FrozenConfig):
     compile: bool | None = None
     compile_mode: CompileMode = "default"
     attention: Attention = "auto"
+    cross_entropy: Literal["auto", "torch", "fused"] = "auto"
     head_chunks: int | None = Field(default=None, ge=1, le=2**16)
     activation_checkpointing: bool = False
     random_seed: int = Field(default=42, ge=0, lt=2**63)

@@ -41,6 +41,7 @@ def choose_forward_options(
         head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
         attention_in_blocks=is_eager_on_cpu and in_16_bits and train.attention == "auto",
         attention_kernel=KERNELS.get(train.attention),
+        fused_cross_entropy=train.cross_entropy == "fused",
     )
 
 
@@ -55,7 +56,7 @@ def eager_fallback(
     Args:
         train: after `resolve_for_device`.
     """
-    changes = {"compile": False}
+    changes = {"compile": False, "cross_entropy": "torch"}  # Triton may be what has failed
     if device.type == "cuda" and train.head_chunks is None:
         changes["head_chunks"] = EAGER_HEAD_CHUNKS
     return choose_forward_options(model, train.model_copy(update=changes), device)

@@ -38,7 +38,7 @@ class Memory:
 
 def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Return the memory at the peak of a step: in the backward pass, or in the optimizer's step."""
-    if _chunk_tokens(setting, microbatch_size) is None:
+    if _chunk_tokens(setting, microbatch_size) is None and not _is_fused(setting):
         moments = [_in_loss_backward, _in_head_backward]
     else:
         moments = [_in_chunked_loss, _after_chunked_loss]
@@ -84,15 +84,21 @@ def _chunk_tokens(setting: Setting, microbatch_size: int) -> int | None:
     return head_chunk_tokens(setting.model, train, is_eager_on_cpu=setting.is_eager_on_cpu)
 
 
+def _is_fused(setting: Setting) -> bool:
+    return setting.train.cross_entropy == "fused"
+
+
 def _in_chunked_loss(setting: Setting, microbatch_size: int) -> Memory:
     """One chunk's logits, float32 logits, probabilities and part of the head's gradient are held.
 
-    So are the whole gradients of the head and of its input.
+    So are the whole gradients of the head and of its input. The fused form has no other logits
+    than one chunk's, or all at once, in low precision.
     """
     V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
     tokens = microbatch_size * setting.model.context_length
-    n = min(_chunk_tokens(setting, microbatch_size), tokens)
-    chunk = (2 * FLOAT32 + (e if e < FLOAT32 else 0)) * n * V + e * V * C
+    n = min(_chunk_tokens(setting, microbatch_size) or tokens, tokens)
+    logit = e if _is_fused(setting) else 2 * FLOAT32 + (e if e < FLOAT32 else 0)
+    chunk = logit * n * V + e * V * C
     whole = e * tokens * C + (FLOAT32 * tokens * C if e < FLOAT32 else 0) + FLOAT32 * V * C
     return _memory(setting, microbatch_size, temporary=chunk + whole)
 

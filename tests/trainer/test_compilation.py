@@ -90,10 +90,13 @@ def test_with_several_processes_embedding_layers_and_loss_are_compiled(
     assert ran == ["embed", "run_block", "run_block", "loss"]
 
 
-def test_keys_of_the_run_override_the_defaults() -> None:
-    asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True}
+def test_keys_of_the_run_override_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True,
+             "cross_entropy": "fused"}
+    monkeypatch.setattr("trainer.precision.find_spec", lambda name: name == "triton")
     assert options_for(GPU, "bf16", **asked) == ForwardOptions(
-        head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128)  # of 128 tokens
+        head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128,  # of 128 tokens
+        fused_cross_entropy=True)
 
 
 def model_with(options: ForwardOptions, **changes: object) -> GPTModel:
