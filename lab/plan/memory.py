@@ -189,12 +189,15 @@ def _layer_bytes(setting: Setting) -> float:
     model, e = setting.model, setting.element
     C, H, T = model.emb_dim, model.n_heads, model.context_length
     attention = (3 + 1) * e * C  # q, k, v; output
-    if setting.is_eager_on_cpu and e < FLOAT32:
+    chosen = setting.train.attention
+    if setting.is_eager_on_cpu and e < FLOAT32 and chosen == "auto":
         # Attention weights; with dropout also the mask's factors and the weights after dropout.
         scores = sum((stop - start) * stop for start, stop in attention_blocks(T))
         attention += (3 if model.drop_rate else 1) * e * H * scores / T
-    elif model.drop_rate and not setting.on_gpu:  # not fused: all attention weights are kept
-        attention += 3 * FLOAT32 * H * T
+    elif chosen == "math" or (model.drop_rate and not setting.on_gpu):
+        # Not fused: all attention weights are kept, and float32 copies of q, k and v.
+        attention += (3 if model.drop_rate else 1) * FLOAT32 * H * T
+        attention += 3 * FLOAT32 * C if e < FLOAT32 else 0
     else:
         attention += FLOAT32 * H  # log-sum-exp
     mlp = (4 + 4) * e * C  # before and after GELU
