@@ -101,7 +101,7 @@ def test_running_out_of_memory_does_not_fit(
 @pytest.mark.parametrize(("train", "message"), [
     (raises(RuntimeError("mat1 and mat2 shapes cannot be multiplied")), "shapes cannot be mult"),
     (raises(RuntimeError("out of resource: shared memory, required 9")), "out of resource"),
-    (raises(KeyError("x")), "KeyError"),
+    (raises(KeyError("x")), "KeyError: 'x'$"),  # sent: the child does not exit
     (dies("the last line on stderr\n", 3), r"the last line on stderr \(exit status 3\)"),
     (dies("", 0), r"no message \(exit status 0\)"),
 ], ids=["runtime", "resource", "key", "exit", "silent"])
