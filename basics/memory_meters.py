@@ -54,7 +54,10 @@ class CpuMeter:
         self._limit_gib = limit_gib
         self._before = _memory_gib()
         soft_limit = int((self._before["VmSize"] + limit_gib) * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (soft_limit, resource.RLIM_INFINITY))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)  # only root may raise it
+        if hard_limit != resource.RLIM_INFINITY:
+            soft_limit = min(soft_limit, hard_limit)
+        resource.setrlimit(resource.RLIMIT_AS, (soft_limit, hard_limit))
 
     def peak(self) -> Peak:
         """Return the peak above what was in use when the limit was set."""
@@ -62,6 +65,12 @@ class CpuMeter:
         resident = now["VmHWM"] - self._before["VmRSS"]
         mapped = now["VmPeak"] - self._before["VmSize"]
         return Peak(resident, mapped, mapped, self._limit_gib)
+
+
+def lift_limit() -> None:
+    """Undo the limit of the address space that a `CpuMeter` has set."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard_limit, hard_limit))
 
 
 def peak_gib(device: torch.device) -> float:

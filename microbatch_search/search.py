@@ -182,7 +182,8 @@ def table_row(trial: Trial) -> str:
     if not trial.fits:
         return f"{trial.microbatch_size:>10} {'out of memory':>28}"
     return (f"{trial.microbatch_size:>10} {trial.allocated_gib:>14.2f}"
-            f" {trial.reserved_gib:>13.2f} {trial.tokens_per_second:>12,.0f}")
+            f" {trial.reserved_gib:>13.2f} {trial.tokens_per_second:>12,.0f}"
+            f"{'  not compiled' if trial.why_eager else ''}")
 
 
 def search(run: Run, process: Process, agreement: Agreement, *, options: Options,
@@ -200,13 +201,19 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
     trials = Trials(run, process, agreement,
                     memory_limit_gib=options.memory_limit_gib, wrap=wrap)
 
+    tried: list[Trial] = []
+
     def train(microbatch_size: int) -> Trial:
         trial = trials.train(microbatch_size)
         print_on_main(table_row(trial), flush=True)
+        if trial.why_eager and not any(one.why_eager for one in tried):
+            print_on_main("warning: not compiled, so memory and speed are those of eager code:"
+                          f" {trial.why_eager}", flush=True)
+        tried.append(trial)
         return trial
 
     print_on_main(table_head(), flush=True)
-    tried = find_max_microbatch(train)
+    find_max_microbatch(train)
     agreement.run("smallest", lambda: _check_one_fits(run, tried))
     found = Found(tried)
     print_on_main("\n".join(found.lines()))

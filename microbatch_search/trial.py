@@ -1,9 +1,14 @@
-"""A trial of a microbatch: three global steps on random tokens, in processes of their own.
+"""A trial of a microbatch: a few global steps on random tokens, in processes of their own.
 
 A process that ran out of memory cannot go on: other ranks hang in a collective, the allocator is
 fragmented, tracebacks hold tensors. So each rank starts a child process for each trial. The
 children train together as a run does. The parents use no collectives, so they cannot hang: they
-learn from torchrun's store that a child has failed, and kill their own.
+learn from torchrun's store that a child has failed, and kill their own. They never initialise
+CUDA, so they take no memory of the GPU.
+
+Each size is compiled anew. A later trial of the same size, and a run that trains with it, find the
+compiled code in the cache (`trainer.compilation.keep_compiled_code`), if their ranks have the same
+GPUs: PyTorch keeps code by the index of the device.
 """
 
 from __future__ import annotations
@@ -12,12 +17,10 @@ import json
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -27,20 +30,22 @@ from typing import NoReturn
 import torch
 from torch.amp import GradScaler
 
-from basics.errors import first_line
-from basics.memory_meters import CpuMeter, GpuMeter, map_every_tensor
+from basics.errors import describe
+from basics.memory_meters import CpuMeter, GpuMeter, lift_limit, map_every_tensor
 from basics.out_of_memory import is_out_of_memory, says_out_of_memory
+from microbatch_search.step_timer import StepTimer
 from processes.launch import Process, join_process_group, share_cpu_cores
 from processes.startup_agreement import AgreedError, Agreement, open_store
-from run_config import Run
+from run_config import Run, TrainConfig
 from tokens.batches import Microbatch
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, Wrap, build_training_state
 
-STEPS = 3  # from the second on there is optimizer state from the start, and DDP's final buckets
+WARM_UP_STEPS = 2  # the second has optimizer state from the start, and DDP's final buckets
+TIMED_STEPS = {"cuda": 5, "cpu": 1}  # by device; on a CPU, large microbatches take seconds
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: ranks may compile for different times
 POLL_SECONDS = 0.05
-# Under an address-space limit: a library that is loaded late, oneDNN, OpenMP.
+# Under an address-space limit, so only on a CPU: a library that is loaded late, oneDNN, OpenMP.
 LIMIT_REACHED = ("failed to map segment", "could not create a primitive",
                  "Resource temporarily unavailable")
 
@@ -55,7 +60,8 @@ class Trial:
     reserved_gib: float = math.nan  # peak of the allocator; on a CPU, of the address space
     demand_gib: float = math.nan  # the one of the two that must stay within `capacity_gib`
     capacity_gib: float = math.nan  # of the process with the least
-    tokens_per_second: float = math.nan  # all processes, after the first step
+    tokens_per_second: float = math.nan  # all processes, by the median of the timed steps
+    why_eager: str = ""  # the compile error of a run that should be compiled
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ def _worst(trials: list[Trial]) -> Trial:
         demand_gib=max(trial.demand_gib for trial in trials),
         capacity_gib=min(trial.capacity_gib for trial in trials),
         tokens_per_second=min(trial.tokens_per_second for trial in trials),
+        why_eager=trials[0].why_eager,  # the ranks have agreed on it
     )
 
 
@@ -183,15 +190,16 @@ def _may_follow_from_a_peer(error: str) -> bool:
     return any(text in error.lower() for text in ("peer", "connection", "remote"))
 
 
-def is_limit_reached(text: str) -> bool:
+def _says_limit_reached(text: str, *, on_gpu: bool) -> bool:
     """Return whether the text of an error means that memory ran out, or the limit was reached."""
-    return says_out_of_memory(text) or any(known in text for known in LIMIT_REACHED)
+    return says_out_of_memory(text) or (
+        not on_gpu and any(known in text for known in LIMIT_REACHED))
 
 
 def _outcome_of_crash(stderr: str, exitcode: int, *, on_gpu: bool) -> str:
     # Libraries that do not check for a failed allocation crash, or the kernel kills the process.
     crashed = not on_gpu and exitcode in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGKILL)
-    if is_limit_reached(stderr) or crashed:
+    if _says_limit_reached(stderr, on_gpu=on_gpu) or crashed:
         return json.dumps({"out_of_memory": True})
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no message")
     return json.dumps({"error": f"{last.strip()[:160]} (exit status {exitcode})"})
@@ -201,17 +209,18 @@ def _run_child(task: TrialTask, connection: Connection, stderr_path: str) -> Non
     """Run the trial, send its outcome, and wait to be killed."""
     os.dup2(os.open(stderr_path, os.O_WRONLY | os.O_APPEND), 2)  # the parent reads it
     sys.stderr = open(2, "w", buffering=1, closefd=False)
-    if task.process.device.type == "cpu":
+    on_gpu = task.process.device.type == "cuda"
+    if not on_gpu:
         map_every_tensor()  # before any other thread has allocated a heap
     watcher = threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True)
     watcher.start()
     try:
         outcome = asdict(_train(task))
-    except (RuntimeError, MemoryError) as error:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    except Exception as error:  # whatever it is: to exit now could wait for the other ranks
+        lift_limit()
         outcome = {"out_of_memory": True}
-        if not is_out_of_memory(error) and not is_limit_reached(str(error)):
-            outcome = {"error": first_line(error)}
+        if not is_out_of_memory(error) and not _says_limit_reached(str(error), on_gpu=on_gpu):
+            outcome = {"error": describe(error)}
     connection.send(json.dumps(outcome))
     watcher.join()
 
@@ -226,33 +235,47 @@ def _exit_with_parent(connection: Connection) -> NoReturn:
 
 def _train(task: TrialTask) -> Trial:
     process, run = task.process, task.run
-    train = resolve_for_device(run.train, process.device).model_copy(
-        update={"microbatch_size": task.microbatch_size})
     on_gpu = process.device.type == "cuda"
     if not on_gpu:
         share_cpu_cores(process)  # starts the threads, which must be before there is a limit
     # Connect to torchrun's store: a child must not create one.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     join_process_group(process, open_store(task.name), timeout=TRIAL_TIMEOUT)
+    # Not to compile the validation saves time. It takes less memory than training, and its smaller
+    # last microbatch, which is not compiled, is halved where it does not fit.
+    train = resolve_for_device(run.train, process.device).model_copy(
+        update={"microbatch_size": task.microbatch_size, "validation_interval": None})
     meter = (GpuMeter if on_gpu else CpuMeter)(process.device, task.memory_limit_gib)
-    state = build_training_state(run.model, train, process)
-    # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
-    scaler = GradScaler(process.device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
-    if train.weight_average is not None:  # it begins late in a run, when memory must not run out
-        state.average.update({name: weight.detach().clone()
-                              for name, weight in state.model.named_parameters()})
-    step = TrainingStep(replace(state, scaler=scaler), train, process, wrap=task.wrap)
-    microbatches = _random_microbatches(task)
-    for _ in range(STEPS):
-        started = time.perf_counter()
-        loss, _ = step.take(microbatches, num_microbatches=task.num_microbatches,
-                            learning_rate=train.learning_rate)
-        loss.item()  # wait for the device
-        seconds = time.perf_counter() - started
+    step = _build_step(task, train)
+    seconds = _seconds_per_step(step, _random_microbatches(task), task.num_microbatches)
     tokens = (task.num_microbatches * task.microbatch_size * run.model.context_length
               * process.world_size)
     return Trial(task.microbatch_size, fits=True, tokens_per_second=tokens / seconds,
-                 **asdict(meter.peak()))
+                 why_eager=step.why_eager, **asdict(meter.peak()))
+
+
+def _build_step(task: TrialTask, train: TrainConfig) -> TrainingStep:
+    state = build_training_state(task.run.model, train, task.process)
+    # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
+    scaler = GradScaler(task.process.device.type, init_scale=1.0,
+                        enabled=state.scaler.is_enabled())
+    if train.weight_average is not None:  # it begins late in a run, when memory must not run out
+        state.average.update({name: weight.detach().clone()
+                              for name, weight in state.model.named_parameters()})
+    return TrainingStep(replace(state, scaler=scaler), train, task.process, wrap=task.wrap)
+
+
+def _seconds_per_step(step: TrainingStep, microbatches: Iterator[Microbatch],
+                      num_microbatches: int) -> float:
+    timer = StepTimer(step.process.device)
+    for number in range(WARM_UP_STEPS + TIMED_STEPS[step.process.device.type]):
+        if number == WARM_UP_STEPS:
+            timer.mark()
+        step.take(microbatches, num_microbatches=num_microbatches,
+                  learning_rate=step.train.learning_rate)
+        if number >= WARM_UP_STEPS:
+            timer.mark()
+    return timer.median_seconds()
 
 
 def _random_microbatches(task: TrialTask) -> Iterator[Microbatch]:

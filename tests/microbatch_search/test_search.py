@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,13 @@ from processes.command_line import Options, read_command_line
 from processes.launch import Process
 from run_config import load_run
 from tests.support.one_process import AgreementOfOne
-from tests.support.workplace import Workplace, forked, succeeded, torchrun_command
+from tests.support.workplace import (
+    PROJECT_DIR,
+    Workplace,
+    forked,
+    succeeded,
+    torchrun_command,
+)
 
 # A sequence takes 20 MiB, or 30 with gradient accumulation. The limits lie between two
 # microbatches, so that a few MiB of a thread do not decide.
@@ -160,9 +167,9 @@ def test_saving_keeps_the_old_name_of_the_key(workplace: Workplace) -> None:
 
 
 def simulated_search(workplace: Workplace, monkeypatch: pytest.MonkeyPatch, *, capacity: float,
-                     **options: object) -> None:
+                     memory: Memory | None = None, **options: object) -> None:
     """Run `search` in this process, with simulated trials of 1 GiB + 0.5 GiB per sequence."""
-    memory = Memory(1.0, 0.5, capacity)
+    memory = memory or Memory(1.0, 0.5, capacity)
     monkeypatch.setattr(search, "Trials", lambda *_, **__: memory)
     search.search(load_run(workplace.runs_dir, "tiny"), Process(0, 0, 1, torch.device("cpu")),
                   AgreementOfOne(), wrap=wrap_in_ddp,
@@ -181,6 +188,31 @@ def test_trials_and_result_are_printed_and_saved(
     assert "\nlargest microbatch: 5\n" in output
     assert f"saved in {path}: microbatch_size 4; x accumulation 3 x 1" in output
     assert json.loads(path.read_text())["microbatch_size"] == 4
+
+
+class MemoryOfEagerCode(Memory):
+    """Memory of trials that could not be compiled, but for the first."""
+
+    def train(self, microbatch_size: int) -> Trial:
+        why_eager = f"no compiler found for {microbatch_size}" if microbatch_size > 1 else ""
+        return replace(super().train(microbatch_size), why_eager=why_eager)
+
+
+def test_trials_that_were_not_compiled_are_marked_and_the_reason_is_printed_once(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workplace.add_run()
+    simulated_search(workplace, monkeypatch, capacity=3.7,
+                     memory=MemoryOfEagerCode(1.0, 0.5, 3.7))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if re.match(r" +\d+ +\d", line)]
+    assert len(rows) > 2
+    assert [row.endswith("  not compiled") for row in rows] == [False] + [True] * (len(rows) - 1)
+    warnings = [index for index, line in enumerate(lines) if line.startswith("warning: ")]
+    assert [lines[index] for index in warnings] == [
+        "warning: not compiled, so memory and speed are those of eager code: no compiler found for"
+        " 4"]
+    assert lines[warnings[0] - 1] == rows[1]
 
 
 @pytest.mark.parametrize(("train", "options", "message"), [
@@ -357,12 +389,22 @@ def command_of(pid: int) -> str:
 
 @pytest.mark.gpu
 def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace: Workplace) -> None:
-    workplace.add_run(model={"vocab_size": 50257, "context_length": 1024, "emb_dim": 768,
-                             "n_heads": 12, "n_layers": 12}, train={"precision": "bf16"})
-    started = time.monotonic()
-    result = succeeded(workplace.real_torchrun(
-        1, "tiny", "--find-max-microbatch", "--memory-limit-gib", "20"))
+    """Two layers and 6 GiB: a sequence takes about 0.2 GiB, by its logits."""
+    workplace.add_run(
+        model={"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
+               "n_layers": 2, "drop_rate": 0.0},
+        train={"precision": "bf16"})
+    result = succeeded(subprocess.run(
+        [*torchrun_command(1, "ddp_train.py"), *workplace.arguments(
+            "tiny", "--find-max-microbatch", "--memory-limit-gib", "6")],
+        capture_output=True, text=True, timeout=1200, cwd=PROJECT_DIR))  # up to 8 compilations
+    print(result.stdout)
     results = tried(result.stdout)
-    print(result.stdout, f"{(time.monotonic() - started) / len(results):.1f} s per trial")
     largest = max(size for size, fitted in results.items() if fitted)
-    assert results[largest + 1] is False
+    assert largest > 4 and results[largest + 1] is False
+    assert "not compiled" not in result.stdout
+    rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d,]+)$", result.stdout, re.MULTILINE)
+    assert len(rows) == sum(results.values())
+    for allocated, reserved, tokens_per_second in rows:
+        assert 0 < float(allocated) <= float(reserved) <= 6.0
+        assert int(tokens_per_second.replace(",", "")) > 0
