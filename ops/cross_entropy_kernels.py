@@ -15,7 +15,8 @@ BLOCK = tl.constexpr(4096)  # columns that a program reads at a time
 
 
 @triton.jit
-def write_losses(logits, targets, losses, vocab_size, num_columns):
+def write_losses(logits, targets, losses,
+                 vocab_size: tl.constexpr, num_columns: tl.constexpr):
     """Write each row's loss; vocab_size is V, num_columns V'."""
     row = tl.program_id(0).to(tl.int64)  # N * V' can exceed int32
     logits += row * num_columns
@@ -25,7 +26,8 @@ def write_losses(logits, targets, losses, vocab_size, num_columns):
 
 
 @triton.jit
-def write_losses_and_gradients(logits, targets, losses, vocab_size, num_columns):
+def write_losses_and_gradients(logits, targets, losses,
+                               vocab_size: tl.constexpr, num_columns: tl.constexpr):
     """Write each row's loss, and the loss's gradients over the logits."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * num_columns
@@ -41,7 +43,8 @@ def write_losses_and_gradients(logits, targets, losses, vocab_size, num_columns)
 
 
 @triton.jit
-def softmax_parts(logits, target_logit, vocab_size, num_columns):
+def softmax_parts(logits, target_logit,
+                  vocab_size: tl.constexpr, num_columns: tl.constexpr):
     """Return a row's largest logit, and its sum of exp(logit - largest)."""
     largest = target_logit  # finite, even where a whole block is -inf
     total = 0.0
@@ -54,7 +57,8 @@ def softmax_parts(logits, target_logit, vocab_size, num_columns):
 
 
 @triton.jit
-def load(logits, columns, vocab_size, num_columns):
+def load(logits, columns,
+         vocab_size: tl.constexpr, num_columns: tl.constexpr):
     """Load a block in float32, with -inf in padded columns.
 
     A mask by V would make the loads narrow: V need not be a multiple of their width, V' is.

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,3 +112,28 @@ def test_the_fused_form_holds_the_logits_once_on_a_gpu(chunk_tokens: int | None)
         functional_cross_entropy(x, weight, targets, options).backward()
     logits = 2 * (chunk_tokens or 8192) * 50304
     assert torch.cuda.max_memory_allocated() - before < 1.1 * logits + 2**25
+
+
+def test_the_kernels_compile_for_a_gpu_with_wide_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's compiler needs no GPU: this is the code for an H100."""
+    pytest.importorskip("triton")
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ops import cross_entropy_kernels as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    signature = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32",
+                 "vocab_size": "constexpr", "num_columns": "constexpr"}
+    source = ASTSource(
+        kernels.write_losses_and_gradients, signature,
+        constexprs={"vocab_size": 50257, "num_columns": 50304},
+        attrs={(number,): [["tt.divisibility", 16]] for number in range(3)})
+    found = compile(source, target=GPUTarget("cuda", 90, 32),
+                    options={"num_warps": kernels.NUM_WARPS})
+    assert found.asm["cubin"]
+    code = found.asm["ptx"]
+    assert "ld.global.v4" in code and "st.global.v4" in code  # 16 bytes at a time
