@@ -41,7 +41,7 @@ KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}  # of a trace, on the
 MATMUL, ATTENTION, CROSS_ENTROPY, NORMS, OPTIMIZER, COPIES, REST = GROUPS = (
     "matmul", "attention", "cross-entropy", "norms and elementwise", "optimizer", "copies", "rest")
 PATTERNS = (
-    (CROSS_ENTROPY, r"log_softmax|nll_loss|cross_entropy|softmax_online|write_losses"),
+    (CROSS_ENTROPY, r"log_?softmax|nll_loss|cross_entropy|softmax_online|write_losses"),
     (MATMUL, r"^triton_(tem|mm)_"),
     (COPIES, r"^triton_poi_fused_(_?(to_copy|copy_?|clone|view|t|transpose)_)+\d+$"),
     (NORMS, r"^triton_"),
@@ -49,7 +49,7 @@ PATTERNS = (
     (OPTIMIZER, r"multi_tensor_apply|fused_adam|_foreach|addcmul|addcdiv|lerp"),
     (MATMUL, r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|mkldnn|aten::(addmm|b?mm|baddbmm)"),
     (COPIES, r"memcpy|memset|copy|CatArray|FillFunctor|aten::(fill_|zero_|clone|cat|stack)"),
-    (NORMS, r"layer_?norm|gelu|elementwise|reduce|embedding|index|dropout|"
+    (NORMS, r"layer_?norm|gelu|elementwise|reduce_kernel|embedding|index|dropout|"
             r"aten::(add|sub|mul|div|sum|mean|pow|native_|where|_to_copy|gather|scatter)"),
 )
 

@@ -148,8 +148,7 @@ class Caller:
         """
         status = self.results.status(stage)
         if fresh and status is not None:
-            for path in self.results.output.glob(f"{stage.name}.*"):
-                path.unlink()
+            self.forget(stage, "*")
             del self.results.stages[stage.name]
         elif retry and status in (FAILED, TIMED_OUT):
             _drop_failed_rows(self.rows_path(stage))
@@ -180,17 +179,21 @@ class Caller:
         if stage.rows:
             told = max(seconds - MARGIN_SECONDS, seconds / 2)
             command += ["--minutes", f"{told / 60:.2f}"]
+        else:
+            self.forget(stage, "json*")  # of an attempt that failed
         started = time.monotonic()
         status = run_to_limit(command, seconds, log_path, self.environment)
         text = log_path.read_text(errors="replace")
-        state, reason = self.judge(stage, status, seconds, num_new=self.num_rows(stage)
-                                   - rows_before)
+        tail = text[-TAIL_BYTES:].splitlines()[-TAIL_LINES:]
+        state, reason = self.judge(stage, status, seconds, self.num_rows(stage) - rows_before)
+        if status:
+            reason += f": {next((line.strip() for line in reversed(tail) if line.strip()), '')}"
         return {"status": state, "reason": reason, "seconds": round(time.monotonic() - started, 1),
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"), "command": command[1:],
-                "machine": self.machine(), "values": stage.read(self.results.output, text),
-                "tail": text[-TAIL_BYTES:].splitlines()[-TAIL_LINES:]}
+                "machine": None if stage.name == ENVIRONMENT else self.machine(),
+                "values": stage.read(self.results.output, text), "tail": tail}
 
-    def judge(self, stage: Stage, status: int | None, seconds: float, *,
+    def judge(self, stage: Stage, status: int | None, seconds: float,
               num_new: int) -> tuple[str, str]:
         """Return a stage's status, and why it is not done.
 
@@ -210,6 +213,10 @@ class Caller:
             row.get("status") == "failed" for row in rows if row.get("row") == name)]
         return (FAILED, f"failed: {'; '.join(failed)}") if failed else (DONE, "")
 
+    def forget(self, stage: Stage, suffix: str) -> None:
+        for path in self.results.output.glob(f"{stage.name}.{suffix}"):
+            path.unlink()
+
     def rows_path(self, stage: Stage) -> Path:
         return self.results.output / f"{stage.name}.jsonl"
 
@@ -218,9 +225,10 @@ class Caller:
 
     def machine(self) -> str | None:
         """Return the GPU and PyTorch that the last reading of the environment found."""
-        found: dict[str, Any] = self.results.stages.get(ENVIRONMENT, {}).get("values", {})
-        return f"{found.get('gpu') or 'CPU'}, PyTorch {found['packages']['torch']}" if (
-            "packages" in found) else None
+        found = self.results.stages.get(ENVIRONMENT, {}).get("values", {})
+        if "packages" not in found:
+            return None
+        return f"{found.get('gpu') or 'CPU'}, PyTorch {found['packages'].get('torch')}"
 
 
 def _drop_failed_rows(path: Path) -> None:

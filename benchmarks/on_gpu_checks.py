@@ -43,6 +43,7 @@ GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_he
 SMALL = {"vocab_size": 50257, "context_length": 512, "emb_dim": 384, "n_heads": 6, "n_layers": 6,
          "drop_rate": 0.0, "qkv_bias": False}
 VALIDATION_TOKENS = 2**19
+CPU_LIMIT_GIB = 0.2
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,9 @@ def _workplace(output: Path, device: str, is_dry: bool) -> Iterator[Work]:
 @click.pass_obj
 def search(work: Work) -> None:
     """Find the largest microbatch of GPT-2 small, timed, beside what `lab plan` expects."""
-    model = TINY | {"context_length": 64, "vocab_size": 4096} if work.is_dry else GPT2_SMALL
+    model = TINY | {"context_length": 512} if work.is_dry else GPT2_SMALL
     work.add_run("search", model, {"microbatch_size": 1, "checkpoint_interval": 1})
-    limit = ["--memory-limit-gib", "0.5"] if work.device == "cpu" else []
+    limit = ["--memory-limit-gib", str(CPU_LIMIT_GIB)] if work.device == "cpu" else []
     started = time.monotonic()
     output = work.command("ddp_train.py", "search", "--nproc-per-node", "1",
                           "--find-max-microbatch", *limit, *work.places())
@@ -163,7 +164,7 @@ def planned(work: Work) -> dict[str, Any]:
     on_gpu = work.device == "cuda"
     setting = Setting(run.model, run.train, "bf16", num_processes=1, on_gpu=on_gpu)
     if not on_gpu:
-        return {"planned_largest": largest_microbatch(setting, 0.5)}
+        return {"planned_largest": largest_microbatch(setting, CPU_LIMIT_GIB)}
     import torch
 
     card_gib = torch.cuda.get_device_properties(0).total_memory / 2**30

@@ -34,7 +34,7 @@ def page(setup: Values, results: dict[str, Values], table: list[Stage], output: 
                                            if setup.get("dry_run") else ""), "",
               f"Made by `python -m benchmarks.on_gpu`, last stage {last_end(results)}."],
              environment(results.get(ENVIRONMENT, {}).get("values", {}))]
-    for stage in table[1:]:
+    for stage in (one for one in table if one.name != ENVIRONMENT):
         found = results.get(stage.name, {})
         lines = section(stage, found.get("values") or {}, output, speed)
         if found or lines:
