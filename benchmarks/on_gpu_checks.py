@@ -155,7 +155,7 @@ def read_search(output: str) -> dict[str, Any]:
                          "gib_a_sequence": r"\+ ([\d.]+) GiB a sequence"}.items():
         if match := re.search(pattern, output):
             found[key] = float(match[1]) if "gib" in key else int(match[1])
-    return found
+    return found | {"is_compiled": "not compiled" not in output}
 
 
 def planned(work: Work) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def section(stage: Stage, values: Values, output: Path, speed: SpeedTable) -> li
         return speed.lines(rows, stage.rows) if rows else []
     if stage.name in FORMATS:
         return FORMATS[stage.name](values) if values else []
-    return generic(read_rows(output / f"{stage.name}.jsonl"))
+    return forms(read_rows(output / f"{stage.name}.jsonl"))
 
 
 class SpeedTable:
@@ -200,13 +200,22 @@ FORMATS: dict[str, Callable[[Values], list[str]]] = {
 }
 
 
-def generic(rows: list[Values]) -> list[str]:
-    """Format JSON lines: a column for each key that has plain values."""
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row)
-            if any(not isinstance(row.get(key), dict | list) and row.get(key) is not None
-                   for row in rows)]
-    return pipe([[text_of(row.get(key)) for key in keys] for row in rows],
-                [key.replace("_", " ") for key in keys]) if rows else []
+def forms(rows: list[Values]) -> list[str]:
+    """Format the lines of `cross_entropy.py`, the median of each form's rounds."""
+    found: dict[str, Values] = {}
+    for row in rows:
+        form = found.setdefault(str(row.get("form")), {"times": []})
+        if "round" in row:
+            form["times"].append(row.get("ms"))
+        else:
+            form.update(row)
+    cells = []
+    for name, form in found.items():
+        times = [one for one in form["times"] if isinstance(one, int | float)]
+        cells.append([name, number(statistics.median(times) if times else form.get("ms"), 2),
+                      number(form.get("peak MiB")), number(form.get("loss"), 4),
+                      text_of(form.get("error"))])
+    return pipe(cells, ["form", "ms", "adds MiB", "loss", "failed"]) if cells else []
 
 
 def failures(results: dict[str, Values]) -> list[str]:

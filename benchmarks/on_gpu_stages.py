@@ -16,6 +16,7 @@ from typing import Any
 PROJECT_DIR = Path(__file__).resolve().parents[1]
 ORIGINAL, HUGGING_FACE, NANOGPT = "original", "Hugging Face, SDPA, compiled", "nanoGPT, compiled"
 ENVIRONMENT = "environment"
+TINY_HEAD = ("--tokens", "64", "--width", "32", "--vocabulary", "500", "--forms", "whole, eager")
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def stages(settings: Settings) -> list[Stage]:
                     ("tried: cuDNN attention", "tried: flash attention",
                      "tried: fused cross-entropy"), "--ladder"),
         Stage("ours", "ours-cross-entropy", "Head and cross-entropy alone",
-              ("-m", "benchmarks.cross_entropy", "--output", settings.path(
-                  "ours-cross-entropy.jsonl")), 240),
+              ("-m", "benchmarks.cross_entropy", "--output",
+               settings.path("ours-cross-entropy.jsonl"), *(TINY_HEAD if settings.is_dry else ())),
+              300),
         _throughput(settings, "peers", "", "Other systems, in turn with ours",
                     ("ours", ORIGINAL) if settings.is_dry else ("ours", ORIGINAL, HUGGING_FACE),
                     *_peers(settings)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks import throughput
-from benchmarks.throughput import cpu_benches
 from run_config import ModelConfig
 
 MODEL = ModelConfig(vocab_size=257, context_length=16, emb_dim=16, n_heads=2, n_layers=2,
@@ -15,14 +16,17 @@ MODEL = ModelConfig(vocab_size=257, context_length=16, emb_dim=16, n_heads=2, n_
 STEPS = 120  # in fewer, the loss falls too little for curves to be compared
 
 
-def tiny_benches(*arguments: Any) -> list[throughput.Bench]:
-    """Return the first shape for CPUs with its rows, made tiny."""
-    return [replace(cpu_benches(*arguments)[0], title="tiny", model=MODEL, global_batch_size=4,
-                    microbatch_size=2, num_steps=STEPS)]
-
-
 def main() -> None:
-    with patch.object(throughput, "cpu_benches", tiny_benches):
+    """Run `throughput.py` with the first of its shapes for CPUs made tiny."""
+    name = "benchmarks.throughput_benches"
+    module = importlib.import_module(name) if importlib.util.find_spec(name) else throughput
+    benches = module.cpu_benches
+
+    def tiny(*arguments: Any) -> list[Any]:
+        return [replace(benches(*arguments)[0], title="tiny", model=MODEL, global_batch_size=4,
+                        microbatch_size=2, num_steps=STEPS)]
+
+    with patch.object(module, "cpu_benches", tiny):
         throughput.main()
 
 

@@ -74,7 +74,10 @@ def test_every_stage_has_its_section(tmp_path: Path) -> None:
     }
     results = {name: {"status": "done", "seconds": 9.0, "machine": "H100, PyTorch 2.11",
                       "values": found} for name, found in values.items()}
-    text = made(tmp_path, results, ours_cross_entropy=({"form": "fused", "ms": 7.5},))
+    text = made(tmp_path, results, ours_cross_entropy=(
+        {"form": "fused", "round": 0, "ms": 7.0}, {"form": "fused", "round": 1, "ms": 8.0},
+        {"form": "fused", "ms": 7.5, "peak MiB": 6500, "loss": 10.82},
+        {"form": "Liger", "ms": None, "error": "ModuleNotFoundError"}))
     assert "20 passed, 1 failed" in text and "- `tests/test_gpu.py::test_b`" in text
     assert cells(text, "matmul")[1:] == ["100.00", "64.5%", "200"]
     assert cells(text, "largest microbatch")[1:] == ["120", "75"]
@@ -83,7 +86,8 @@ def test_every_stage_has_its_section(tmp_path: Path) -> None:
     assert cells(text, "stopped and resumed")[1:] == ["equal", "-", "-"]
     assert cells(text, "later stall seconds")[1:] == ["0.3"]
     assert cells(text, "validation seconds")[1:] == ["1.5, 1.4"]
-    assert cells(text, "fused") == ["fused", "7.5"]
+    assert cells(text, "fused")[1:] == ["7.50", "6,500", "10.8200", "-"]
+    assert cells(text, "Liger")[1:] == ["-", "-", "-", "ModuleNotFoundError"]
     assert "Done, 9 s on H100, PyTorch 2.11." in text
 
 
