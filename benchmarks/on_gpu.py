@@ -26,6 +26,7 @@ from benchmarks.on_gpu_stages import ENVIRONMENT, Settings, Stage, read_rows, st
 
 DONE, PARTIAL, FAILED, TIMED_OUT = "done", "partial", "failed", "timed out"
 TAIL_LINES, TAIL_BYTES = 40, 6000
+OUT_OF_TIME, LACK_OF_TIME = "ran out of time", "for lack of time"  # said by throughput.py
 RESERVE_SECONDS = 15  # of --minutes, for the page and the end of the last stage
 MARGIN_SECONDS = 20  # between the end that a stage with rows is told, and its limit
 
@@ -185,32 +186,36 @@ class Caller:
         status = run_to_limit(command, seconds, log_path, self.environment)
         text = log_path.read_text(errors="replace")
         tail = text[-TAIL_BYTES:].splitlines()[-TAIL_LINES:]
-        state, reason = self.judge(stage, status, seconds, self.num_rows(stage) - rows_before)
-        if status:
-            reason += f": {next((line.strip() for line in reversed(tail) if line.strip()), '')}"
+        state, reason = self.judge(stage, status, text, self.num_rows(stage) - rows_before)
         return {"status": state, "reason": reason, "seconds": round(time.monotonic() - started, 1),
                 "ended": datetime.now(UTC).isoformat(timespec="seconds"), "command": command[1:],
                 "machine": None if stage.name == ENVIRONMENT else self.machine(),
                 "values": stage.read(self.results.output, text), "tail": tail}
 
-    def judge(self, stage: Stage, status: int | None, seconds: float,
+    def judge(self, stage: Stage, status: int | None, text: str,
               num_new: int) -> tuple[str, str]:
         """Return a stage's status, and why it is not done.
 
         Args:
             status: the exit status, None if it ran out of time.
+            text: what it printed.
             num_new: rows that it has measured.
         """
         rows = read_rows(self.rows_path(stage)) if stage.rows else []
-        missing = [name for name in stage.rows if name not in {row.get("row") for row in rows}]
-        if status is None and not (missing and num_new):
-            return TIMED_OUT, f"killed after {seconds:.0f} s"
+        reasons = {name: [str(row.get("reason")) if row.get("status") == "failed" else ""
+                          for row in rows if row.get("row") == name] for name in stage.rows}
+        missing = [name for name, found in reasons.items()
+                   if all(OUT_OF_TIME in reason for reason in found)]
+        if num_new and (missing or LACK_OF_TIME in text):
+            return PARTIAL, f"not measured yet: {'; '.join(missing) or 'the last rounds'}"
+        if status is None:
+            return TIMED_OUT, "killed at its limit"
         if status:
-            return FAILED, f"exit status {status}"
+            last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+            return FAILED, f"exit status {status}: {last.strip()[:200]}"
         if missing:
-            return PARTIAL if num_new else FAILED, f"not measured: {'; '.join(missing)}"
-        failed = [name for name in stage.rows if all(
-            row.get("status") == "failed" for row in rows if row.get("row") == name)]
+            return FAILED, f"not measured: {'; '.join(missing)}"
+        failed = [name for name, found in reasons.items() if all(found)]
         return (FAILED, f"failed: {'; '.join(failed)}") if failed else (DONE, "")
 
     def forget(self, stage: Stage, suffix: str) -> None:
@@ -221,7 +226,8 @@ class Caller:
         return self.results.output / f"{stage.name}.jsonl"
 
     def num_rows(self, stage: Stage) -> int:
-        return len(read_rows(self.rows_path(stage)))
+        return sum(row.get("row") in stage.rows and row.get("status") != "failed"
+                   for row in read_rows(self.rows_path(stage)))
 
     def machine(self) -> str | None:
         """Return the GPU and PyTorch that the last reading of the environment found."""

@@ -28,8 +28,7 @@ def page(setup: Values, results: dict[str, Values], table: list[Stage], output: 
         results: by the stages' names.
         output: with the rows of `throughput.py` and `cross_entropy.py`.
     """
-    rate = rate_of(read_rows(output / "peers.jsonl"), ORIGINAL)
-    speed = SpeedTable(setup.get("usd_per_hour"), rate)
+    speed = SpeedTable(setup.get("usd_per_hour"), read_rows(output / "peers.jsonl"))
     parts = [["# Measurements on a GPU" + (" (a dry run: no figure means anything)"
                                            if setup.get("dry_run") else ""), "",
               f"Made by `python -m benchmarks.on_gpu`, last stage {last_end(results)}."],
@@ -83,25 +82,30 @@ class SpeedTable:
 
     Args:
         usd_per_hour: the machine's price, if it is known.
-        original: tokens per second of the original's way, if it was measured.
+        peers: the rows among which the original's way is looked for.
     """
 
-    def __init__(self, usd_per_hour: float | None, original: float | None) -> None:
-        self.usd_per_hour, self.original = usd_per_hour, original
+    def __init__(self, usd_per_hour: float | None, peers: list[Values]) -> None:
+        self.usd_per_hour, self.peers = usd_per_hour, peers
 
     def lines(self, rows: list[Values], wanted: Iterable[str]) -> list[str]:
-        """Format measurements, the median of each row; and the rows that are missing."""
-        names = list(dict.fromkeys([*wanted, *(str(row.get("row")) for row in rows)]))
+        """Format measurements, the median of each row, by device; and the rows that are missing."""
         heads = ["", "microbatch", "precision", "compiled", "tokens/s", "MFU", "/ original",
                  "peak MiB", "compiling, s", "rounds"]
         if self.usd_per_hour:
             heads.append("US$ (computed)")
-        lines = pipe([self._cells(name, [row for row in rows if row.get("row") == name])
-                      for name in names], heads)
+        lines = []
+        for device in dict.fromkeys(map(device_of, rows)):
+            on_it = [row for row in rows if device_of(row) == device]
+            names = dict.fromkeys([*wanted, *(str(row.get("row")) for row in on_it
+                                              if "ceiling_flops" not in row)])
+            cells = [self._cells(name, [row for row in on_it if row.get("row") == name])
+                     for name in names]
+            lines += ["", f"{device}:", "", *pipe(cells, heads), *ceilings(on_it)]
         if self.usd_per_hour:
             lines += ["", f"US$: computed from tokens/s, for {TOKENS:,} training tokens at"
                       f" US${self.usd_per_hour:,.2f} an hour; no validation, no start-up."]
-        return lines
+        return lines[1:]
 
     def _cells(self, name: str, rows: list[Values]) -> list[str]:
         good = [row for row in rows if row.get("status", "ok") == "ok"]
@@ -112,9 +116,11 @@ class SpeedTable:
                 "not measured")
             return [name, because, *[MISSING] * num_columns]
         first, rate = good[0], rate_of(good, name)
+        original = rate_of([row for row in self.peers if device_of(row) == device_of(first)],
+                           ORIGINAL)
         cells = [name, text_of(first.get("microbatch_size")), text_of(first.get("precision")),
                  text_of(first.get("is_compiled")), number(rate), mfu(first, rate),
-                 f"{rate / self.original:.2f}" if rate and self.original else MISSING,
+                 f"{rate / original:.2f}" if rate and original else MISSING,
                  number(first.get("peak_mib")),
                  number(first.get("compile_seconds")), str(len(good))]
         if self.usd_per_hour:
@@ -130,13 +136,24 @@ def rate_of(rows: list[Values], name: str) -> float | None:
 
 
 def mfu(row: Values, rate: float | None) -> str:
-    """Return the share of the GPU's peak that GPT-2 small reaches; unknown GPUs have none."""
-    machine = row.get("machine")
-    device = machine.get("device") if isinstance(machine, dict) else machine
-    gpu = find_gpu(str(device))
+    """Return the share of the GPU's peak; unknown GPUs have none."""
+    gpu = find_gpu(device_of(row))
     if gpu is None or not rate:
         return MISSING
-    return f"{rate * flops_per_token(GPT2_SMALL) / gpu.peak(row.get('precision')):.1%}"
+    flops = row.get("flops_per_token") or flops_per_token(GPT2_SMALL)
+    return f"{rate * flops / gpu.peak(row.get('precision')):.1%}"
+
+
+def device_of(row: Values) -> str:
+    machine = row.get("machine")
+    return str(machine.get("device") if isinstance(machine, dict) else machine or "unknown device")
+
+
+def ceilings(rows: list[Values]) -> list[str]:
+    """Say how fast one large matrix product was on this device, if that was measured."""
+    found = next((row["ceiling_flops"] for row in rows if row.get("ceiling_flops")), {})
+    rates = ", ".join(f"{name} {rate / 1e12:,.3g} TFLOP/s" for name, rate in found.items())
+    return ["", f"One large matrix product: {rates}."] if rates else []
 
 
 def tests(values: Values) -> list[str]:

@@ -133,6 +133,14 @@ def test_a_call_that_measures_no_row_has_failed(tmp_path: Path) -> None:
     assert call(tmp_path, table) == {"rows": "failed"}
 
 
+def test_a_row_that_ran_out_of_time_is_tried_again_if_others_were_measured(tmp_path: Path) -> None:
+    table = [rows_stage(tmp_path, "a", "b")]
+    (tmp_path / "rows.jsonl").write_text(
+        '{"row": "b", "status": "failed", "reason": "ran out of time after 60 s"}\n')
+    assert call(tmp_path, table) == {"rows": "partial"}
+    assert call(tmp_path, table) == {"rows": "failed"}  # no other row was left to be measured
+
+
 def test_a_row_that_failed_is_measured_again_with_retry(tmp_path: Path) -> None:
     table = [rows_stage(tmp_path, "a")]
     (tmp_path / "rows.jsonl").write_text('{"row": "a", "status": "failed", "reason": "memory"}\n')

@@ -19,7 +19,7 @@ ROWS = (
     {"row": "ours", "status": "ok", "tokens_per_second": 410e3, "precision": "bf16",
      "machine": H100, "round": 1},
     {"row": "original", "tokens_per_second": 50e3, "precision": "fp16", "machine": H100},
-    {"row": HUGGING_FACE, "status": "failed", "reason": "out of | memory", "round": 0},
+    {"row": HUGGING_FACE, "status": "failed", "reason": "out of | memory", "machine": H100},
 )
 
 
@@ -51,6 +51,18 @@ def test_speed_has_mfu_a_ratio_and_a_price(tmp_path: Path) -> None:
     assert cells(text, "original")[4:7] == ["50,000", "4.3%", "1.00"]
     assert cells(text, HUGGING_FACE)[1] == "failed: out of / memory"
     assert "computed from tokens/s" in text and "Begun, not ended." in text
+
+
+def test_devices_are_not_mixed(tmp_path: Path) -> None:
+    h200 = {"device": "NVIDIA H200"}
+    others = [row | {"machine": h200, "tokens_per_second": 100e3} for row in ROWS[:1]]
+    ceiling = {"row": "one large matrix product", "machine": h200, "status": "ok",
+               "ceiling_flops": {"bf16": 788e12}}
+    text = made(tmp_path, {}, peers=(*ROWS[:3], *others, ceiling))
+    first, second = text.split("NVIDIA H200:")
+    assert cells(first, "ours")[4:7] == ["400,000", "34.6%", "8.00"]
+    assert cells(second, "ours")[4:7] == ["100,000", "8.6%", "-"]
+    assert "bf16 788 TFLOP/s" in second and "| one large" not in text
 
 
 def test_without_a_price_or_the_original_there_is_no_figure_for_them(tmp_path: Path) -> None:
