@@ -82,7 +82,7 @@ class Work:
         """Run a command of the project; return its output, which is printed too.
 
         Raises:
-            subprocess.CalledProcessError: it failed.
+            click.ClickException: it failed.
         """
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hides_gpu else {})
         with subprocess.Popen([sys.executable, *arguments], cwd=PROJECT_DIR, env=environment,
@@ -93,7 +93,9 @@ class Work:
                 print(line, end="", flush=True)
                 lines.append(line)
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, arguments)
+            last = next((line for line in reversed(lines) if line.strip()), "no output").strip()
+            raise click.ClickException(f"{' '.join(arguments[:3])}: status {process.returncode},"
+                                       f" {last[:160]}")
         return "".join(lines)
 
     def places(self) -> list[str]:

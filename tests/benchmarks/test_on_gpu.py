@@ -258,21 +258,45 @@ def test_what_pip_is_asked_for_and_what_it_refuses(tmp_path: Path,
     assert asked[0][-1] == str(tmp_path / "carried-1.0-py3-none-any.whl")
 
 
-def test_every_package_that_the_project_imports_is_checked() -> None:
-    own = {path.name.removesuffix(".py") for path in PROJECT_DIR.iterdir()}
-    own |= {"model", "tiktoken_ext", "triton"}  # nanoGPT's; tiktoken's; only with a GPU
-    checked = {*on_gpu_environment.NEEDED, *on_gpu_environment.FOR_TESTS,
-               *on_gpu_environment.FOR_OTHER_COMMANDS}
-    paths = [path for name in own - {"tests"} for path in (
-        [PROJECT_DIR / f"{name}.py"] if (PROJECT_DIR / f"{name}.py").exists() else
-        (PROJECT_DIR / name).rglob("*.py") if not name.startswith(".") else [])]
-    assert len(paths) > 100
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
-                     [node.module] if isinstance(node, ast.ImportFrom) and node.module else [])
-            found = {name.split(".")[0] for name in names}
-            assert found <= own | checked | sys.stdlib_module_names, path
+def imports_of(path: Path) -> set[str]:
+    """Return the modules that a file imports when it is imported itself."""
+    waiting, found = [ast.parse(path.read_text())], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, ast.FunctionDef):
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def packages_of(*modules: str) -> set[str]:
+    """Return the packages that modules of the project import, and those that they import."""
+    waiting, seen, packages = list(modules), set(), set()
+    while waiting:
+        module = waiting.pop()
+        path = PROJECT_DIR / f"{module.replace('.', '/')}.py"
+        if path.exists() and module not in seen:
+            seen.add(module)
+            waiting += imports_of(path)
+        elif not (PROJECT_DIR / module.split(".")[0]).is_dir() and module not in seen:
+            packages.add(module.split(".")[0])
+    return packages - sys.stdlib_module_names - {path.stem for path in PROJECT_DIR.glob("*.py")}
+
+
+def test_all_packages_that_the_stages_import_are_needed_and_no_others(tmp_path: Path) -> None:
+    commands = {stage.command[1] for stage in stages(Settings(tmp_path, "cuda"))} - {"pytest"}
+    found = packages_of("ddp_train", "lab.__main__", "lab.evaluate.evaluate",
+                        "lab.evaluate.measure", "benchmarks.checkpoints", "benchmarks.on_gpu_page",
+                        *commands)
+    found -= {"tiktoken_ext"}  # a part of tiktoken
+    assert found | {"transformers", "pytest"} == set(on_gpu_environment.NEEDED)
+    tests = packages_of("tests.conftest", *(
+        path.removesuffix(".py").replace("/", ".")
+        for path in stages(Settings(tmp_path, "cuda"))[1].command if path.endswith(".py")))
+    assert tests - {"tiktoken_ext"} <= {*on_gpu_environment.NEEDED, *on_gpu_environment.FOR_TESTS}
 
 
 @pytest.mark.parametrize("missing", [[], ["no_such_package"]])
