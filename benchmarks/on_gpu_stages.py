@@ -80,7 +80,7 @@ def stages(settings: Settings) -> list[Stage]:
                settings.path("ours-cross-entropy.jsonl"), *(TINY_HEAD if settings.is_dry else ())),
               300),
         _throughput(settings, "peers", "", "Other systems, in turn with ours",
-                    ("ours", ORIGINAL) if settings.is_dry else ("ours", ORIGINAL, HUGGING_FACE),
+                    (ORIGINAL,) if settings.is_dry else ("ours", ORIGINAL, HUGGING_FACE),
                     *_peers(settings)),
         _check(settings, "search", "search", "Search for the largest microbatch", 540),
         _check(settings, "numbers", "precision", "bf16 against fp32", 240),
@@ -88,8 +88,7 @@ def stages(settings: Settings) -> list[Stage]:
                300),
         _check(settings, "around", "checkpoint", "Checkpoints", 120),
         _check(settings, "around", "run", "Validation and evaluation", 300),
-        _throughput(settings, "around", "whole-run", "A whole run", ("ours",) if settings.is_dry
-                    else ("ours, whole run",)),
+        _throughput(settings, "around", "whole-run", "A whole run", ("ours, whole run",)),
     ]
 
 
