@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def main(folder: Path) -> None:
     script = (folder / SCRIPT).resolve()
     if not script.is_file():
         raise click.UsageError(f"{script}: no such file")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the script too
     with tempfile.TemporaryDirectory() as place:
         write_shards(Path(place))
         seconds = step_times(command_of(script), Path(place))

@@ -170,8 +170,9 @@ class Session:
         lines = [line for line in records.read(self.path) if line["bench"] == bench.title
                  and records.device_of(line) == device and line["status"] == records.OK]
         longest = max((line["seconds"] for line in lines), default=0.0)
-        # One row is begun in any case, so that each call makes progress.
-        return time.monotonic() + longest < self.end or not self.num_begun
+        if not self.num_begun:  # each call makes progress
+            longest = 0.0
+        return time.monotonic() + longest < self.end
 
     def _place(self, row: Row, tokens_path: Path) -> Place:
         deadline = time.monotonic() + ROW_SECONDS

@@ -6,7 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ Line = dict[str, Any]
 
 def append(path: Path, line: Line) -> None:
     """Add a line with the versions and the time; every line has all keys."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     whole = EMPTY | {"blocks": [], "losses": []} | line | {
         "versions": versions(), "code": code_version(), "time": now}
     if path.exists() and not path.read_bytes().endswith(b"\n"):
