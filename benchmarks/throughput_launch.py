@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,6 @@ def stop_with_descendants(process: subprocess.Popen) -> None:
         process.kill()
         process.wait()
     for descendant in descendants:
-        try:
+        with suppress(psutil.NoSuchProcess):
             descendant.kill()
-        except psutil.NoSuchProcess:
-            continue
+    psutil.wait_procs(descendants, KILL_SECONDS)  # the device's memory is free only then

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from benchmarks import throughput
 from benchmarks.throughput import main
-from benchmarks.throughput_benches import MATRIX_PRODUCT, Bench
+from benchmarks.throughput_benches import MATRIX_PRODUCT, WHOLE_RUN, Bench
 from benchmarks.throughput_launch import Place, RowFailed, measure_row, run_command
 from benchmarks.throughput_report import ORIGINAL, REFERENCE
 from benchmarks.throughput_rows import Row
@@ -79,6 +80,26 @@ def test_each_row_is_a_line_and_the_first_is_measured_again(
     (report,) = json.loads((tmp_path / "out.json").read_text())
     assert report["first_row_repeated"] == 1004 / 1001
     assert (tmp_path / "out.png").stat().st_size > 5000
+
+
+def test_a_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = (Row("broken", "ours", {"no_such_key": 1}), WHOLE_RUN, ROWS[1])
+    monkeypatch.setattr(throughput, "benches_of", lambda *_, **__: [replace(
+        BENCH, rows=rows, num_steps=80)])
+    result = run(tmp_path / "out")
+    assert result.exit_code == 1
+    lines = {(line["row"], line["round"]): line for line in lines_of(tmp_path / "out")}
+    for broken in (lines["broken", 1], lines["broken", 2]):
+        assert broken["status"] == "failed" and "ValidationError" in broken["reason"]
+        assert "no_such_key" in broken["reason"] and broken["machine"]
+    whole, ours = lines[WHOLE_RUN.name, 1], lines[REFERENCE, 1]
+    for line in (whole, ours):
+        assert line["status"] == "ok" and len(line["blocks"]) == 3 and min(line["blocks"]) > 0
+        assert line["tokens_per_second"] == pytest.approx(sorted(line["blocks"])[1])
+        assert line["microbatch_size"] == 2 and line["machine"]["device"]
+    assert whole["seconds_by_phase"]["training"] > 0 and len(ours["losses"]) == 80
+    (report,) = json.loads((tmp_path / "out.json").read_text())
+    assert report["differences"] == [] and report["ceiling_flops"]["fp32"] > 0
 
 
 def test_a_row_that_raises_is_a_line_and_the_others_go_on(

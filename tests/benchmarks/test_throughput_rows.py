@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from transformers import GPT2LMHeadModel
 
-from benchmarks.throughput_benches import WHOLE_RUN, Bench, benches_of
+from benchmarks.throughput_benches import Bench, benches_of
 from benchmarks.throughput_blocks import time_steps
 from benchmarks.throughput_child import measure, reason_of
-from benchmarks.throughput_launch import Place, RowFailed, measure_row
+from benchmarks.throughput_launch import Place, measure_row
 from benchmarks.throughput_models import (
     NaiveGPT,
     hugging_face_config,
@@ -50,7 +50,7 @@ ALONE = Process(0, 0, 1, torch.device("cpu"))
 TWO = Row("two processes", "ours", {"precision": "fp32"}, num_processes=2)
 ROWS = (Row("ours", "ours"), Row(REFERENCE, "ours", {"precision": "fp32"}),
         Row(ORIGINAL, "original"), Row("fused AdamW", "plain", {"fused": True}))
-STEPS = 160
+STEPS = 80
 BENCH = Bench("tiny", MODEL, ROWS, global_batch_size=4, microbatch_size=2, num_steps=STEPS,
               rounds=1)
 
@@ -146,21 +146,6 @@ def test_two_processes_have_the_curve_of_one(
     assert result["losses"] == pytest.approx(rows[REFERENCE][0]["losses"][:6], abs=2e-3)
 
 
-def test_a_whole_run_is_trained_and_read(tokens_path: Path, tmp_path: Path) -> None:
-    result = measure_row(BENCH, WHOLE_RUN, place_of(tokens_path, tmp_path))
-    assert len(result["blocks"]) == 3 and min(result["blocks"]) > 0
-    assert result["tokens_per_second"] == sorted(result["blocks"])[1]
-    assert result["seconds_by_phase"]["training"] > 0 and result["microbatch_size"] == 2
-
-
-def test_a_failure_in_the_rows_process_comes_back_as_its_reason(
-    tokens_path: Path, tmp_path: Path
-) -> None:
-    broken = Row("broken", "ours", {"no_such_key": 1})
-    with pytest.raises(RowFailed, match="ValidationError: .*no_such_key"):
-        measure_row(BENCH, broken, place_of(tokens_path, tmp_path))
-
-
 def test_a_row_that_did_not_compile_has_failed(
     tokens_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +159,7 @@ def test_a_row_that_did_not_compile_has_failed(
 def test_all_systems_have_the_same_curve(rows: dict[str, list[dict[str, Any]]]) -> None:
     assert curves_that_differ(rows) == []
     losses = rows[REFERENCE][0]["losses"]
-    assert losses[0] - np.mean(losses[-20:]) >= MIN_FALL
+    assert losses[0] - np.mean(losses[-10:]) >= MIN_FALL
 
 
 @pytest.mark.parametrize("defect", ["sees the future", "no attention", "another GELU"])
@@ -184,7 +169,7 @@ def test_a_model_with_an_error_is_reported(
 ) -> None:
     attention = F.scaled_dot_product_attention
     wrong = {"sees the future": lambda q, k, v, **_: attention(q, k, v),
-             "no attention": lambda q, k, v, **_: torch.zeros_like(v),
+             "no attention": lambda q, k, v, **_: v * 0,
              "another GELU": lambda x, **_: F.relu(x)}[defect]
     name = "gelu" if defect == "another GELU" else "scaled_dot_product_attention"
     monkeypatch.setattr(F, name, wrong)
