@@ -1,120 +1,47 @@
 """Training speed of this and other systems.
 
-Run it with `uv run --group test python benchmarks/throughput.py`.
+Run it with `uv run --group test python benchmarks/throughput.py`, or, where nothing is installed,
+with `python -m benchmarks.throughput` in the project's directory.
 
 Each row is measured in a fresh process; rows take turns, and the first one is measured again at the
 end. All rows see the same tokens from the same weights in the same global batches, and must have
-the same loss curve. `--peer NAME=PATH` adds another script: it finds the shape as JSON in the
-environment variable THROUGHPUT_SHAPE, and prints its speed last, as "12345 tokens/s"; arguments
-may follow the path. `peer_nanogpt.py` is such a script, for a copy of nanoGPT.
+the same loss curve. Each measurement is appended to OUTPUT.jsonl when it is made, a failure with
+its reason; the same command continues such a file, so that many short calls can measure what one
+long call would. OUTPUT.json, OUTPUT.png and the table are made from that file.
+
+`--peer NAME=PATH` adds another script: it finds the shape as JSON in the environment variable
+THROUGHPUT_SHAPE, and prints its speed last, as "12345 tokens/s" or as a JSON object with
+"tokens_per_second" and other keys of a line; arguments may follow the path. `peer_nanogpt.py` and
+`peer_modded.py` are such scripts, for copies of nanoGPT and of modded-nanogpt.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
-import statistics
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
-from benchmarks.throughput_child import write_task
-from benchmarks.throughput_report import (
-    HUGGING_FACE,
-    ORIGINAL,
-    REFERENCE,
-    Bench,
-    Measured,
-    curves_that_differ,
-    draw,
-    report_of,
-    table,
-)
-from benchmarks.throughput_rows import Row, RowTask
-from run_config import ModelConfig
+from basics.errors import describe
+from basics.machine import seconds_since_process_start
+from benchmarks import throughput_records as records
+from benchmarks.throughput_benches import MATRIX_PRODUCT, Bench, benches_of
+from benchmarks.throughput_launch import Place, RowFailed, measure_row
+from benchmarks.throughput_report import draw, reports_of, table
+from benchmarks.throughput_rows import Row
+from benchmarks.throughput_tokens import write_token_files
+from reporting.speed import flops_per_token
 
-PEER_TIMEOUT, ROW_TIMEOUT = 300, 600  # seconds
-
-
-def cpu_benches(rounds: int) -> list[Bench]:
-    """Return the CPU shapes: GPT-2's vocabulary, where the head dominates, and bytes."""
-    rows = (
-        Row("ours", "ours"),
-        Row("ours, compiled", "ours", {"compile": True}),
-        Row(REFERENCE, "ours", {"precision": "fp32"}),
-        Row("ours, fp32, compiled", "ours", {"precision": "fp32", "compile": True}),
-        Row(HUGGING_FACE, "hugging face", {"precision": "fp32"}),
-        Row("Hugging Face in bf16", "hugging face", {"precision": "bf16"}),
-        Row(ORIGINAL, "original"),
-        Row("ours, 1 thread", "ours", num_threads=1),
-        Row("ours, 2 processes", "ours", num_processes=2, num_threads=1),
-    )
-    shape = {"context_length": 256, "emb_dim": 128, "n_heads": 4, "n_layers": 4, "drop_rate": 0.0,
-             "qkv_bias": False}
-    return [Bench(f"4 layers, 128 wide, context 256, vocabulary {size:,}",
-                  ModelConfig(vocab_size=size, **shape), rows, global_batch_size=16,
-                  microbatch_size=8, num_steps=steps, rounds=rounds)
-            for size, steps in ((50257, 10), (257, 40))]
-
-
-def gpu_benches(rounds: int) -> list[Bench]:
-    """Return the GPU shape: GPT-2 small."""
-    rows = (
-        Row("ours", "ours"),
-        Row(REFERENCE, "ours", {"precision": "fp32", "compile": False, "residual_dtype": "fp32"}),
-        Row(HUGGING_FACE, "hugging face", {"precision": "bf16"}),
-        Row(ORIGINAL, "original"),
-    )
-    model = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12,
-                        n_layers=12, drop_rate=0.0, qkv_bias=False)
-    return [Bench("GPT-2 small, untied", model, rows, global_batch_size=128, microbatch_size=64,
-                  num_steps=20, rounds=rounds)]
-
-
-# One change at a time, from the original to this trainer, and changes that are not defaults.
-EAGER = {"compile": False, "residual_dtype": "fp32"}
-WITHOUT_BLOCKS = {"attention_in_blocks": False}
-CPU_LADDER = (
-    Row(ORIGINAL, "original"),
-    Row("fused attention, norms and GELU", "plain", {"reads_loss": True}),
-    Row("fused AdamW", "plain", {"reads_loss": True, "fused": True}),
-    Row("loss not read in every step", "plain", {"fused": True}),
-    Row("freed memory kept", "plain", {"fused": True, "keeps_memory": True}),
-    Row("gradient norm, skipping, buckets", "ours",
-        EAGER | {"precision": "fp32", "head_chunks": 1}),
-    Row("bf16", "ours", EAGER | {"precision": "bf16", "head_chunks": 1}, forward=WITHOUT_BLOCKS),
-    Row("attention in blocks (CPU only)", "ours", EAGER | {"precision": "bf16", "head_chunks": 1}),
-    Row("head and loss in chunks", "ours", EAGER | {"precision": "bf16"}),
-    Row("tried: bf16 residual stream", "ours",
-        EAGER | {"precision": "bf16", "residual_dtype": "bf16"}),
-    Row("tried: compiled, head in one chunk", "ours",
-        {"precision": "bf16", "residual_dtype": "fp32", "compile": True}),
-    Row("tried: compiled, bf16 residual stream", "ours",
-        {"precision": "bf16", "residual_dtype": "bf16", "compile": True}),
-)
-BF16 = {"precision": "bf16"}
-GPU_LADDER = (
-    Row(ORIGINAL, "original"),
-    Row("bf16, fused attention, norms and GELU", "plain", BF16 | {"reads_loss": True}),
-    Row("fused AdamW", "plain", BF16 | {"reads_loss": True, "fused": True}),
-    Row("loss not read in every step", "plain", BF16 | {"fused": True}),
-    Row("gradient norm, skipping", "ours", EAGER, forward={"head_multiple": 1}),
-    Row("head padded", "ours", EAGER),
-    Row("bf16 residual stream", "ours", {"compile": False}),
-    Row("compiled: ours", "ours"),
-    Row("tried: head in 8 chunks", "ours", {"head_chunks": 8}),
-    Row("tried: activation checkpointing", "ours", {"activation_checkpointing": True}),
-    Row(REFERENCE, "ours", EAGER | {"precision": "fp32"}),
-)
+ROW_SECONDS = 600  # that a row may take
+REPORT_SECONDS = 20  # kept free before a time limit: to end processes, for the table and the chart
 
 
 @click.command()
@@ -124,108 +51,161 @@ GPU_LADDER = (
               help="Another script that trains the same shape and prints its tokens/s.")
 @click.option("--rounds", type=click.IntRange(min=1),
               default=1, show_default=True,
-              help="Measurements of each row; the first row has one more.")
-@click.option("--only", multiple=True, metavar="ROW", help="Measure only these rows.")
+              help="Measurements of each row; the first of several rows has one more.")
+@click.option("--only", multiple=True, metavar="ROW",
+              help="Measure only these rows, and the peers.")
 @click.option("--ladder", is_flag=True, help="Compare one change at a time instead of systems.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("throughput"),
-              show_default=True, help="Where OUTPUT.json and OUTPUT.png are written.")
+              show_default=True, help="Where OUTPUT.jsonl, .json and .png are written.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True),
+              help="Begin no row that would end later; the same command continues.")
+@click.option("--fresh", is_flag=True, help="Start over: move OUTPUT.jsonl to OUTPUT.old.jsonl.")
+@click.option("--report-only", is_flag=True, help="Measure nothing: only the table and the chart.")
 def main(device: str, peers: tuple[str, ...], rounds: int, only: tuple[str, ...], ladder: bool,
-         output: Path) -> None:
+         output: Path, minutes: float | None, fresh: bool, report_only: bool) -> None:
     """Measure this trainer, the original and Hugging Face's GPT-2."""
-    benches = cpu_benches(rounds) if device == "cpu" else gpu_benches(rounds)
-    report, failed = [], False
-    for bench in benches:
-        if ladder:
-            bench = replace(bench, rows=GPU_LADDER if device == "cuda" else CPU_LADDER)
-        rows = tuple(row for row in bench.rows if row.name in (only or (row.name,)))
-        if len(rows) < len(only):
-            names = "; ".join(row.name for row in bench.rows)
-            raise click.UsageError(f"unknown row in --only; rows: {names}")
-        bench = replace(bench, rows=rows)
-        measured = run_rounds(bench, device, dict(peer.split("=", 1) for peer in peers))
-        differences = curves_that_differ(measured)
-        failed = failed or bool(differences)
-        report.append(report_of(bench, measured, ceiling_of(device)))
-        for line in [*table(report[-1]), *differences]:
-            click.echo(line)
-    output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, output.with_suffix(".png"))
-    sys.exit(1 if failed else 0)
+    path = beside(output, ".jsonl")
+    end = time.monotonic() - seconds_since_process_start() + 60 * minutes if minutes else None
+    session = Session(path, device, end and end - REPORT_SECONDS)
+    if not report_only:
+        benches = [with_rows(bench, peers, only)
+                   for bench in benches_of(device, rounds, ladder=ladder)]
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if fresh and path.exists():
+            path.replace(beside(output, ".old.jsonl"))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
+            for number, bench in enumerate(benches):
+                session.measure(bench, Path(folder) / str(number))
+    is_good = write_report(output)
+    for name in session.left:
+        click.echo(f"not measured for lack of time: {name}; the same command continues")
+    sys.exit(0 if is_good else 1)
 
 
-def run_rounds(bench: Bench, device: str, peers: dict[str, str]) -> list[Measured]:
-    """Measure every row once per round, in turn, and the first one again at the end."""
-    measured = [Measured(row) for row in bench.rows]
-    for name, path in peers.items():
-        measured.append(Measured(Row(name, "peer", {"path": path})))
-    with tempfile.TemporaryDirectory() as caches:
-        for number, one in enumerate([*measured * bench.rounds, measured[0]]):
-            started = time.monotonic()
-            cache_dir = Path(caches) / one.row.name.replace(" ", "-")
-            result = (run_peer(bench, one.row, cache_dir) if one.row.system == "peer" else
-                      run_row(bench, one.row, device, cache_dir))
-            one.results.append(result)
-            click.echo(f"{number + 1}/{len(measured) * bench.rounds + 1} {one.row.name}:"
-                       f" {result['tokens_per_second']:,.0f} tokens/s"
-                       f" ({time.monotonic() - started:.0f} s)", err=True)
-    return measured
+def beside(output: Path, suffix: str) -> Path:
+    return output.with_name(output.name + suffix)
 
 
-def run_row(bench: Bench, row: Row, device: str, cache_dir: Path) -> dict[str, Any]:
-    """Measure a row in a fresh process; halve the microbatch while it runs out of memory.
+def with_rows(bench: Bench, peers: tuple[str, ...], only: tuple[str, ...]) -> Bench:
+    """Return a bench with the chosen rows, and the peers as rows."""
+    named = dict(peer.partition("=")[::2] for peer in peers)
+    if not all(named.values()):
+        raise click.UsageError("--peer: wanted NAME=PATH")
+    unknown = set(only) - {row.name for row in bench.rows}
+    if unknown:
+        names = "; ".join(row.name for row in bench.rows)
+        raise click.UsageError(f"unknown row in --only: {min(unknown)}; rows: {names}")
+    rows = tuple(row for row in bench.rows if row.name in (only or (row.name,)))
+    others = tuple(Row(name, "peer", {"path": path}) for name, path in named.items())
+    return replace(bench, rows=rows + others)
 
-    Each row has its own directory for compiled code, so that its first round compiles.
+
+@dataclass
+class Session:
+    """One call of the command: measures what is not in the file yet, until the time is over.
+
+    Attributes:
+        end: of time.monotonic(), or None for no limit.
+        left: measurements that were not begun.
     """
-    size = bench.microbatch_size // row.num_processes
-    while True:
-        task = RowTask(row, bench.model, size, bench.global_batch_size, bench.num_steps, device)
-        with tempfile.TemporaryDirectory() as folder:
-            paths = Path(folder) / "task.json", Path(folder) / "result.json"
-            write_task(paths[0], task)
-            launcher = ["-m", "torch.distributed.run", "--standalone",
-                        f"--nproc_per_node={row.num_processes}"] if row.num_processes > 1 else []
-            finished = subprocess.run(
-                [sys.executable, *launcher, "-m", "benchmarks.throughput_child", *map(str, paths)],
-                cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=ROW_TIMEOUT,
-                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir)})
-            if finished.returncode == 0:
-                return json.loads(paths[1].read_text())
-        if "out of memory" not in finished.stderr or size == 1:
-            raise click.ClickException(f"{row.name} failed:\n{finished.stderr[-2000:]}")
-        size //= 2
+
+    path: Path
+    device: str
+    end: float | None = None
+    left: list[str] = field(default_factory=list)
+    num_begun: int = 0
+
+    def measure(self, bench: Bench, folder: Path) -> None:
+        """Measure the rows of a bench that the file lacks, then those that have failed before."""
+        tokens_path = write_token_files(folder / "zipf", bench.model, bench.num_tokens)
+        probe = self.record(bench, MATRIX_PRODUCT, 1, self._place(MATRIX_PRODUCT, tokens_path))
+        pending = self._pending(bench, probe)
+        for count, (row, number) in enumerate(pending, start=1):
+            if not self._fits(bench, records.device_of(probe)):
+                self.left.append(f"{row.name}, round {number}")
+                continue
+            self.num_begun += 1
+            place = self._place(row, tokens_path)
+            line = self.record(bench, row, number, place, machine=probe["machine"])
+            click.echo(f"{count}/{len(pending)} {row.name}: {said_of(line)}"
+                       f" ({line['seconds']:.0f} s)", err=True)
+
+    def record(self, bench: Bench, row: Row, number: int, place: Place,
+               machine: dict[str, Any] | None = None) -> records.Line:
+        """Measure a row once and append the result to the file, whatever it is."""
+        began = time.monotonic()
+        line = {"bench": bench.title, "row": row.name, "round": number, "machine": machine,
+                "global_batch_size": bench.global_batch_size,
+                "flops_per_token": flops_per_token(bench.model)}
+        try:
+            line |= {"status": records.OK} | measure_row(bench, row, place)
+        except RowFailed as error:
+            line |= {"status": records.FAILED, "reason": str(error)}
+        except Exception as error:  # a file that a row has left, of a form that it should not have
+            line |= {"status": records.FAILED, "reason": describe(error)}
+        line["seconds"] = time.monotonic() - began
+        records.append(self.path, line)
+        return line
+
+    def _pending(self, bench: Bench, probe: records.Line) -> list[tuple[Row, int]]:
+        """Return what is to be measured on this machine; earlier failures come last."""
+        device = records.device_of(probe)
+        known = records.latest(records.read(self.path))
+        states = {(row.name, number): known.get((bench.title, device, row.name, number))
+                  for row, number in bench.measurements()}
+        new, failed = [], []
+        for row, number in bench.measurements():
+            line = states[row.name, number]
+            if line is None:
+                new.append((row, number))
+            elif line["status"] != records.OK:
+                failed.append((row, number))
+        return [*new, *failed]
+
+    def _fits(self, bench: Bench, device: str) -> bool:
+        """Return whether a row as long as the longest so far would end in time."""
+        if self.end is None:
+            return True
+        lines = [line for line in records.read(self.path) if line["bench"] == bench.title
+                 and records.device_of(line) == device and line["status"] == records.OK]
+        longest = max((line["seconds"] for line in lines), default=0.0)
+        if not self.num_begun:  # each call makes progress
+            longest = 0.0
+        return time.monotonic() + longest < self.end
+
+    def _place(self, row: Row, tokens_path: Path) -> Place:
+        deadline = time.monotonic() + ROW_SECONDS
+        cache_dir = tokens_path.parents[1] / f"compiled-{row.name.replace(' ', '-')}"
+        return Place(self.device, tokens_path, cache_dir,
+                     deadline if self.end is None else min(deadline, self.end))
 
 
-def run_peer(bench: Bench, row: Row, cache_dir: Path) -> dict[str, Any]:
-    """Run another script, and read the last speed that it prints."""
-    shape = bench.model.model_dump() | {"batch_size": bench.global_batch_size,
-                                        "microbatch_size": bench.microbatch_size,
-                                        "num_steps": bench.num_steps}
-    finished = subprocess.run([sys.executable, *shlex.split(row.changes["path"])],
-                              capture_output=True, text=True, timeout=PEER_TIMEOUT,
-                              env=os.environ | {"THROUGHPUT_SHAPE": json.dumps(shape),
-                                                "TORCHINDUCTOR_CACHE_DIR": str(cache_dir)})
-    found = re.findall(r"([\d,.]+) *tok", finished.stdout)
-    if finished.returncode or not found:
-        raise click.ClickException(f"{row.name} printed no speed:\n{finished.stderr[-2000:]}")
-    speed = float(found[-1].replace(",", ""))
-    tokens = bench.global_batch_size * bench.model.context_length
-    return {"tokens_per_second": speed, "step_ms": tokens / speed * 1e3}
+def said_of(line: records.Line) -> str:
+    """Return a measurement as text."""
+    if line["status"] != records.OK:
+        return f"failed: {line['reason']}"
+    return f"{line['tokens_per_second']:,.0f} tokens/s"
 
 
-def ceiling_of(device: str) -> dict[str, float]:
-    """Measure the FLOP/s of one large matrix product, by dtype."""
-    size, ceiling = (8192 if device == "cuda" else 2048), {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        seconds = []
-        for _ in range(8):
-            started = time.perf_counter()
-            a @ b
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-        ceiling[name] = 2 * size**3 / statistics.median(seconds[2:])
-    return ceiling
+def write_report(output: Path) -> bool:
+    """Write what OUTPUT.jsonl says as a table and a chart; return whether all rows are sound."""
+    reports = reports_of(records.read(beside(output, ".jsonl")))
+    if not reports:
+        click.echo(f"{beside(output, '.jsonl')}: no measurements yet")
+        return False
+    for line in _lines_of(reports):
+        click.echo(line)
+    beside(output, ".json").write_text(json.dumps(reports, indent=1) + "\n")
+    draw(reports, beside(output, ".png"))
+    return not any(report["differences"] or any(row["reason"] for row in report["rows"])
+                   for report in reports)
+
+
+def _lines_of(reports: list[dict[str, Any]]) -> Iterator[str]:
+    for report in reports:
+        yield from table(report)
+        yield from report["differences"]
 
 
 if __name__ == "__main__":
