@@ -3,7 +3,8 @@
 Run it with `python -m benchmarks.on_gpu`, on a machine with a GPU; README.md has examples. Each
 stage is a process of its own with a time limit, in the order of `on_gpu_stages.py`, what is worth
 most first. Its result is written at once: a call continues where an earlier one stopped. It ends
-with a page, OUTPUT/on-gpu.md. Needs no network; the code is used from the checkout.
+with a page, OUTPUT/on-gpu.md, and OUTPUT/measured.json for `lab plan`. Needs no network; the code
+is used from the checkout.
 """
 
 from __future__ import annotations
@@ -245,15 +246,20 @@ def _drop_failed_rows(path: Path) -> None:
 
 
 def write_page(results: Results, table: list[Stage]) -> None:
-    """Write the page; what is missing for it is printed, and stops nothing."""
+    """Write the page, and `measured.json`; what is missing for it is printed, and stops nothing."""
     try:
-        from benchmarks.on_gpu_page import page  # needs pydantic, perhaps from --wheels
+        # Both need pydantic, perhaps from --wheels.
+        from benchmarks.on_gpu_measured import measurements
+        from benchmarks.on_gpu_page import page
 
         text = page(results.setup, results.stages, table, results.output)
+        measured = measurements(results.output)
     except ImportError as error:
         print_error(f"the page is not written: {error}; see --wheels")
         return
     write_atomically(results.output / "on-gpu.md", text)
+    if measured:
+        write_atomically(results.output / "measured.json", json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

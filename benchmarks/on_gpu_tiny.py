@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks import throughput
+from benchmarks import throughput, throughput_benches
 from run_config import ModelConfig
 
 MODEL = ModelConfig(vocab_size=257, context_length=16, emb_dim=16, n_heads=2, n_layers=2,
@@ -18,15 +16,13 @@ STEPS = 60  # in half as many, the loss falls too little for curves to be compar
 
 def main() -> None:
     """Run `throughput.py` with the first of its shapes for CPUs made tiny."""
-    name = "benchmarks.throughput_benches"
-    module = importlib.import_module(name) if importlib.util.find_spec(name) else throughput
-    benches = module.cpu_benches
+    benches = throughput_benches.cpu_benches
 
     def tiny(*arguments: Any) -> list[Any]:
         return [replace(benches(*arguments)[0], title="tiny", model=MODEL, global_batch_size=4,
                         microbatch_size=2, num_steps=STEPS)]
 
-    with patch.object(module, "cpu_benches", tiny):
+    with patch.object(throughput_benches, "cpu_benches", tiny):
         throughput.main()
 
 

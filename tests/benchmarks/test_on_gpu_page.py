@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.on_gpu_measured import measurements
 from benchmarks.on_gpu_page import page
 from benchmarks.on_gpu_stages import HUGGING_FACE, Settings, stages
+from lab.plan.speed_sources import SpeedSources
+from reporting.speed import find_gpu
 
 H100 = {"device": "NVIDIA H100 80GB HBM3"}
 ROWS = (
@@ -109,3 +112,21 @@ def test_what_failed_is_shown_with_its_reason_and_last_lines(tmp_path: Path, sta
                                       "seconds": 3.0, "tail": ["first", "last"], "values": {}}})
     assert f"{status.capitalize()} (exit status 1: memory), 3 s." in text
     assert f"search: {status}, exit status 1: memory" in text and "first\nlast\n```" in text
+
+
+def test_a_whole_run_on_a_gpu_becomes_a_measurement_for_lab_plan(tmp_path: Path) -> None:
+    machine = {"device": "NVIDIA H100 80GB HBM3", "device_type": "cuda", "processes": 1,
+               "torch": "2.11.0"}
+    row = {"row": "ours, whole run", "status": "ok", "precision": "bf16", "machine": machine,
+           "time": "2026-11-30T10:00:00+00:00"}
+    rows = [row | {"tokens_per_second": rate} for rate in (470e3, 480e3, 490e3)]
+    rows += [row | {"tokens_per_second": 9e9, "status": "failed"},
+             row | {"tokens_per_second": 9e3, "machine": machine | {"device_type": "cpu"}}]
+    path = tmp_path / "around-whole-run.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    found = measurements(tmp_path)
+    (measured,) = found
+    assert (measured["tokens_per_second"], measured["device"]) == (480e3, machine["device"])
+    (tmp_path / "measured.json").write_text(json.dumps(found))
+    sources = SpeedSources.read(tmp_path / "runs", tmp_path / "measured.json")
+    assert sources.shipped[0].mfu(find_gpu(machine["device"])) == pytest.approx(0.415, abs=0.001)
