@@ -38,6 +38,7 @@ from processes.launch import Process, join_process_group, share_cpu_cores
 from processes.startup_agreement import AgreedError, Agreement, open_store
 from run_config import Run, TrainConfig
 from tokens.batches import Microbatch
+from trainer.attention import check_attention
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, Wrap, build_training_state
 
@@ -245,6 +246,7 @@ def _train(task: TrialTask) -> Trial:
     # last microbatch, which is not compiled, is halved where it does not fit.
     train = resolve_for_device(run.train, process.device).model_copy(
         update={"microbatch_size": task.microbatch_size, "validation_interval": None})
+    check_attention(run.model, train, process.device)
     meter = (GpuMeter if on_gpu else CpuMeter)(process.device, task.memory_limit_gib)
     step = _build_step(task, train)
     seconds = _seconds_per_step(step, _random_microbatches(task), task.num_microbatches)

@@ -5,10 +5,12 @@ Needs no torch. A drawing reads `metrics.jsonl` itself, so it shows the records 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -136,6 +138,8 @@ def main(run_dir: Path, niceness: int, parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:  # it has ended before
         return
+    warnings.simplefilter("ignore")  # nobody reads stderr while this runs: a pipe would fill up
+    logging.disable(logging.WARNING)
     try:
         failpoint("draw")
         from reporting.charts import draw_charts  # after the priority is set: this takes a second

@@ -47,7 +47,6 @@ class Console:
         self.num_steps, self.is_active = plan.num_steps, is_active
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
-        self._last_step, self._last_seconds = -1, 0.0
         self._unwritten, self._is_behind = "", False  # records that a full disk refused
         self._others_wait = plan.world_size > 1 and run.train.validate_on == "rank0"
 
@@ -82,10 +81,6 @@ class Console:
         with suppress(OSError):
             self._bar.update()
 
-    def measure_from(self, global_step: int) -> None:
-        """Measure tokens per second from the end of this step on."""
-        self._last_step, self._last_seconds = global_step, step_seconds(self.clock.read())
-
     def change_num_steps(self, num_steps: int) -> None:
         """Show that the schedule was changed to fit the budget."""
         if num_steps != self.num_steps:
@@ -93,32 +88,22 @@ class Console:
             self.say(f"schedule fitted to the budget: {num_steps:,} steps ="
                      f" {num_steps * self.plan.tokens_per_step:,} tokens")
 
-    def take_speed(self, global_step: int) -> float | None:
-        """Return the tokens per second since the last call, up to and with `global_step`.
-
-        None if there is no step to measure: the first one of a launch compiles.
-        """
-        last_step, last_seconds = self._last_step, self._last_seconds
-        self.measure_from(global_step)
-        num_tokens = (global_step - last_step) * self.plan.tokens_per_step
-        return num_tokens / (self._last_seconds - last_seconds) if num_tokens else None
-
-    def report_steps(self, closed: ClosedWindow, window: WindowSummary,
-                     tokens_per_second: float | None) -> None:
-        """Record and show the steps of a window."""
+    def report_steps(self, closed: ClosedWindow, window: WindowSummary) -> None:
+        """Record and show the steps of a window, as of the moment when it was closed."""
         if not self.is_active:
             return
         global_step, learning_rate = closed.global_step, closed.learning_rate
-        seconds = self.clock.read()
+        speed, seconds = closed.steps_per_second(), closed.seconds
+        tokens_per_second = speed and speed * self.plan.tokens_per_step
         self._record(global_step, asdict(window) | {
             "learning_rate": learning_rate,
             "tokens_per_second": tokens_per_second,
-        })
+        }, seconds=seconds, usd=closed.usd)
         share = seconds[VALIDATION] / sum(seconds.values())
         said = f"{tokens_per_second or 0:,.0f} tok/s | validating {share:.0%}"
         seconds_left = self._seconds_left(global_step, seconds)
         if self.clock.usd_per_hour is not None:
-            usd = sum(self.clock.usd().values())
+            usd = sum(closed.usd.values())
             at_end = usd + seconds_left / 3600 * self.clock.usd_per_hour
             said += f" | ${usd:,.2f} of ${at_end:,.2f}"
         with suppress(OSError):
@@ -129,10 +114,11 @@ class Console:
             self.say(self._plain_line(global_step, learning_rate, window) + said
                      + f" | {duration(seconds_left)} left")
 
-    def report_diagnostics(self, global_step: int, values: dict[str, Any]) -> None:
-        """Record the diagnostics of one step."""
+    def report_diagnostics(self, global_step: int, values: dict[str, Any],
+                           closed: ClosedWindow) -> None:
+        """Record the diagnostics of one step of a window."""
         if self.is_active:
-            self._record(global_step, values)
+            self._record(global_step, values, seconds=closed.seconds, usd=closed.usd)
 
     def report_validation(self, global_step: int, losses: Losses, seconds: float, *,
                           bytes_per_token: float | None = None) -> None:
@@ -185,13 +171,16 @@ class Console:
             self.say(line)
         return failure
 
-    def _record(self, global_step: int, values: dict[str, Any]) -> None:
+    def _record(self, global_step: int, values: dict[str, Any], *,
+                seconds: dict[str, float] | None = None,
+                usd: dict[str, float] | None = None) -> None:
+        """Write a record; with what was spent until now, if not told otherwise."""
         record = {
             "global_step": global_step,
             "tokens": (global_step + 1) * self.plan.tokens_per_step,
-            "seconds": round(sum(self.clock.read().values()), 3),
+            "seconds": round(sum((seconds or self.clock.read()).values()), 3),
         } | values
-        if usd := self.clock.usd():
+        if usd := (self.clock.usd() if usd is None else usd):
             record["usd"] = round(sum(usd.values()), 6)
         self._unwritten += to_json(record) + "\n"
         failure = self._write_records()

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from basics.device_time import Moment
+from reporting.clock import PhaseClock
+
 REPORT_INTERVAL = 10  # global steps between two reports of the losses
+LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread until `take` is told to wait
 
 
 @dataclass(frozen=True)
@@ -30,39 +34,50 @@ class WindowSummary:
 
 @dataclass(frozen=True)
 class ClosedWindow:
-    """A window whose values are on their way to the host."""
+    """A window whose values are on their way to the host.
+
+    Attributes:
+        values: (2, n): losses, averaged over the processes, and gradient norms; on the host.
+        seconds, usd: what the run had spent when the window was closed, by phase.
+        timed_steps: the steps between `began` and `ended`.
+    """
 
     global_step: int  # the last one in it
     learning_rate: float  # of that step
-    values: Tensor  # (2, n): losses, averaged over the processes, and gradient norms; on the host
-    copied: torch.cuda.Event | None  # None if they have arrived
+    values: Tensor
+    seconds: dict[str, float]
+    usd: dict[str, float]
+    timed_steps: int
+    began: Moment
+    ended: Moment  # `values` have arrived by then
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Wait for the values; return the losses and the gradient norms, (n,) each."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        self.ended.wait()
         losses, grad_norms = self.values
         return losses, grad_norms
+
+    def steps_per_second(self) -> float | None:
+        """Return the speed on the device; None if no step was timed: the first one compiles."""
+        if not self.timed_steps:
+            return None
+        return self.timed_steps / self.ended.seconds_since(self.began)
 
 
 class LossWindow:
     """Losses and gradient norms since the last report, kept on the device until then.
-
-    Args:
-        lag: how many closed windows stay unread until `take` is told to wait; None for 1 on a GPU
-            and 0 on a CPU. The same on all ranks.
 
     Attributes:
         longest_skipped: the longest run of steps with a non-finite gradient that ended in the
             window read last or still goes on; it is counted across reports.
     """
 
-    def __init__(self, device: torch.device, *, lag: int | None = None) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._lag = int(self._on_gpu) if lag is None else lag
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lag = device, LAG[device.type]
         self._values = torch.zeros(2, REPORT_INTERVAL, device=device)
         self._filled = 0
         self._closed: deque[ClosedWindow] = deque()
+        self.restart_timing()
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
         self._skipped_in_a_row = self.longest_skipped = 0
 
@@ -71,13 +86,18 @@ class LossWindow:
         self._values[0, self._filled] = loss
         self._values[1, self._filled] = grad_norm
         self._filled += 1
+        self._timed_steps += 1
+
+    def restart_timing(self) -> None:
+        """Time the steps from here on: since the last one, something else has been done."""
+        self._began, self._timed_steps = Moment(self._device), 0
 
     @property
     def is_full(self) -> bool:
         """Whether a report is due."""
         return self._filled == REPORT_INTERVAL
 
-    def close(self, global_step: int, learning_rate: float) -> None:
+    def close(self, global_step: int, learning_rate: float, clock: PhaseClock) -> None:
         """Average the losses over all processes, send them to the host, and empty the window.
 
         A collective: every rank.
@@ -88,12 +108,12 @@ class LossWindow:
         values = self._values[:, : self._filled].clone()
         dist.all_reduce(values[0])  # gloo cannot average
         values[0] /= dist.get_world_size()  # the norms are the same on every rank
-        on_host, copied = values.to("cpu", non_blocking=True), None  # pinned memory
-        if self._on_gpu:
-            copied = torch.cuda.Event(blocking=True)
-            copied.record()
-        self._closed.append(ClosedWindow(global_step, learning_rate, on_host, copied))
-        self._filled = 0
+        on_host = values.to("cpu", non_blocking=True)  # in pinned memory
+        ended = Moment(self._device)
+        self._closed.append(ClosedWindow(
+            global_step, learning_rate, on_host, clock.read(), clock.usd(),
+            timed_steps=self._timed_steps, began=self._began, ended=ended))
+        self._began, self._timed_steps, self._filled = ended, 0, 0
 
     def take(self, *, waits: bool) -> list[ClosedWindow]:
         """Return the closed windows that are to be read now, the oldest first.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from basics.errors import UserError, first_line
@@ -25,7 +25,7 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
         train: after `resolve_for_device`.
 
     Raises:
-        UserError: it failed on one sequence.
+        UserError: it failed on two sequences.
     """
     kernel = KERNELS.get(train.attention)
     if kernel is None:
@@ -33,13 +33,16 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # several lines on why each kernel cannot run
-            q = _zeros(model, train, device)
-            fused_attention(q, q, q, model.drop_rate, kernel).sum().backward()
+            q, k, v = _zeros(model, train, device)
+            fused_attention(q, k, v, model.drop_rate, kernel).sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a kernel's failure is reported later
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
+        head_size = model.emb_dim // model.n_heads
         raise UserError(f'attention is "{train.attention}", which cannot run here with head size'
-                        f" {q.shape[-1]}, precision {train.precision} and drop_rate"
+                        f" {head_size}, precision {train.precision} and drop_rate"
                         f" {model.drop_rate:g} ({first_line(error)}); set it to \"auto\" in"
                         " train.json") from None
 
@@ -55,14 +58,17 @@ def kernel_name(model: ModelConfig, train: TrainConfig, device: torch.device,
         return "blocks"
     if options.attention_kernel is not None:
         return train.attention
-    q = _zeros(model, train, device)
-    chosen = torch._fused_sdp_choice(q, q, q, dropout_p=model.drop_rate, is_causal=True)
+    q, k, v = _zeros(model, train, device)
+    chosen = torch._fused_sdp_choice(q, k, v, dropout_p=model.drop_rate, is_causal=True)
     return SDPBackend(chosen).name.split("_")[0].lower()
 
 
-def attention_facts(kernel: str, device: torch.device) -> dict[str, Any]:
-    """Return what `summary.json` says of the attention: its kernel, and cuDNN's version."""
-    return {"attention": kernel, "cudnn": cudnn_version(device)}
+def attention_line(kernel: str, device: torch.device) -> str:
+    """Return a line for the log that names the kernel, and cuDNN's version on a GPU."""
+    if kernel == "blocks":
+        return "attention: blocks (this project's own code for CPUs)"
+    version = cudnn_version(device)
+    return f"attention: {kernel}" + (f" (cuDNN {version})" if version else "")
 
 
 def remedy(kernel: str) -> str:
@@ -83,8 +89,12 @@ def cudnn_version(device: torch.device) -> str | None:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def _zeros(model: ModelConfig, train: TrainConfig, device: torch.device) -> torch.Tensor:
-    """Return one sequence's queries, (1, H, T, D), in the dtype of a training step."""
-    shape = (1, model.n_heads, model.context_length, model.emb_dim // model.n_heads)
-    return torch.zeros(shape, dtype=DTYPES.get(train.precision, torch.float32), device=device,
-                       requires_grad=True)
+def _zeros(model: ModelConfig, train: TrainConfig, device: torch.device) -> tuple[Tensor, ...]:
+    """Return queries, keys and values of two sequences, (2, H, T, D), as a training step has them.
+
+    They have its dtype and its strides.
+    """
+    shape = (2, model.context_length, 3, model.n_heads, model.emb_dim // model.n_heads)
+    qkv = torch.zeros(shape, dtype=DTYPES.get(train.precision, torch.float32), device=device,
+                      requires_grad=True)
+    return qkv.permute(2, 0, 3, 1, 4).unbind()

@@ -22,8 +22,8 @@ class Pace:
 
     step: float
     validation: float
-    save: float  # the stall of training for a checkpoint and the charts
-    last_write: float = 0.0  # of a checkpoint, which the end of the run waits for
+    save: float  # the stall of training for a checkpoint
+    last_write: float = 0.0  # of a checkpoint and charts, which the end of the run waits for
 
     @classmethod
     def measured(cls, clock: PhaseClock, train: TrainConfig, *, num_steps: int, plan: BatchPlan,

@@ -106,10 +106,10 @@ class Diagnostics:
         self._unread.append(StepProbe(global_step, self._precision))
         return self._unread[-1]
 
-    def read(self) -> Iterator[tuple[int, Numbers]]:
-        """Yield the steps that were measured since the last call, and their statistics."""
-        unread, self._unread = self._unread, []
-        for probe in unread:
+    def read(self, up_to: int) -> Iterator[tuple[int, Numbers]]:
+        """Yield the steps measured since the last call, up to `up_to`, and their statistics."""
+        while self._unread and self._unread[0].global_step <= up_to:
+            probe = self._unread.pop(0)
             yield probe.global_step, probe.read()
 
 

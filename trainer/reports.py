@@ -20,8 +20,9 @@ from reporting.loss_window import ClosedWindow, LossWindow
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
 from reporting.summary import RunEnd
-from trainer.attention import attention_facts, remedy
+from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
+from trainer.budget import Budget
 from trainer.checkpoint_cleanup import remove_partial_checkpoints
 from trainer.checkpoint_cleanup import set_aside as set_checkpoints_aside
 from trainer.diagnostics import Diagnostics
@@ -45,7 +46,7 @@ class Reports:
         self.window = LossWindow(self.process.device)
         self.diagnostics = Diagnostics(prepared.train, self.process)
         self.charts = ChartProcess(self.run.run_dir, heartbeat=watchdog.heartbeat)
-        self._reports_speed = True
+        self._reports_speed = self._warns_of_cudnn = True
 
     def begin(self, num_parameters: int) -> None:
         """Set aside the checkpoints that the run does not continue from; print its settings."""
@@ -73,9 +74,7 @@ class Reports:
     def report_compilation(self, step: TrainingStep) -> None:
         """Say which attention kernel runs; warn if the step could not be compiled."""
         self.step = step
-        facts = attention_facts(step.attention_kernel(), self.process.device)
-        version = f" (cuDNN {facts['cudnn']})" if facts["cudnn"] else ""
-        self.console.say(f"attention: {facts['attention']}{version}")
+        self.console.say(attention_line(step.attention_kernel(), self.process.device))
         if step.why_eager:
             self.console.say(f"warning: compiling failed, so {step.consequence()}:"
                              f" {step.why_eager}")
@@ -86,7 +85,7 @@ class Reports:
         gc.collect()
         gc.freeze()  # exempt start-up objects from garbage collection; scanning them stalls steps
         self.clock.enter(TRAINING)
-        self.console.measure_from(self.prepared.first_step)
+        self.window.restart_timing()
         self.watchdog.start_hang_detection(self.run.train.hang_timeout_seconds)
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
@@ -110,26 +109,32 @@ class Reports:
             AgreedError: on every rank, if too many steps in a row were skipped.
         """
         self.console.change_num_steps(num_steps)
-        self.window.close(global_step, learning_rate)
-        for measured_step, values in self.diagnostics.read():
-            self.console.report_diagnostics(measured_step, values)
+        self.window.close(global_step, learning_rate, self.clock)
         num_measured = global_step - self.prepared.first_step  # all but the first one
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
         self._report_windows(self.window.take(waits=waits or says_speed))
         self.warn_of_failed_write()
-        self.console.warn("no charts", self.charts.take_failure())
+        self._warn_of_charts(self.charts.take_failure())
         self._reports_speed = self._reports_speed and not says_speed
         if says_speed and self.process.is_main:
             self.console.say(self.speed(num_measured).line())
 
     def _report_windows(self, windows: list[ClosedWindow]) -> None:
-        if windows:
-            windows[-1].read()  # wait, so that the time until now is that of these steps
-            tokens_per_second = self.console.take_speed(windows[-1].global_step)
         for window in windows:
-            summary = self.window.summarise(window)
-            self.console.report_steps(window, summary, tokens_per_second)
+            for measured_step, values in self.diagnostics.read(up_to=window.global_step):
+                self.console.report_diagnostics(measured_step, values, window)
+            summary = self.window.summarise(window)  # waits for the device
+            self.console.report_steps(window, summary)
             self._check_skipped_steps(window.global_step)
+            if summary.skipped_steps:
+                self._warn_of_cudnn(window.global_step)
+
+    def _warn_of_cudnn(self, global_step: int) -> None:
+        """Name cuDNN's attention once, where gradients were not finite: it may be the cause."""
+        if self._warns_of_cudnn and self.step.attention_kernel() == "cudnn":
+            self._warns_of_cudnn = False
+            self.console.say(f"warning: by step {global_step + 1:,} gradients were not finite;"
+                             f" if that goes on, resume {remedy('cudnn')}")
 
     def warn_of_failed_write(self) -> None:
         """Warn if the last checkpoint could not be written."""
@@ -173,10 +178,14 @@ class Reports:
             self.console.warn("no samples", failure)
 
     def draw_charts(self) -> None:
-        """Start to draw the run's charts; a failure is only a warning. Rank 0."""
+        """Start to draw the run's charts, the last thing before training goes on. Rank 0.
+
+        A failure is only a warning.
+        """
         with self.clock.phase(CHART):
-            self.console.warn("no charts", self.charts.start())
+            self._warn_of_charts(self.charts.start())
         gc.collect()  # the automatic collection is off, and checkpoints leave reference cycles
+        self.window.restart_timing()
 
     def end(self, global_step: int, num_steps: int, *, stop_reason: str | None,
             lacks_validation: bool) -> None:
@@ -190,8 +199,8 @@ class Reports:
             self.draw_charts()
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()
-        with self.clock.phase(CHART):
-            self.console.warn("no charts", self.charts.finish(self._chart_limit))
+        if not self.watchdog.stop_signal:
+            self._finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         unwritten = self.console.finish(RunEnd(
             global_step=global_step,
@@ -202,10 +211,11 @@ class Reports:
             best=best and best.facts(),
             checkpoints=self.saver.facts(),
             machine=machine_facts(self.process, self.step.precision)
-            | {"compiled": self.step.is_compiled}
-            | attention_facts(self.step.attention_kernel(), self.process.device),
+            | self.step.facts(),
             tokenizer=self.prepared.data.tokenizer_name,
         ))
+        if self.watchdog.stop_signal:  # little time is left: the summary goes first
+            self._finish_charts()
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
         if unwritten:
@@ -214,10 +224,18 @@ class Reports:
         self.warn_of_failed_write()
         self._print_sample()
 
+    def _finish_charts(self) -> None:
+        with self.clock.phase(CHART):
+            self._warn_of_charts(self.charts.finish(self._chart_limit))
+
     def _chart_limit(self) -> float:
-        """Return how many seconds the last charts are waited for; fewer after a stop signal."""
+        """Return how many seconds the last charts are waited for."""
         deadlines = self.watchdog.deadlines
-        return deadlines.last_write if self.watchdog.stop_signal else deadlines.charts
+        limit = deadlines.last_write if self.watchdog.stop_signal else deadlines.charts
+        return max(0.0, min(limit, Budget(self.run.train, self.clock).seconds_left()))
+
+    def _warn_of_charts(self, failure: str) -> None:
+        self.console.warn("charts are not up to date", failure)
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""

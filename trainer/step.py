@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from gpt import GPTModel
 from processes.launch import Process, share_cpu_cores
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
-from trainer.attention import kernel_name
+from trainer.attention import cudnn_version, kernel_name
 from trainer.compilation import (
     EAGER_HEAD_CHUNKS,
     ByLayer,
@@ -78,7 +79,8 @@ class TrainingStep:
         self.precision = train.precision
         set_matmul_precision(self.precision)
         self.is_compiled, self.why_eager = False, ""
-        self._full_validation_loss = loss = state.model
+        self._compiled_validation: Callable[..., Tensor] | None = None
+        loss: nn.Module = state.model
         if train.compile:
             loss = self._compile()
         validates_here = train.validates and (process.is_main or train.validate_on == "all")
@@ -110,13 +112,13 @@ class TrainingStep:
     def _compile_validation(self) -> None:
         """Compile the validation loss now: signals wait while something compiles."""
         compiled, shape = compiled_validation_loss(self.state.model, self.train), self._shape()
-        self._full_validation_loss = compiled
+        self._compiled_validation = compiled
         self.state.model.eval()
         with torch.inference_mode():
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.process.device)
             self.why_eager = compile_error(lambda: self.validation_loss(*tokens))
         if self.why_eager:
-            self._full_validation_loss = self.state.model
+            self._compiled_validation = None
         self.state.model.train()
 
     def _first_reason(self, reason: str) -> str:
@@ -130,6 +132,17 @@ class TrainingStep:
     def _shape(self) -> tuple[int, int, int]:
         """The shape of a microbatch's token ids and targets, stacked."""
         return 2, self.train.microbatch_size, self.state.model.config.context_length
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `summary.json` says of how the step is computed."""
+        options = self.state.model.options
+        return {
+            "compiled": self.is_compiled,
+            "attention": self.attention_kernel(),
+            "cudnn": cudnn_version(self.process.device),
+            "cross_entropy": "fused" if options.fused_cross_entropy else "torch",
+            "head_chunk_tokens": options.head_chunk_tokens,
+        }
 
     def consequence(self) -> str:
         """Return what follows from a failed compilation, for a warning."""
@@ -147,8 +160,8 @@ class TrainingStep:
         Call it in evaluation mode, without gradients. Any rank.
         """
         with autocast(self.precision, self.process.device):
-            if len(token_ids) == self.train.microbatch_size:
-                return self._full_validation_loss(token_ids, targets)
+            if self._compiled_validation and len(token_ids) == self.train.microbatch_size:
+                return self._compiled_validation(token_ids, targets)
             return mean_loss_in_parts(self.state.model, token_ids, targets)
 
     def attention_kernel(self) -> str:

@@ -19,6 +19,8 @@ from trainer.schedule import is_in_late_decay
 from trainer.startup import PreparedRun, is_due
 from trainer.weight_average import average_start
 
+LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the budget
+
 
 class Stop:
     """Decides after which global step a launch ends. Its methods are collectives: every rank.
@@ -48,8 +50,8 @@ class Stop:
             return True
         checks_budget = is_report_due or self.is_save_due(global_step)
         if checks_budget and self._budget.is_limited and global_step < self._last_step():
-            if self._watchdog.process.device.type == "cuda":
-                torch.cuda.synchronize()  # the clock must include steps that are still queued
+            if self._fits_next and self._watchdog.process.device.type == "cuda":
+                torch.cuda.synchronize()  # the pace must include steps that are still queued
             pace = self.pace(global_step - self._prepared.first_step)
             if self._config.fit_budget:
                 self.num_steps = self._from_rank_0(self._fitting_steps(global_step, pace))
@@ -101,7 +103,8 @@ class Stop:
                              plan=self._prepared.plan,
                              checkpoint_bytes=self._checkpoint_bytes)
         # The last write may have to wait for the one before.
-        return replace(pace, last_write=2 * self._saver.longest_write_seconds)
+        end = 2 * self._saver.longest_write_seconds + LAST_CHARTS_SECONDS
+        return replace(pace, last_write=end)
 
     def _fitting_steps(self, global_step: int, pace: Pace) -> int:
         """Return the number of steps that fit into the budget, once this can be judged."""

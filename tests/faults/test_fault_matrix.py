@@ -50,7 +50,7 @@ ENDINGS = {"raise": (1, "RuntimeError: failpoint"), "oom": (1, "OutOfMemoryError
            "full disk": (4, "OSError: [Errno 28] No space left on device"),
            "longer than a collective waits": SILENT, "signal": (0, "(SIGTERM): ")}
 UNSAVED, UNCHARTED, UNHARMED = ((0, "warning: the checkpoint of step 10 could not be written ("),
-                                (0, "warning: no charts: "), (0, ""))
+                                (0, "warning: charts are not up to date: "), (0, ""))
 ELSEWHERE = {
     **dict.fromkeys(product(("raise", "oom", "full disk"), (("saving", 0),)), UNSAVED),
     **dict.fromkeys(product(("raise", "oom", "full disk"), (("charting", 0),)), UNCHARTED),

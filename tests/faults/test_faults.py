@@ -152,7 +152,7 @@ def test_charts_never_fail_a_run(
     workplace: Workplace, run_dir: Path, undisturbed: Path, fault: str
 ) -> None:
     result = succeeded(with_fault(workplace, f"chart:{fault}"))
-    assert result.stdout.count("warning: no charts: ") == 3
+    assert result.stdout.count("warning: charts are not up to date: ") == 3
     assert weights_of(run_dir) == weights_of(undisturbed)
 
 
@@ -165,7 +165,7 @@ def test_a_process_that_draws_never_fails_a_run(
     marks = workplace.root / "marks"
     result = succeeded(workplace.torchrun(2, "tiny", **{
         VARIABLE: f"draw:{fault}", MARKS: str(marks)}, **with_deadlines(charts=1)))
-    assert f"warning: no charts: {warning}" in result.stdout
+    assert f"warning: charts are not up to date: {warning}" in result.stdout
     assert not [pid for pid in struck(marks, "draw") if Path(f"/proc/{pid}").exists()]
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert summary_of(run_dir)["status"] == "finished"
@@ -178,7 +178,7 @@ def test_a_stop_signal_does_not_wait_long_for_charts(
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault},
                                  **with_deadlines(last_write=1))
     assert result.returncode == 128 + 15, result.stderr
-    assert "warning: no charts: the drawing took longer than 1 s" in result.stdout
+    assert "warning: charts are not up to date: the drawing took longer than 1 s" in result.stdout
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
 
 

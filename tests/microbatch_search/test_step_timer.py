@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from microbatch_search import step_timer
+from basics import device_time
 from microbatch_search.step_timer import StepTimer
 
 
 def test_one_slow_step_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 12.0, 13.0, 113.0, 114.5, 115.5])  # steps of 2, 1, 100, 1.5 and 1 seconds
-    monkeypatch.setattr(step_timer.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(device_time.time, "perf_counter", lambda: next(times))
     timer = StepTimer(torch.device("cpu"))
     for _ in range(6):
         timer.mark()
@@ -23,8 +23,9 @@ class FakeEvent:
 
     log: list[str] = []
 
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
+    def __init__(self, *, enable_timing: bool, blocking: bool) -> None:
+        assert enable_timing and blocking
+        self.is_reached = False
 
     def record(self, stream: str) -> None:
         self.log.append(f"record on {stream}")
@@ -32,7 +33,9 @@ class FakeEvent:
         self.milliseconds = 3.0 * count + 90.0 * (count > 2)
 
     def synchronize(self) -> None:
-        self.log.append("wait")
+        if not self.is_reached and self.log[-1] != "wait":
+            self.log.append("wait")
+        self.is_reached = True
 
     def elapsed_time(self, end: FakeEvent) -> float:
         return end.milliseconds - self.milliseconds

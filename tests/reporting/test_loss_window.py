@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from basics import device_time
+from reporting import loss_window
+from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
+from tests.support.fake_time import FakeTime
 
 CPU = torch.device("cpu")
 
@@ -20,11 +24,17 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are read one window late, as on a GPU."""
+    monkeypatch.setitem(loss_window.LAG, "cpu", 1)
+
+
 def fill(window: LossWindow, number: int, *, steps: int = REPORT_INTERVAL) -> None:
     """Add losses of `number`, and close the window."""
     for _ in range(steps):
         window.add(torch.tensor(float(number)), torch.tensor(2.0 * number))
-    window.close(number * REPORT_INTERVAL, learning_rate=number / 10)
+    window.close(number * REPORT_INTERVAL, number / 10, PhaseClock())
 
 
 def read(window: LossWindow, *, waits: bool) -> list[tuple[int, float, float]]:
@@ -40,30 +50,55 @@ def test_on_a_cpu_a_window_is_read_at_once() -> None:
     assert read(window, waits=True) == []
 
 
-def test_with_a_lag_a_window_is_read_when_the_next_one_is_closed() -> None:
-    window, found = LossWindow(CPU, lag=1), []
+def test_with_a_lag_a_window_is_read_when_the_next_one_is_closed(late: None) -> None:
+    window, found = LossWindow(CPU), []
     for number in (1, 2, 3):
         fill(window, number)
         found.append(read(window, waits=False))
     assert found == [[], [(10, 0.1, 1.0)], [(20, 0.2, 2.0)]]
 
 
-def test_whoever_waits_gets_all_windows_in_order() -> None:
-    window = LossWindow(CPU, lag=1)
+def test_whoever_waits_gets_all_windows_in_order(late: None) -> None:
+    window = LossWindow(CPU)
     fill(window, 1)
     fill(window, 2, steps=3)
     assert read(window, waits=True) == [(10, 0.1, 1.0), (20, 0.2, 2.0)]
     assert window.take_loss_since_checkpoint() == pytest.approx((10 * 1.0 + 3 * 2.0) / 13)
 
 
-def test_a_closed_window_keeps_its_values() -> None:
+def test_a_closed_window_keeps_its_values(late: None) -> None:
     """The buffers on the device are filled again before a late window is read."""
-    window = LossWindow(CPU, lag=1)
+    window = LossWindow(CPU)
     fill(window, 1)
     fill(window, 2)
     (first,) = window.take(waits=False)
     summary = window.summarise(first)
     assert (summary.train_loss, summary.grad_norm) == (1.0, 2.0)
+
+
+def test_speed_is_that_of_the_windows_own_steps(
+    late: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it is read, and whatever is done between two windows."""
+    now = FakeTime()
+    monkeypatch.setattr(device_time.time, "perf_counter", now)
+    window, speeds = LossWindow(CPU), []
+
+    def train(seconds_a_step: float, steps: int, *, waits: bool) -> None:
+        for _ in range(steps):
+            now.seconds += seconds_a_step
+            window.add(torch.tensor(1.0), torch.tensor(1.0))
+        window.close(0, 0.1, PhaseClock())
+        speeds.extend(closed.steps_per_second() for closed in window.take(waits=waits))
+
+    window.restart_timing()
+    train(0.5, 10, waits=False)
+    train(0.25, 10, waits=False)
+    train(0.125, 4, waits=True)
+    now.seconds += 1000  # a checkpoint and a validation
+    window.restart_timing()
+    train(0.5, 1, waits=True)
+    assert speeds == pytest.approx([2.0, 4.0, 8.0, 2.0])
 
 
 @pytest.mark.gpu
@@ -72,19 +107,16 @@ def test_closing_and_taking_windows_never_waits_for_the_device() -> None:
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     window = LossWindow(device)
-    steps = [torch.tensor(float(number), device=device) for number in range(1, 4)]
-    window.add(steps[0], steps[0])
-    window.close(0, 0.1)  # NCCL starts
+    value = torch.tensor(3.0, device=device)
+    fill(window, 1)  # NCCL starts
     read(window, waits=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for number, value in enumerate(steps):
-            window.add(value, value)
-            window.close(number, 0.1)
-            early = window.take(waits=False)
-            assert [closed.global_step for closed in early] == [number - 1][:number]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda._sleep(10**9)  # some tenths of a second
+    for number in (2, 3):
+        window.add(value, value)
+        window.close(number, 0.1, PhaseClock())
+        early = window.take(waits=False)
+        assert len(early) == number - 2
+    assert not early[0].ended._event.query()  # the device is still asleep
     (last,) = window.take(waits=True)
-    assert last.copied is not None and last.values.is_pinned()
-    assert window.summarise(last).train_loss == 3.0
+    assert window.summarise(last).train_loss == 3.0 and last.values.is_pinned()
+    assert last.steps_per_second() > 0

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from basics.json_files import to_json
+from reporting.clock import PhaseClock
 from reporting.loss_window import LossWindow
 from reporting.metrics_file import read_metrics, remove_metrics_from
 
@@ -35,7 +36,7 @@ def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
         for group in ("1100", "0000", "0001", "1111", "0010"):
             for step in group:
                 window.add(torch.tensor(1.0), torch.tensor(1.0 if step == "1" else math.inf))
-            window.close(0, 1e-3)
+            window.close(0, 1e-3, PhaseClock())
             window.summarise(*window.take(waits=False))
             found.append(window.longest_skipped)
         assert found == [2, 6, 9, 0, 2]

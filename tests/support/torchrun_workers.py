@@ -25,12 +25,12 @@ from processes.command_line import Options
 from processes.launch import process_group, this_process
 from processes.startup_agreement import Agreement, open_store
 from processes.watchdog import Watchdog
-from reporting import clock
+from reporting import clock, loss_window
 from reporting.clock import PhaseClock
 from reporting.loss_window import LossWindow
 from run_config import TrainConfig, load_run
 from tests.support.workplace import TINY_TRAIN
-from trainer import background_saver, compilation
+from trainer import background_saver, compilation, stopping
 from trainer.reports import Reports
 from trainer.startup import build_state, prepare_run
 from trainer.step import TrainingStep
@@ -40,6 +40,9 @@ def main() -> None:
     name, root = sys.argv[1], Path(sys.argv[2])
     if name == "train-in-fake-time":
         train_in_fake_time()
+        return
+    if name == "train-with-lag":
+        train_with_lag()
         return
     if name == "count-compilations":
         count_compilations()
@@ -117,7 +120,7 @@ def average_losses(process) -> dict[str, float]:
     for step in range(4):
         window.add(torch.tensor(float(step + 10 * process.rank)), torch.tensor(2.0 * step))
     window.add(torch.tensor(float("nan")), torch.tensor(float("inf")))
-    window.close(4, 1e-3)
+    window.close(4, 1e-3, PhaseClock())
     (closed,) = window.take(waits=False)
     summary = vars(window.summarise(closed))
     return summary | {"since_checkpoint": window.take_loss_since_checkpoint()}
@@ -127,8 +130,16 @@ def train_in_fake_time() -> None:
     """Be ddp_train.py with a clock that moves by a millisecond each time it is read."""
     ticks = itertools.count()
     clock.time = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
+    stopping.LAST_CHARTS_SECONDS = 0.0
     background_saver.time = SimpleNamespace(perf_counter=lambda: 0.0)
     PhaseClock.since_process_start = lambda: PhaseClock(since=0.0)
+    del sys.argv[1:3]
+    ddp_train.main()
+
+
+def train_with_lag() -> None:
+    """Be ddp_train.py with reports that are one window late, as on a GPU."""
+    loss_window.LAG["cpu"] = 1
     del sys.argv[1:3]
     ddp_train.main()
 

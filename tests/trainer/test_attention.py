@@ -16,7 +16,7 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.in_process import refused
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
-from trainer.attention import KERNELS, attention_facts, check_attention, remedy
+from trainer.attention import KERNELS, attention_line, check_attention, remedy
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
@@ -98,8 +98,7 @@ def test_a_run_names_its_kernel_and_refuses_another(workplace: Workplace) -> Non
 
 def test_cudnn_is_named_before_the_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    assert attention_facts("cudnn", torch.device("cuda")) == {
-        "attention": "cudnn", "cudnn": "9.10.2"}
+    assert attention_line("cudnn", torch.device("cuda")) == "attention: cudnn (cuDNN 9.10.2)"
     advice = remedy("cudnn")
     assert advice.index('attention "flash"') < advice.index("learning_rate")
     assert "cuDNN" not in remedy("flash") and remedy("flash").startswith("with a lower learning")

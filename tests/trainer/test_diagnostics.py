@@ -49,7 +49,7 @@ def take(step: TrainingStep, batches: Iterator[Microbatch], num_steps: int = 1) 
     for global_step in range(num_steps):
         step.take(batches, num_microbatches=2, learning_rate=0.01,
                   probe=diagnostics.probe(global_step))
-    return [values for _, values in diagnostics.read()]
+    return [values for _, values in diagnostics.read(up_to=10**6)]
 
 
 def norm(tensors: list[torch.Tensor]) -> float:

@@ -1,0 +1,40 @@
+"""Reports that are one window late, as on a GPU, in whole runs on a CPU."""
+
+from __future__ import annotations
+
+from subprocess import CompletedProcess
+
+from tests.support.runs import last_line_of_ours, metrics_of, summary_of, weights_of
+from tests.support.workplace import Workplace, forked, read_lines, succeeded
+
+SETTINGS = {"min_train_tokens": 31 * 128, "validation_interval": 25,
+            "diagnostics_interval": 10}
+
+
+def with_lag(workplace: Workplace, *arguments: str, **environment: str) -> CompletedProcess[str]:
+    return forked("tests/support/torchrun_workers.py",
+                  ["train-with-lag", str(workplace.root), *workplace.arguments(*arguments)],
+                  num_processes=2, environment=environment)
+
+
+def test_late_reports_say_the_same_also_after_a_stop(workplace: Workplace) -> None:
+    workplace.add_dataset()
+    prompt, late = (workplace.add_run(name, train=SETTINGS) for name in ("prompt", "late"))
+    succeeded(workplace.torchrun(2, "prompt"))
+    succeeded(with_lag(workplace, "late", "--max-steps", "25"))
+    succeeded(with_lag(workplace, "late"))
+    assert metrics_of(late) == metrics_of(prompt) and weights_of(late) == weights_of(prompt)
+    assert summary_of(late)["train_loss"] == summary_of(prompt)["train_loss"]
+    steps = [record for record in read_lines(late / "metrics.jsonl") if "train_loss" in record]
+    seconds = [record["seconds"] for record in steps]
+    assert seconds == sorted(set(seconds))  # each of its own moment
+    assert all(record["tokens_per_second"] > 0 for record in steps)
+
+
+def test_skipped_steps_end_a_late_run_too(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train=SETTINGS | {"max_skipped_steps": 8})
+    workplace.add_dataset()
+    result = with_lag(workplace, "tiny", DDP_TRAIN_FAILPOINT="gradient:nan")
+    assert result.returncode != 0
+    assert "the gradients of 10 steps in a row, up to step 10," in last_line_of_ours(result)
+    assert summary_of(run_dir)["status"] == "failed"
