@@ -70,7 +70,8 @@ def records_of(name: str, num_records: int = NUM_QUESTIONS) -> list[dict[str, An
             "ind": 0, "activity_label": text(3), "ctx_a": text(20) + " [title] x [step]",
             "ctx_b": text(4), "endings": [text(8) + "." for _ in range(4)],
             "label": str(random.integers(4))},
-        "lambada": lambda: {"text": f"{text(12)} {random.choice(LAST_WORDS)}"},
+        "lambada": lambda: {"text": " ".join([*[text(12)] * bool(random.integers(6)),
+                                             random.choice(LAST_WORDS)])},
         "arc_easy": lambda: {
             "id": "x", "question": text(9) + "?", "answerKey": "BD"[random.integers(2)],
             "choices": {"text": [text(5) + "." for _ in range(4)], "label": list("ABCD")}},
