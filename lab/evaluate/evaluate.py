@@ -1,4 +1,4 @@
-"""`lab evaluate`: the loss of models on held-out tokens, or their score on HellaSwag."""
+"""`lab evaluate`: the loss of models on held-out tokens, and their scores on tasks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import click
 
+NAMES = ["hellaswag", "lambada", "arc_easy", "piqa", "blimp"]
+
 
 @click.command()
 @click.argument("targets", nargs=-1, required=True)
-@click.option("--checkpoint", default="best", show_default=True,
-              help="Of runs: latest, best or the name of a checkpoint directory.")
+@click.option("--checkpoint", "--checkpoints", "checkpoints", default="best", show_default=True,
+              metavar="LIST", help="Of runs: latest, best, names of checkpoint directories, several"
+                                   " of these separated by commas, or all.")
 @click.option("--dataset", help="A dataset in --datasets-dir, or owner/name on the hub."
                                 "  [default: the one that the runs were trained on]")
 @click.option("--split", type=click.Choice(["validation", "train"]), default="validation",
@@ -22,27 +25,40 @@ import click
               help="[default: 19,660,800, or all that follow if there are fewer]")
 @click.option("--microbatch-size", type=click.IntRange(min=1), default=8, show_default=True,
               help="Sequences in one forward pass; the results do not depend on it.")
-@click.option("--benchmark", type=(click.Choice(["hellaswag"]), str), metavar="NAME FILE",
-              help="Score a benchmark instead: hellaswag, from a local file or a hub dataset.")
+@click.option("--task", "tasks", multiple=True, metavar="NAME[=FILE]",
+              help="Score a task instead, as lm-eval does; may be given several times. NAME:"
+                   f" {', '.join(NAMES)}. FILE: JSON lines, parquet, a directory of them, or"
+                   " owner/name on the hub.  [default: the task's dataset on the hub]")
+@click.option("--with-loss", is_flag=True, help="With --task: measure the loss too.")
+@click.option("--benchmark", type=(click.Choice(NAMES), str), metavar="NAME FILE",
+              help="The same as --task NAME=FILE.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
-def command(**options: Any) -> None:
+def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], with_loss: bool,
+            benchmark: tuple[str, str] | None, microbatch_size: int, **tokens: Any) -> None:
     """Measure models on held-out tokens and print one table, lowest loss first.
 
-    A target is a run, a directory of GPT-2 weights, or a model on the Hugging Face hub
-    (owner/name). Under torchrun (torchrun --nproc_per_node=8 -m lab evaluate ...) the processes
-    share the work. The results of a run are added to its evaluations.jsonl.
+    A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
+    hub (owner/name). Under torchrun (torchrun --nproc_per_node=8 -m lab evaluate ...) the processes
+    share the work. The results of a run are added to its evaluations.jsonl; of a run with several
+    checkpoints a chart over tokens is drawn in its directory. In brackets are 95% intervals: of
+    losses over the sequences (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
     from tabulate import tabulate
 
-    from lab.evaluate.measure import Request, evaluate_all, score_all
+    from lab.evaluate.held_out_files import Tokens
+    from lab.evaluate.measure import Request, measure_all
     from lab.evaluate.sharing import join_processes
 
-    request, share = Request(**options), join_processes()
-    rows = score_all(request, share) if request.benchmark else evaluate_all(request, share)
+    tasks = (*tasks, *(["=".join(benchmark)] if benchmark else []))
+    request = Request(targets, checkpoints, tasks, measures_loss=with_loss or not tasks,
+                      microbatch_size=microbatch_size, tokens=Tokens(**tokens))
+    share = join_processes()
+    tables = measure_all(request, share)
     if share.process.is_main:
-        click.echo(tabulate(rows, headers="keys", disable_numparse=True,
-                            colalign=["left"] + ["right"] * (len(rows[0]) - 1)))
+        click.echo("\n\n".join(
+            tabulate(rows, headers="keys", disable_numparse=True,
+                     colalign=["left"] + ["right"] * (len(rows[0]) - 1)) for rows in tables))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from basics.errors import UserError
 from gpt import GPTModel
+from lab.evaluate.intervals import Interval, exp, of_ratio, pair_sums, rounded
 from lab.evaluate.sharing import Share
 from tokens.batches import TOKENIZERS_BY_VOCABULARY, check_token_ids
 from tokens.token_file import TokenFile
@@ -40,19 +41,33 @@ class Slice:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's results on a slice; the loss is in nats per token."""
+    """A model's results on a slice; the loss is in nats per token.
+
+    The intervals regard sequences as independent; they are None with a single one.
+    """
 
     slice: Slice
     loss: float
     bits_per_byte: float | None  # None if the tokenizer is not known
+    num_sequences: int = 0
+    loss_interval: Interval | None = None
+    bits_interval: Interval | None = None
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
+        return exp(self.loss)
+
+    @property
+    def perplexity_interval(self) -> Interval | None:
+        found = self.loss_interval
+        return found and (exp(found[0]), exp(found[1]))
 
     def as_record(self) -> dict[str, object]:
-        return asdict(self.slice) | {"loss": self.loss, "perplexity": self.perplexity,
-                                     "bits_per_byte": self.bits_per_byte}
+        return asdict(self.slice) | {
+            "loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte,
+            "sequences": self.num_sequences, "loss_interval": rounded(self.loss_interval),
+            "perplexity_interval": rounded(self.perplexity_interval),
+            "bits_per_byte_interval": rounded(self.bits_interval)}
 
 
 def choose_slice(file: TokenFile, dataset: str, *, start_token: int | None,
@@ -98,7 +113,8 @@ def evaluate(target: Target, file: TokenFile, token_slice: Slice, *, microbatch_
     """Measure a model on a slice, in sequences of its own context length. Every rank.
 
     The last sequence may be shorter. All is computed in float32 and summed in float64, so that the
-    microbatch size and the number of processes do not change the first six decimals.
+    microbatch size and the number of processes do not change the first six decimals. The intervals
+    are of the ratio of the sequences' losses to their tokens, or bytes.
 
     Raises:
         UserError: a token is outside the model's vocabulary.
@@ -106,45 +122,56 @@ def evaluate(target: Target, file: TokenFile, token_slice: Slice, *, microbatch_
     torch.set_float32_matmul_precision("highest")
     lengths = token_lengths(target, file)
 
-    def own_sums() -> tuple[float, int]:
-        loss_sum, num_bytes = 0.0, 0
+    def own_sums() -> list[float]:
+        sums = np.zeros((2, 6))  # of losses over tokens, and over bytes
         for tokens in _microbatches(target, file, token_slice, microbatch_size=microbatch_size,
                                     share=share):
-            loss_sum += _loss_of(target, tokens)
-            num_bytes += 0 if lengths is None else int(lengths[tokens[1:]].sum())
-        return loss_sum, num_bytes
+            losses = _losses(target, tokens)
+            starts = np.arange(len(losses)) * target.model.config.context_length
+            counts = np.diff(starts, append=len(tokens) - 1)
+            num_bytes = 0 * counts if lengths is None else np.add.reduceat(
+                lengths[tokens[1:]], starts)
+            sums += [pair_sums(losses, counts), pair_sums(losses, num_bytes)]
+        return [*sums[0], *sums[1]]
 
-    loss_sum, num_bytes = share.sum(*share.run(own_sums))
+    by_token, by_byte = np.array(share.sum(*share.run(own_sums))).reshape(2, 6)
+    num_sequences, loss_sum, num_bytes = int(by_byte[0]), by_byte[1], by_byte[2]
     bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
-    return Evaluation(token_slice, loss_sum / token_slice.num_tokens, bits)
+    nats_interval = of_ratio(by_byte)
+    return Evaluation(
+        token_slice, loss_sum / token_slice.num_tokens, bits, num_sequences, of_ratio(by_token),
+        nats_interval and tuple(bound / math.log(2) for bound in nats_interval))
 
 
-def _loss_of(target: Target, tokens: np.ndarray) -> float:
-    """Add up the losses of all tokens but the first: (N,) uint16, full sequences, then the rest."""
+def _losses(target: Target, tokens: np.ndarray) -> np.ndarray:
+    """Add up each sequence's losses: (N,) uint16 to (N / T rounded up,) float64.
+
+    The first token is only an input; the last sequence may be shorter.
+    """
     longest = target.model.config.context_length
     token_ids = torch.from_numpy(tokens.astype(np.int64)).to(target.device)
     inputs, targets = token_ids[:-1], token_ids[1:]
     num_full = len(inputs) // longest * longest  # tokens in full sequences
-    total = 0.0
+    found = []
     if num_full:
         shape = (-1, longest)
-        total += summed_loss(target.model, inputs[:num_full].view(shape),
-                             targets[:num_full].view(shape))
+        found.append(summed_losses(target.model, inputs[:num_full].view(shape),
+                                   targets[:num_full].view(shape)))
     if num_full < len(inputs):
-        total += summed_loss(target.model, inputs[None, num_full:], targets[None, num_full:])
-    return total
+        found.append(summed_losses(target.model, inputs[None, num_full:],
+                                   targets[None, num_full:]))
+    return torch.cat(found).cpu().numpy()
 
 
-def summed_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> float:
-    """Add up the cross-entropies of all targets, in nats: (B, T) int64 both."""
+def summed_losses(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Tensor:
+    """Add up each sequence's cross-entropies, in nats: (B, T) int64 both, to (B,) float64."""
     x = model.final_norm(model.transform(model.embed(token_ids))).flatten(0, 1)  # (B * T, C)
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for chunk, chunk_targets in zip(x.split(TOKENS_PER_CHUNK),
-                                    targets.flatten().split(TOKENS_PER_CHUNK), strict=True):
-        losses = F.cross_entropy(F.linear(chunk, model.head_weight), chunk_targets,
-                                 reduction="none")
-        total += losses.sum(dtype=torch.float64)
-    return total.item()
+    losses = [F.cross_entropy(F.linear(chunk, model.head_weight), chunk_targets,
+                              reduction="none").double()
+              for chunk, chunk_targets in zip(x.split(TOKENS_PER_CHUNK),
+                                              targets.flatten().split(TOKENS_PER_CHUNK),
+                                              strict=True)]
+    return torch.cat(losses).view(targets.shape).sum(1)
 
 
 def token_lengths(target: Target, file: TokenFile) -> np.ndarray | None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -53,6 +53,15 @@ class Share:
             UserError: on every rank, the error of the lowest rank that has one.
         """
         return self._agreement.run(self._next_step(), work)
+
+    def from_rank_0(self, work: Callable[[], Any]) -> Any:
+        """Return on every rank what rank 0 finds, as JSON: others may find more. Every rank.
+
+        Raises:
+            UserError: rank 0's.
+        """
+        return json.loads(self._agreement.from_rank_0(self._next_step(),
+                                                      lambda: json.dumps(work())))
 
     def run_first_on_each_node(self, work: Callable[[], T]) -> T:
         """Run work that may download: on each node one process goes first. Every rank.

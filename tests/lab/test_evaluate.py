@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -9,24 +8,23 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import Result
+from matplotlib.figure import Figure
 
 from basics.errors import UserError
+from checkpointing import list_checkpoints
 from lab import __main__
+from lab.evaluate import charts as lab_charts
 from lab.evaluate.held_out import choose_slice, evaluate
-from lab.evaluate.hellaswag import read_questions, score
 from lab.evaluate.sharing import Share
-from lab.publish.export import write_export
 from processes.launch import Process
 from processes.startup_agreement import Agreement
-from tests.support.hellaswag_task import write_hellaswag_task
 from tests.support.hub_server import Hub, serving
 from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.lm_eval_tasks import write_records
 from tests.support.models import export, random_model
 from tests.support.workplace import Workplace, forked, read_lines, write_tokens
 from tests.support.workplace import succeeded as process_succeeded
@@ -114,7 +112,8 @@ def test_the_default_slice_is_that_of_the_published_results() -> None:
 
 def test_a_run_has_the_loss_of_its_own_validation(trained: Workplace) -> None:
     result = lab_evaluate(trained, "tiny", "--tokens", str(15 * 2 * 16))
-    (title, loss, perplexity, bits, tokens, start, of), = rows_of(result)
+    (title, *cells, tokens, start, of), = rows_of(result)
+    loss, perplexity, bits = (cell.split(" [")[0] for cell in cells)
     validated = [r["validation_loss"] for r in read_lines(
         trained.runs_dir / "tiny/metrics.jsonl") if "validation_loss" in r]
     assert float(loss) == pytest.approx(min(validated), abs=1e-6) and len(loss) == 8
@@ -183,7 +182,9 @@ def test_another_architecture_is_refused_before_its_weights_are_downloaded(
      "has 4 tokens to predict after token 495, wanted 5"),
     (("tiny", "--start-token", "500"), "has 0 tokens to predict after token 500"),
     (("tiny", "nix", "--dataset", "tiny"), "no such run"),
-    (("tiny", "--benchmark", "hellaswag", "nix.jsonl"), "nix.jsonl: no such file"),
+    (("tiny@nix",), "no checkpoint 'nix'"),
+    (("tiny", "--checkpoints", "latest,nix"), "no checkpoint 'nix'"),
+    (("nix@latest",), "no such run"),
 ])
 def test_a_user_error_is_one_line(trained: Workplace, arguments: tuple[str, ...],
                                   message: str) -> None:
@@ -293,75 +294,91 @@ def test_tokens_of_another_tokenizer_are_refused(trained: Workplace, tmp_path: P
     assert "the tokenizer is gpt2, but that of tiny is bytes" in error_line(result)
 
 
-QUESTION = {"ind": 4, "activity_label": "Baking", "ctx_a": "A man [step] stands  there.",
-            "ctx_b": "he [title] opens", "label": "2", "split": "val",
-            "endings": ["the oven.", " a [x] window", "his eyes [title] sleeps", "the door"]}
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_questions_are_read_and_cleaned(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"hellaswag_val.{suffix}"
-    if suffix == "jsonl":
-        path.write_text(json.dumps(QUESTION) + "\n\n" + json.dumps(QUESTION | {"label": 0}))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([QUESTION] * 2), path)
-    first, second = read_questions(str(path))
-    assert first.context == "Baking: A man stands there. He. opens"
-    assert first.endings == ["the oven.", "a window", "his eyes. sleeps", "the door"]
-    assert first.right == 2 and second.right == (0 if suffix == "jsonl" else 2)
-
-
-@pytest.mark.parametrize("content", [
-    "", "junk", "[]", "{}", json.dumps(QUESTION | {"label": 4}),
-    json.dumps(QUESTION | {"endings": ["a", ""]}), json.dumps(QUESTION | {"endings": None}),
-    json.dumps(QUESTION | {"ctx_b": None}), "[" * 10_000,
-    json.dumps(QUESTION | {"endings": "abcd"}),
-])
-def test_a_file_without_valid_questions_is_a_user_error(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "val.jsonl"
-    path.write_text(content)
-    with pytest.raises(UserError, match="HellaSwag"):
-        read_questions(str(path))
-
-
-def test_questions_are_downloaded_from_the_hub(trained: Workplace, tmp_path: Path) -> None:
-    table = pyarrow.Table.from_pylist([QUESTION] * 3)
-    pyarrow.parquet.write_table(table, tmp_path / "v.parquet")
-    hub = Hub({"data/train-00000.parquet": b"x", "data/validation-00000.parquet":
-               (tmp_path / "v.parquet").read_bytes()}, repository="someone/questions")
-    with serving(hub):
-        result = lab_evaluate(trained, "tiny", "--benchmark", "hellaswag", "someone/questions",
-                              **hub.environment(tmp_path / "home"))
-    (_, accuracy, normalised, number), = rows_of(result)
-    assert number == "3" and accuracy.split(" ± ")[0] in ("0.0000", "1.0000")
-    assert normalised.split(" ± ")[1] == "0.0000"
-
-
-def test_lm_eval_gives_an_export_the_same_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # read at the first import
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    target = Target("x", random_model(vocab_size=257, context_length=64), "bytes")
-    directory = write_export(target, tmp_path / "export", "a card")
-    task = write_hellaswag_task(tmp_path / "tasks")
-    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
-    theirs = simple_evaluate("hf", {"pretrained": str(directory), "dtype": "float32"}, [task],
-                             device="cpu", task_manager=manager)["results"][task]
-    (_, accuracy, normalised, _), = rows_of(
-        lab_evaluate(Workplace(tmp_path), str(directory), "--benchmark", "hellaswag",
-                     str(tmp_path / "tasks/val.jsonl")))
-    for ours, key in ((accuracy, "acc"), (normalised, "acc_norm")):
-        assert ours == f"{theirs[f'{key},none']:.4f} ± {theirs[f'{key}_stderr,none']:.4f}"
-    assert accuracy != normalised  # or a mix-up would not show
-    questions = read_questions(str(tmp_path / "tasks/val.jsonl"))
-    assert len({score(target, questions, microbatch_size=size, share=ALONE)
-                for size in (1, 3, 100)}) == 1
-
-
 def test_a_run_takes_precedence_over_a_directory_of_that_name(trained: Workplace) -> None:
     target = load_target("tiny", runs_dir=trained.runs_dir)
     assert target.run is not None and target.checkpoint is not None
+
+
+def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(lab_charts, "draw_by_hand", lambda path, plot: drawn.append(
+        figure := Figure()) or plot(figure) or path)
+    write_records(trained.root / "pairs.jsonl", [
+        {"sentence_good": "abcd"[:n], "sentence_bad": "wxyz"[-n:]} for n in (1, 2, 3, 4)])
+    result = lab_evaluate(trained, "tiny", "--checkpoints", "all", "--with-loss", "--task",
+                          f"blimp={trained.root / 'pairs.jsonl'}")
+    checkpoints = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
+    assert len(checkpoints) > 1
+    records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
+    assert [(r["checkpoint"], "loss" in r) for r in records] == [
+        (checkpoint.name, is_loss) for checkpoint in checkpoints for is_loss in (True, False)]
+    losses, tasks = succeeded(result).stdout.split("\n\n")
+    for checkpoint in checkpoints:
+        assert f"tiny ({checkpoint.name})" in losses and f"tiny ({checkpoint.name})" in tasks
+    assert "evaluations-chart.png" in result.stderr
+    loss_axes, accuracy_axes = drawn[0].axes
+    for axes, key in ((loss_axes, "loss"), (accuracy_axes, "accuracy")):
+        curve, *intervals = axes.lines
+        found = [record for record in records if key in record]
+        assert list(curve.get_xdata()) == [c.meta.tokens for c in checkpoints] == [
+            record["trained_tokens"] for record in found]
+        assert list(curve.get_ydata()) == [record[key] for record in found]
+        assert [list(line.get_ydata()) for line in intervals] == [
+            pytest.approx(record[f"{key}_interval"], abs=1e-6) for record in found]
+
+
+def test_checkpoints_are_named_one_by_one_or_with_their_run(trained: Workplace) -> None:
+    first, *_, last = [c.name for c in list_checkpoints(trained.runs_dir / "tiny/checkpoints")]
+    for arguments in (("tiny", "--checkpoint", f"{first},{last}"),
+                      (f"tiny@{first}", f"tiny@{last}", f"tiny@{last}"), (f"tiny@{last},{first}",),
+                      (f"tiny@{first}", "tiny", "--checkpoints", "latest")):
+        rows = rows_of(lab_evaluate(trained, *arguments))
+        assert sorted(row[0] for row in rows) == sorted([f"tiny ({first})", f"tiny ({last})"])
+    chart = trained.runs_dir / "tiny/evaluations-chart.png"
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    chart.unlink()
+    lab_evaluate(trained, f"tiny@{first}")
+    assert not chart.exists()  # of one point
+
+
+def test_only_runs_have_checkpoints(trained: Workplace, tmp_path: Path) -> None:
+    directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
+    assert "is no run, so it has no checkpoints" in error_line(
+        lab_evaluate(trained, f"{directory}@latest", "--dataset", "tiny"))
+    with_at = directory.rename(tmp_path / "model@latest")
+    assert rows_of(lab_evaluate(trained, str(with_at), "--dataset", "tiny"))[0][0] == str(with_at)
+
+
+def test_a_run_without_checkpoints_is_refused(trained: Workplace) -> None:
+    trained.add_run("new")
+    for arguments in (("new",), ("new@all",)):
+        assert "no checkpoint yet; train the run first" in error_line(
+            lab_evaluate(trained, *arguments))
+
+
+def test_the_interval_of_the_loss_is_that_of_the_mean_of_sequences(tmp_path: Path) -> None:
+    model = random_model(vocab_size=257, context_length=8)
+    file = token_file(tmp_path / "validation.safetensors",
+                      np.random.default_rng(0).integers(0, 256, size=200), tokenizer="bytes")
+    token_slice = choose_slice(file, "mine", start_token=0, num_tokens=160)
+    found = evaluate(Target("x", model, "bytes"), file, token_slice, microbatch_size=3, share=ALONE)
+    ids = torch.from_numpy(file.read(0, 161).astype(np.int64))
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(ids[i : i + 8][None])[0], ids[i + 1 : i + 9]).item()
+                  for i in range(0, 160, 8)]
+    half = 2.093 * np.std(losses, ddof=1) / math.sqrt(20)  # Student's t, 19 degrees of freedom
+    assert found.num_sequences == 20
+    assert found.loss_interval == pytest.approx((found.loss - half, found.loss + half), abs=1e-5)
+    assert found.bits_interval == pytest.approx(
+        [bound / math.log(2) for bound in found.loss_interval])  # each token is a byte
+    assert found.perplexity_interval == pytest.approx(
+        [math.exp(bound) for bound in found.loss_interval])
+    record = found.as_record()
+    for key in ("loss", "perplexity", "bits_per_byte"):
+        low, high = record[f"{key}_interval"]
+        assert low < record[key] < high
+    one = choose_slice(file, "mine", start_token=0, num_tokens=8)
+    assert evaluate(Target("x", model, "bytes"), file, one, microbatch_size=3,
+                    share=ALONE).loss_interval is None

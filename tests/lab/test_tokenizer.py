@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -197,7 +198,7 @@ def test_bits_per_byte_compare_runs_with_different_tokenizers(trained: Workplace
     compare = ("compare", "--runs-dir", str(trained.runs_dir))
     assert "the bits are not of the same text" in succeeded(run_lab(*compare)).stdout
     result = succeeded(run_lab(*trained.arguments("evaluate", "own", "bytes")))
-    rows = [line.split() for line in result.stdout.splitlines()[2:]]
+    rows = [re.sub(r"\[.*?\]", "", line).split() for line in result.stdout.splitlines()[2:]]
     bits = [float(row[4]) for row in rows]
     assert bits == sorted(bits) and {row[0] for row in rows} == {"own", "bytes"}
     records = {name: read_lines(trained.runs_dir / name / "evaluations.jsonl")[-1]
