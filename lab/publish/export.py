@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,8 +12,9 @@ from safetensors.torch import save_file
 
 from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.files import read_regular_file
+from basics.json_files import read_json_object
 from lab.publish.model_card import CHARTS, MARK
-from lab.publish.tokenizer_files import write_own_tokenizer, write_tokenizer_files
+from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
 from tokens.tokenizer_file import read_named_tokenizer
 from trainer.targets import Target
 from trainer.weight_formats import gpt2_config, to_gpt2
@@ -22,10 +24,20 @@ FILES = {"README.md", "config.json", "generation_config.json", "model.safetensor
          "merges.txt", *CHARTS}
 
 
-def write_export(target: Target, output_dir: Path, card: str) -> Path:
-    """Write a model's directory completely or not at all, replacing an earlier export.
+@dataclass(frozen=True)
+class Extras:
+    """What an export has beside weights, configs, card and tokenizer."""
 
-    The run's charts are copied too: the card shows them.
+    charts_dir: Path | None = None  # the charts in it are copied: the card shows them
+    chat_template: str | None = None
+
+
+NONE = Extras()
+
+
+def write_export(target: Target, output_dir: Path, card: str,
+                 extras: Extras = NONE) -> Path:
+    """Write a model's directory completely or not at all, replacing an earlier export.
 
     Raises:
         UserError: GPT-2 does not support the model, the directory cannot be written, or it holds
@@ -41,6 +53,7 @@ def write_export(target: Target, output_dir: Path, card: str) -> Path:
             shutil.rmtree(leftover, ignore_errors=True)
         partial_dir.mkdir(parents=True)
         _write(target, partial_dir, config)
+        _write_extras(extras, partial_dir)
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
         if output_dir.exists():
             output_dir.rename(old_dir)
@@ -53,15 +66,15 @@ def write_export(target: Target, output_dir: Path, card: str) -> Path:
     return output_dir
 
 
-def check_output(output_dir: Path) -> None:
+def check_output(output_dir: Path, *, option: str = "--output") -> None:
     """Check that a path is free or holds an earlier export. Raises: UserError."""
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
-        raise UserError(f"{output_dir}: is not a directory; name one with --output")
+        raise UserError(f"{output_dir}: is not a directory; name one with {option}")
     found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
     if found and not (found <= FILES and MARK in _card_of(output_dir)):
         others = ", ".join(sorted(found - FILES)[:3]) or "a model from elsewhere"
         raise UserError(f"{output_dir}: holds other files ({others}); name another directory with"
-                        " --output")
+                        f" {option}")
 
 
 def _card_of(directory: Path) -> str:
@@ -84,6 +97,13 @@ def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
     elif target.tokenizer_name is not None:
         write_tokenizer_files(directory, target.tokenizer_name,
                               context_length=model.config.context_length)
-    for name in CHARTS if target.run else ():
-        if (target.run.run_dir / name).is_file():
-            shutil.copyfile(target.run.run_dir / name, directory / name)
+
+
+def _write_extras(extras: Extras, directory: Path) -> None:
+    for name in CHARTS if extras.charts_dir else ():
+        if (extras.charts_dir / name).is_file():
+            shutil.copyfile(extras.charts_dir / name, directory / name)
+    if extras.chat_template is not None:
+        path = directory / "tokenizer_config.json"
+        values = read_json_object(path) | {"chat_template": extras.chat_template}
+        write_json(path, values)

@@ -87,7 +87,8 @@ def model_card(target: Target, facts: CardFacts) -> str:
         start=f"the weights of `{one_line(str(start))}`" if start else "scratch",
         on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`",
         prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
-        facts=_rows(_model_facts(target, found)), training=_rows(_training(target, written)),
+        facts=table_rows(_model_facts(target, found)),
+        training=table_rows(_training(target, written)),
         notes=_notes(target), settings=json.dumps(_changed(target, settings), indent=2),
         charts="".join(f"\n![{CHARTS[name]}]({name})\n" for name in shown),
     )
@@ -196,6 +197,7 @@ def _notes(target: Target) -> str:
     return "\n".join(notes)
 
 
-def _rows(facts: dict[str, str]) -> str:
+def table_rows(facts: dict[str, str]) -> str:
+    """Return the rows of a Markdown table of two columns."""
     return "\n".join("| {} | {} |".format(*(one_line(text).replace("|", "\\|") for text in row))
                      for row in facts.items())

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import HfApi, get_token
 
 from basics.errors import UserError
-from lab.publish.export import check_output, write_export
+from lab.publish.export import Extras, check_output, write_export
 from lab.publish.model_card import CardFacts, model_card
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
@@ -89,7 +89,8 @@ def export_model(request: Request) -> Upload:
     target = load_target(request.source, runs_dir=request.runs_dir,
                          checkpoint_name=request.checkpoint, device=torch.device("cpu"))
     facts = CardFacts(request.source, request.repository or str(output_dir), request.licence)
-    folder = write_export(target, output_dir, model_card(target, facts))
+    folder = write_export(target, output_dir, model_card(target, facts),
+                          Extras(charts_dir=target.run.run_dir))
     return Upload(folder, sorted(path.name for path in folder.iterdir()), "model")
 
 
