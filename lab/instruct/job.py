@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lab.instruct.instructions import Split
 from lab.instruct.tuning import TuneOptions
+from lab.publish.model_card import public_name
 from trainer.targets import Target
 
 
@@ -38,14 +39,6 @@ class Job:
         options = {key: json.dumps(value) for key, value in asdict(self.options).items()}
         del options["max_new_tokens"]  # of answers, which come after training
         return options | {"data": self.data_sha256, "base_model": _digest(self.target)}
-
-
-def public_name(name: str) -> str:
-    """Return a model's name as others may read it: of a path only the last part."""
-    from trainer.targets import HUB_NAME
-
-    return name if HUB_NAME.fullmatch(name) and not Path(name).is_dir() else Path(
-        name).resolve().name
 
 
 def _digest(target: Target) -> str:

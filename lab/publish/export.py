@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.files import read_regular_file
 from basics.json_files import read_json_object
+from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
 from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
 from tokens.tokenizer_file import read_named_tokenizer
@@ -21,7 +22,7 @@ from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
          "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
-         "merges.txt", *CHARTS}
+         "merges.txt", *CHARTS, *GGUF_FILES}
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Extras:
 
     charts_dir: Path | None = None  # the charts in it are copied: the card shows them
     chat_template: str | None = None
+    with_gguf: bool = False
 
 
 NONE = Extras()
@@ -44,6 +46,8 @@ def write_export(target: Target, output_dir: Path, card: str,
             something else.
     """
     check_output(output_dir)
+    if extras.with_gguf:
+        check_gguf(target)
     end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
     config = gpt2_config(target.model.config, end_of_text)
     partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
@@ -53,7 +57,7 @@ def write_export(target: Target, output_dir: Path, card: str,
             shutil.rmtree(leftover, ignore_errors=True)
         partial_dir.mkdir(parents=True)
         _write(target, partial_dir, config)
-        _write_extras(extras, partial_dir)
+        _write_extras(target, extras, partial_dir)
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
         if output_dir.exists():
             output_dir.rename(old_dir)
@@ -75,6 +79,18 @@ def check_output(output_dir: Path, *, option: str = "--output") -> None:
         others = ", ".join(sorted(found - FILES)[:3]) or "a model from elsewhere"
         raise UserError(f"{output_dir}: holds other files ({others}); name another directory with"
                         f" {option}")
+
+
+def is_export(directory: Path) -> bool:
+    """Return whether a directory holds a model that `lab publish` or `lab tune` wrote."""
+    return (directory / "config.json").is_file() and MARK in _card_of(directory)
+
+
+def chat_template_of(directory: Path) -> str | None:
+    """Return the chat template of an exported model, None if it has none. Raises: UserError."""
+    path = directory / "tokenizer_config.json"
+    template = read_json_object(path, needed_by="an exported model").get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _card_of(directory: Path) -> str:
@@ -99,7 +115,7 @@ def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
                               context_length=model.config.context_length)
 
 
-def _write_extras(extras: Extras, directory: Path) -> None:
+def _write_extras(target: Target, extras: Extras, directory: Path) -> None:
     for name in CHARTS if extras.charts_dir else ():
         if (extras.charts_dir / name).is_file():
             shutil.copyfile(extras.charts_dir / name, directory / name)
@@ -107,3 +123,5 @@ def _write_extras(extras: Extras, directory: Path) -> None:
         path = directory / "tokenizer_config.json"
         values = read_json_object(path) | {"chat_template": extras.chat_template}
         write_json(path, values)
+    if extras.with_gguf:
+        write_gguf_files(target, directory)
