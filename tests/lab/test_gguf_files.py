@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from basics.errors import UserError
 from gpt import GPTModel
+from lab.instruct.instructions import Entry, chat_template
 from lab.publish import gguf_files
 from lab.publish.export import Extras, write_export
 from lab.publish.gguf_files import GGUF_FILES, check_gguf
@@ -25,6 +26,8 @@ from trainer.targets import Target
 gguf = pytest.importorskip("gguf")
 
 SHAPE = {"context_length": 64, "emb_dim": 64, "n_heads": 4}
+needs_runtime = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None,
+                                   reason="needs a runtime of GGUF: the package xllamacpp")
 TEXTS = ["the cat", "naïve 😀", "1234 it's", "\n\n def f(x):", "hat  hat\t", "它是 mat!"]
 
 
@@ -142,8 +145,7 @@ def test_transformers_loads_a_gguf_file(tmp_path: Path, tied: bool) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None,
-                    reason="needs a runtime of GGUF: the package xllamacpp")
+@needs_runtime
 @pytest.mark.parametrize(("tokenizer", "vocab_size", "tied"), [
     ("bytes", 257, True), ("own", 300, False), ("gpt2", 50257, True)])
 def test_llama_cpp_computes_the_same(tmp_path: Path, tokenizer: str, vocab_size: int,
@@ -155,9 +157,9 @@ def test_llama_cpp_computes_the_same(tmp_path: Path, tokenizer: str, vocab_size:
         server = llama_cpp(output / name)
         for text in TEXTS:
             logits = model(torch.tensor([ours.encode_ordinary(text)]))[0, -1].log_softmax(-1)
-            found = json.loads(json.dumps(server.handle_completions({
+            found = server.handle_completions({
                 "prompt": text, "max_tokens": 1, "logprobs": 50, "cache_prompt": False,
-                "logit_bias": {ours.encode_ordinary("A")[0]: 1000}})))  # after the probabilities
+                "logit_bias": {ours.encode_ordinary("A")[0]: 1000}})  # after the probabilities
             assert found["usage"]["prompt_tokens"] == len(ours.encode_ordinary(text))
             [shown] = found["choices"][0]["logprobs"]["content"]
             assert shown["token"] == "A" and len(shown["top_logprobs"]) == 50
@@ -165,11 +167,26 @@ def test_llama_cpp_computes_the_same(tmp_path: Path, tokenizer: str, vocab_size:
                 assert one["logprob"] == pytest.approx(logits[one["id"]].item(), abs=tolerance)
 
 
-def llama_cpp(path: Path):  # noqa: ANN201
+@needs_runtime
+def test_llama_cpp_makes_the_prompt_of_the_tuning(tmp_path: Path) -> None:
+    model = random_model(**SHAPE | {"context_length": 320}, vocab_size=257)
+    output = exported(target_of(model, tmp_path), tmp_path, chat_template=chat_template())
+    entry = Entry(instruction="Add  them.\n", input="1, 2", output="")
+    content = f"{entry.instruction}\n\n### Input:\n{entry.input}"
+    wanted = llama_cpp(output / "model-F16.gguf").handle_completions(
+        {"prompt": entry.prompt(), "max_tokens": 9, "temperature": 0})
+    found = llama_cpp(output / "model-F16.gguf").handle_chat_completions(
+        {"messages": [{"role": "user", "content": content}], "max_tokens": 9, "temperature": 0})
+    assert found["usage"]["prompt_tokens"] == len(entry.prompt())
+    assert found["choices"][0]["message"]["content"] == wanted["choices"][0]["text"]
+
+
+def llama_cpp(path: Path) -> Any:
+    """Start a server of llama.cpp in this process."""
     import xllamacpp
 
     options = xllamacpp.CommonParams()
-    options.model.path, options.n_ctx, options.n_parallel = str(path), 64, 1
+    options.model.path, options.n_ctx, options.n_parallel = str(path), 0, 1
     options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
     options.warmup, options.verbosity = False, -1
     return xllamacpp.Server(options)
