@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from basics.errors import one_line
 from lab.instruct.instructions import Split
 from lab.instruct.tuning import TuneOptions
 from lab.publish.model_card import public_name
@@ -28,7 +29,7 @@ class Job:
     @property
     def base_name(self) -> str:
         """The base model's name in a card: without the directories of this machine."""
-        return public_name(self.target.name)
+        return one_line(public_name(self.target.name))
 
     @property
     def progress_dir(self) -> Path:

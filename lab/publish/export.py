@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from basics.errors import UserError, as_os_error, cannot_be_written
+from basics.failpoints import failpoint
 from basics.files import read_regular_file
 from basics.json_files import read_json_object
 from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
@@ -51,7 +53,7 @@ def write_export(target: Target, output_dir: Path, card: str,
     end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
     config = gpt2_config(target.model.config, end_of_text)
     partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
-    old_dir = output_dir.with_name(f".{output_dir.name}.old")
+    old_dir = _old_dir(output_dir)
     try:
         for leftover in (partial_dir, old_dir):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -61,6 +63,7 @@ def write_export(target: Target, output_dir: Path, card: str,
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
         if output_dir.exists():
             output_dir.rename(old_dir)
+            failpoint("export.rename")
         partial_dir.rename(output_dir)
         shutil.rmtree(old_dir, ignore_errors=True)
     except (OSError, SafetensorError) as error:
@@ -70,8 +73,20 @@ def write_export(target: Target, output_dir: Path, card: str,
     return output_dir
 
 
+def put_back(output_dir: Path) -> None:
+    """Put back an earlier export that a kill left under another name while it was replaced."""
+    if _old_dir(output_dir).is_dir() and not output_dir.exists():
+        with suppress(OSError):  # nothing is lost: it keeps its other name
+            _old_dir(output_dir).rename(output_dir)
+
+
+def _old_dir(output_dir: Path) -> Path:
+    return output_dir.with_name(f".{output_dir.name}.old")
+
+
 def check_output(output_dir: Path, *, option: str = "--output") -> None:
-    """Check that a path is free or holds an earlier export. Raises: UserError."""
+    """Check that an absolute path is free or holds an earlier export. Raises: UserError."""
+    put_back(output_dir)
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
         raise UserError(f"{output_dir}: is not a directory; name one with {option}")
     found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()

@@ -15,6 +15,7 @@ from lab.publish.export import (
     chat_template_of,
     check_output,
     is_export,
+    put_back,
     write_export,
 )
 from lab.publish.model_card import HERE, CardFacts, changed_card, model_card
@@ -91,6 +92,7 @@ def export_model(request: Request) -> Upload:
     """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
     facts = CardFacts(request.source, request.repository or HERE, request.licence,
                       request.languages, request.with_gguf)
+    put_back(Path(request.source).absolute())
     if is_run(request.source, request.runs_dir):
         folder = _export_run(request, facts)
     elif is_export(Path(request.source)):

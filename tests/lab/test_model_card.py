@@ -9,6 +9,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from basics import failpoints
+from lab.publish import export
 from lab.publish.model_card import CardFacts, model_card
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.tuning import add_tunable_run, tune
@@ -125,6 +127,20 @@ def test_an_export_can_be_published_again(trained: Workplace, tmp_path: Path) ->
     before = files_of(export)
     succeeded(publish(trained, str(export)))
     assert files_of(export) == before  # charts and evaluations too
+
+
+def test_a_kill_while_a_tuned_model_is_replaced_loses_nothing(
+    workplace: Workplace, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files_of(tuned)
+    with monkeypatch.context() as patched:
+        patched.setattr(export.shutil, "rmtree", lambda *_, **__: None)  # as if killed
+        patched.setenv(failpoints.VARIABLE, "export.rename:raise")
+        assert isinstance(publish(workplace, str(tuned)).exception, RuntimeError)
+    assert not tuned.exists()
+    succeeded(publish(workplace, str(tuned)))
+    assert files_of(tuned) == before
+    assert [path.name for path in tuned.parent.glob(".*")] == []
 
 
 def test_directories_from_elsewhere_are_refused(workplace: Workplace, tuned: Path) -> None:
