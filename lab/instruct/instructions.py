@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
+import json
 import os
 import urllib.request
 from dataclasses import dataclass
@@ -20,6 +22,12 @@ DEFAULT_NAME = "instruction-data.json"
 DOWNLOAD_SECONDS = 30  # timeout without any data
 MIN_ENTRIES = 10  # leaves one for the test
 MAX_FILE_BYTES = 2**30
+
+# Alpaca's template: the head, the instruction, the input if there is one, and the response.
+HEAD = ("Below is an instruction that describes a task. Write a response that appropriately"
+        " completes the request.\n\n### Instruction:\n")
+INPUT = "\n\n### Input:\n"
+RESPONSE = "\n\n### Response:\n"
 T = TypeVar("T")
 
 
@@ -34,10 +42,8 @@ class Entry(BaseModel):
 
     def prompt(self) -> str:
         """Return the prompt that the response follows, in Alpaca's template."""
-        input_part = f"\n\n### Input:\n{self.input}" if self.input else ""
-        return ("Below is an instruction that describes a task. Write a response that"
-                " appropriately completes the request."
-                f"\n\n### Instruction:\n{self.instruction}{input_part}\n\n### Response:\n")
+        input_part = f"{INPUT}{self.input}" if self.input else ""
+        return f"{HEAD}{self.instruction}{input_part}{RESPONSE}"
 
 
 class AnsweredEntry(Entry):
@@ -64,6 +70,28 @@ class Split:
     validation: list[Entry]
 
 
+def chat_template() -> str:
+    """Return `Entry.prompt` as the Jinja template of a tokenizer, for one user message.
+
+    The message's `content` is the instruction; an `input` of its own is optional. Answers, and
+    further messages, follow as in training: each answer ends with the end of text.
+    """
+    head, input_part, response = map(json.dumps, (HEAD, INPUT, RESPONSE))
+    return ("{%- for message in messages -%}"
+            "{%- if message['role'] == 'user' -%}"
+            f"{{{{- {head} + message['content'] -}}}}"
+            "{%- if message['input'] -%}"
+            f"{{{{- {input_part} + message['input'] -}}}}"
+            "{%- endif -%}"
+            f"{{{{- {response} -}}}}"
+            "{%- elif message['role'] == 'assistant' -%}"
+            "{{- message['content'] + eos_token -}}"
+            "{%- else -%}"
+            "{{- raise_exception('this model knows user and assistant messages only') -}}"
+            "{%- endif -%}"
+            "{%- endfor -%}")
+
+
 def split_entries(entries: list[Entry]) -> Split:
     """Split off the first 85% for training, the next 10% for the test, the rest for validation."""
     num_train, num_test = int(len(entries) * 0.85), int(len(entries) * 0.1)
@@ -78,6 +106,12 @@ def load_entries(path: Path) -> list[Entry]:
         raise UserError(f"{path}: has {len(entries)} entries; give {MIN_ENTRIES} or more, for"
                         " training, validation and test")
     return entries
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file of entries."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_answers(path: Path) -> AnswersFile:

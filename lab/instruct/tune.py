@@ -15,15 +15,16 @@ import click
 from basics.errors import UserError
 from lab.instruct.instructions import (
     AnsweredEntry,
-    Entry,
-    Split,
+    digest_of,
     fetch_default_entries,
     load_entries,
     split_entries,
 )
 
 if TYPE_CHECKING:
-    from lab.instruct.tuning import Epoch, Examples, TuneOptions, Tuner
+    from lab.instruct.job import Job
+    from lab.instruct.progress import Progress
+    from lab.instruct.tuning import Epoch, Examples, Tuner
     from trainer.targets import Target
 
 
@@ -61,42 +62,72 @@ class FiniteRange(click.FloatRange):
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
               help="Write the answers here.  [default: runs/RUN/instruction-answers.json; if RUN is"
                    " not a run, NAME-answers.json in the current directory]")
+@click.option("--model-output", type=click.Path(path_type=Path), metavar="DIR",
+              help="Write the tuned model to this directory.  [default: runs/RUN/tuned; if RUN is"
+                   " not a run, NAME-tuned in the current directory]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
-def command(target_name: str, checkpoint: str, data: Path | None, output: Path | None,
-            runs_dir: Path, datasets_dir: Path, **options: Any) -> None:
+def command(target_name: str, checkpoint: str, runs_dir: Path, **options: Any) -> None:
     """Fine-tune RUN's model on instructions, and write its answers to a file for `lab judge`.
 
     RUN may also be a directory of GPT-2 weights, or a hub name such as openai-community/gpt2. The
     first 85% of the data are for training, the next 10% for the test, the rest for validation.
     Training stops when the validation loss rises; the weights of the best epoch then answer the
-    test. The tuned weights are not saved.
+    test. They are written as a standard GPT-2 with a chat template and a model card: a directory
+    that `lab generate`, `lab evaluate`, `lab publish` and transformers load. After a kill, the same
+    command continues after the last finished epoch.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.instruct.tuning import TuneOptions
     from trainer.targets import load_target
 
-    tune_options = TuneOptions(**options)
     target = load_target(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)
+    job = _job(target, **options)
+    with _out_of_memory_reported(job):
+        _run(job)
+
+
+def _run(job: Job) -> None:
+    """Fine-tune, write the tuned model, then its answers."""
+    from lab.instruct.progress import opened
+    from lab.instruct.tuned_model import write_tuned
+
+    train, validation = _encode(job)
+    counts = _counts(job, train, validation)
+    with opened(job.progress_dir, job.identity()) as progress:
+        tuner = _fine_tune(job, train, validation, progress)
+        write_tuned(job, tuner, counts)
+        click.echo(f"tuned model in {job.model_output}")
+        answers = _answer(job)
+        _write(job.output, {
+            "model": job.target.name,
+            "checkpoint": job.target.checkpoint and job.target.checkpoint.name,
+            "data": {"file": str(job.data), **counts},
+            "options": asdict(job.options),
+            "epochs": [asdict(epoch) for epoch in tuner.epochs],
+            "best_epoch": tuner.best.number,
+            "answers": [answer.model_dump() for answer in answers],
+        })
+        progress.remove()
+    click.echo(f"{len(answers)} answers in {job.output}")
+
+
+def _job(target: Target, *, data: Path | None, output: Path | None, model_output: Path | None,
+         datasets_dir: Path, **options: Any) -> Job:
+    """Read the data and check the outputs. Raises: UserError."""
+    from lab.instruct.job import Job
+    from lab.instruct.tuning import TuneOptions
+    from lab.publish.export import check_output
+
     output = output or default_output(target)
+    model_output = (model_output or default_model_output(target)).absolute()
+    check_output(model_output, option="--model-output")
     _check_writable(output)
     data = data or fetch_default_entries(datasets_dir)
     entries = split_entries(load_entries(data))
-    with _out_of_memory_reported(target, tune_options):
-        tuner, counts = _fine_tune(target, entries, data, tune_options)
-        answers = _answer(target, entries.test, tune_options)
-    _write(output, {
-        "model": target.name,
-        "checkpoint": target.checkpoint and target.checkpoint.name,
-        "data": {"file": str(data), **counts},
-        "options": asdict(tune_options),
-        "epochs": [asdict(epoch) for epoch in tuner.epochs],
-        "best_epoch": tuner.best.number,
-        "answers": [answer.model_dump() for answer in answers],
-    })
-    click.echo(f"{len(answers)} answers in {output}")
+    return Job(target=target, data=data, data_sha256=digest_of(data), entries=entries,
+               options=TuneOptions(**options), output=output, model_output=model_output)
 
 
 def default_output(target: Target) -> Path:
@@ -104,6 +135,13 @@ def default_output(target: Target) -> Path:
     if target.run is not None:
         return target.run.run_dir / "instruction-answers.json"
     return Path(f"{Path(target.name).resolve().name}-answers.json")
+
+
+def default_model_output(target: Target) -> Path:
+    """Return the directory of a tuned model: in its run's directory, else in the current one."""
+    if target.run is not None:
+        return target.run.run_dir / "tuned"
+    return Path(f"{Path(target.name).resolve().name}-tuned")
 
 
 def _check_writable(output: Path) -> None:
@@ -122,48 +160,59 @@ def _check_writable(output: Path) -> None:
 
 
 @contextmanager
-def _out_of_memory_reported(target: Target, options: TuneOptions) -> Iterator[None]:
+def _out_of_memory_reported(job: Job) -> Iterator[None]:
     """Turn running out of GPU memory into a UserError."""
     import torch
 
     try:
         yield
     except torch.OutOfMemoryError:
-        smaller = f"a --batch-size below {options.batch_size}, or " * (options.batch_size > 1)
-        raise UserError(f"{target.name}: fine-tuning and answering do not fit in the GPU's memory;"
-                        f" try {smaller}a GPU that runs nothing else") from None
+        size = job.options.batch_size
+        smaller = f"a --batch-size below {size}, or " * (size > 1)
+        raise UserError(f"{job.target.name}: fine-tuning and answering do not fit in the GPU's"
+                        f" memory; try {smaller}a GPU that runs nothing else") from None
 
 
-def _fine_tune(target: Target, entries: Split, data: Path,
-               options: TuneOptions) -> tuple[Tuner, dict[str, int]]:
-    """Fine-tune a target's model in place; return the tuner and the counts of entries."""
-    from lab.instruct.tuning import Tuner, encode_entries
+def _encode(job: Job) -> tuple[Examples, Examples]:
+    """Encode the entries for training and for validation."""
+    from lab.instruct.tuning import encode_entries
 
-    tokenizer = target.load_tokenizer()
-    train, validation = (encode_entries(
-        part, tokenizer, context_length=target.model.config.context_length,
-        loss_on=options.loss_on) for part in (entries.train, entries.validation))
-    counts = _counts(target, data, train, validation, num_test=len(entries.test))
-    tuner = Tuner(target.model, options, pad_id=tokenizer.eot_token)
-    tuner.run(train.examples, validation.examples, _report)
+    tokenizer, length = job.target.load_tokenizer(), job.target.model.config.context_length
+    train, validation = (
+        encode_entries(part, tokenizer, context_length=length, loss_on=job.options.loss_on)
+        for part in (job.entries.train, job.entries.validation))
+    return train, validation
+
+
+def _fine_tune(job: Job, train: Examples, validation: Examples, progress: Progress) -> Tuner:
+    """Fine-tune a job's model in place, from the last finished epoch on."""
+    from lab.instruct.tuning import Tuner
+
+    def finished(epoch: Epoch) -> None:
+        if epoch.number > 0:
+            progress.save(tuner)
+        _report(epoch)
+
+    tuner = Tuner(job.target.model, job.options, pad_id=job.target.load_tokenizer().eot_token)
+    progress.restore(tuner)
+    tuner.run(train.examples, validation.examples, finished)
     rose = tuner.best is not tuner.epochs[-1]
     click.echo(f"validation loss rose: using the weights of epoch {tuner.best.number}" if rose
                else "stopped by --max-epochs before validation loss rose")
-    return tuner, counts
+    return tuner
 
 
-def _counts(target: Target, data: Path, train: Examples, validation: Examples, *,
-            num_test: int) -> dict[str, int]:
+def _counts(job: Job, train: Examples, validation: Examples) -> dict[str, int]:
     """Count and print the usable entries. Raises: UserError if there are none."""
-    length = target.model.config.context_length
+    name, length = job.target.name, job.target.model.config.context_length
     for part, purpose in ((train, "training"), (validation, "validation")):
         if not part.examples:
-            raise UserError(f"{data}: no entry for {purpose} has a prompt that fits {target.name}'s"
+            raise UserError(f"{job.data}: no entry for {purpose} has a prompt that fits {name}'s"
                             f" context of {length} tokens; give shorter ones with --data")
     counts = {"train": len(train.examples), "validation": len(validation.examples),
-              "test": num_test, "cut": train.num_cut + validation.num_cut,
+              "test": len(job.entries.test), "cut": train.num_cut + validation.num_cut,
               "skipped": train.num_skipped + validation.num_skipped}
-    click.echo(f"{target.name}: {counts['train']} entries for training, {counts['validation']} for"
+    click.echo(f"{name}: {counts['train']} entries for training, {counts['validation']} for"
                f" validation, {counts['test']} for the test")
     if counts["cut"] or counts["skipped"]:
         click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
@@ -177,21 +226,22 @@ def _report(epoch: Epoch) -> None:
                " per token")
 
 
-def _answer(target: Target, entries: list[Entry], options: TuneOptions) -> list[AnsweredEntry]:
+def _answer(job: Job) -> list[AnsweredEntry]:
     """Generate the model's answers with greedy decoding, up to the end of text."""
     from tqdm import tqdm
 
     from reporting.sampling import SamplingOptions, generate_tokens
     from tokens.tokenizer import decode
 
-    tokenizer = target.load_tokenizer()
-    greedy = SamplingOptions(max_new_tokens=options.max_new_tokens, temperature=0, top_k=0,
+    model, tokenizer = job.target.model, job.target.load_tokenizer()
+    greedy = SamplingOptions(max_new_tokens=job.options.max_new_tokens, temperature=0, top_k=0,
                              stop_token=tokenizer.eot_token)
     answers, num_long = [], 0
-    for entry in tqdm(entries, desc="answering", unit="question", disable=None, leave=False):
+    for entry in tqdm(job.entries.test, desc="answering", unit="question", disable=None,
+                      leave=False):
         prompt = tokenizer.encode_ordinary(entry.prompt())
-        num_long += len(prompt) > target.model.config.context_length
-        answer = decode(tokenizer, generate_tokens(target.model, prompt, greedy))
+        num_long += len(prompt) > model.config.context_length
+        answer = decode(tokenizer, generate_tokens(model, prompt, greedy))
         answers.append(AnsweredEntry(**entry.model_dump(), answer=answer.strip()))
     if num_long:
         click.echo(f"{num_long} questions are longer than the context: the model saw only their"

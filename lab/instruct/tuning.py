@@ -18,6 +18,7 @@ from tokens.tokenizer import Tokenizer
 from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside its count of steps
 LossOn = Literal["response", "all"]
 
 
@@ -101,7 +102,7 @@ class Tuner:
 
     Attributes:
         epochs: the losses so far.
-        best: the epoch with the lowest validation loss.
+        best_weights: those of the best epoch, on the CPU.
     """
 
     def __init__(self, model: GPTModel, options: TuneOptions, *, pad_id: int) -> None:
@@ -113,34 +114,74 @@ class Tuner:
         self.optimizer = AdamW(model.parameters(), lr=options.learning_rate,
                                weight_decay=options.weight_decay, fused=True)
         self.epochs: list[Epoch] = []
+        self.best_weights: dict[str, Tensor] = {}
+
+    @property
+    def best(self) -> Epoch:
+        """The epoch with the lowest validation loss; NaN is never lower."""
+        best = self.epochs[0]
+        for epoch in self.epochs[1:]:
+            best = epoch if epoch.validation_loss < best.validation_loss else best
+        return best
 
     def run(self, train: list[Example], validation: list[Example],
             report: Callable[[Epoch], None]) -> None:
-        """Train until validation loss rises, then load the weights of the best epoch."""
-        torch.manual_seed(self.options.seed)
-        self._end_epoch(None, validation, report)
-        for _ in range(self.options.max_epochs):
+        """Train until validation loss rises, then load the weights of the best epoch.
+
+        Continues after the last of `epochs`. `report` is called after each further one.
+        """
+        if not self.epochs:
+            self._end_epoch(None, validation, report)
+        while self.best is self.epochs[-1] and len(self.epochs) <= self.options.max_epochs:
             self._end_epoch(self._train(train), validation, report)
-            if self.best is not self.epochs[-1]:
-                break
-        self.model.load_state_dict(self._best_weights)
+        self.model.load_state_dict(self.best_weights)
         self.model.eval()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what another tuner needs to continue, beside the epochs: the best weights and
+        the optimizer's moments. Training goes on only if the best epoch is the last one.
+        """
+        moments = {f"{moment}/{name}": tensor
+                   for name, parameter in self.model.named_parameters()
+                   for moment, tensor in self.optimizer.state[parameter].items()}
+        return {f"weights/{name}": tensor for name, tensor in self.best_weights.items()} | moments
+
+    def state_shapes(self) -> dict[str, Tensor]:
+        """Return tensors with the names and shapes of `state`, also before the first epoch."""
+        parameters = dict(self.model.named_parameters())
+        shapes = {f"weights/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for moment in MOMENTS:
+            shapes |= {f"{moment}/{name}": tensor for name, tensor in parameters.items()}
+        return shapes | {f"step/{name}": torch.zeros(()) for name in parameters}
+
+    def restore(self, epochs: list[Epoch], state: dict[str, Tensor]) -> None:
+        """Continue from the epochs and the state of another tuner."""
+        self.epochs = list(epochs)
+        self.best_weights = {name.removeprefix("weights/"): tensor
+                             for name, tensor in state.items() if name.startswith("weights/")}
+        self.model.load_state_dict(self.best_weights)
+        moments = {number: {moment: state[f"{moment}/{name}"] for moment in (*MOMENTS, "step")}
+                   for number, (name, _) in enumerate(self.model.named_parameters())}
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
 
     def _end_epoch(self, train_loss: float | None, validation: list[Example],
                    report: Callable[[Epoch], None]) -> None:
         epoch = Epoch(len(self.epochs), train_loss, self.mean_loss(validation))
         self.epochs.append(epoch)
-        # NaN never becomes best, except at epoch 0.
-        if epoch.number == 0 or epoch.validation_loss < self.best.validation_loss:
-            self.best = epoch
-            self._best_weights = {name: tensor.to("cpu", copy=True)
-                                  for name, tensor in self.model.state_dict().items()}
+        if self.best is epoch:
+            self.best_weights = {name: tensor.to("cpu", copy=True)
+                                 for name, tensor in self.model.state_dict().items()}
         report(epoch)
 
     def _train(self, train: list[Example]) -> float:
-        """Train on all examples once, in a new order; return the mean loss."""
+        """Train on all examples once, in a new order; return the mean loss.
+
+        Order and dropout depend on the seed and the epoch's number only.
+        """
         number = len(self.epochs)
-        shuffled = random.Random(f"{self.options.seed}/{number}").sample(train, len(train))
+        chance = random.Random(f"{self.options.seed}/{number}")
+        shuffled = chance.sample(train, len(train))
+        torch.manual_seed(chance.getrandbits(63))
         self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in tqdm(list(self._batches(shuffled)), desc=f"epoch {number}", unit="step",

@@ -4,46 +4,66 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from basics.errors import UserError, as_os_error, cannot_be_written
+from basics.failpoints import failpoint
 from basics.files import read_regular_file
+from basics.json_files import read_json_object
+from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
-from lab.publish.tokenizer_files import write_own_tokenizer, write_tokenizer_files
+from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
 from tokens.tokenizer_file import read_named_tokenizer
 from trainer.targets import Target
 from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
          "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
-         "merges.txt", *CHARTS}
+         "merges.txt", *CHARTS, *GGUF_FILES}
 
 
-def write_export(target: Target, output_dir: Path, card: str) -> Path:
+@dataclass(frozen=True)
+class Extras:
+    """What an export has beside weights, configs, card and tokenizer."""
+
+    charts_dir: Path | None = None  # the charts in it are copied: the card shows them
+    chat_template: str | None = None
+    with_gguf: bool = False
+
+
+NONE = Extras()
+
+
+def write_export(target: Target, output_dir: Path, card: str,
+                 extras: Extras = NONE) -> Path:
     """Write a model's directory completely or not at all, replacing an earlier export.
-
-    The run's charts are copied too: the card shows them.
 
     Raises:
         UserError: GPT-2 does not support the model, the directory cannot be written, or it holds
             something else.
     """
     check_output(output_dir)
+    if extras.with_gguf:
+        check_gguf(target)
     end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
     config = gpt2_config(target.model.config, end_of_text)
     partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
-    old_dir = output_dir.with_name(f".{output_dir.name}.old")
+    old_dir = _old_dir(output_dir)
     try:
         for leftover in (partial_dir, old_dir):
             shutil.rmtree(leftover, ignore_errors=True)
         partial_dir.mkdir(parents=True)
         _write(target, partial_dir, config)
+        _write_extras(target, extras, partial_dir)
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
         if output_dir.exists():
             output_dir.rename(old_dir)
+            failpoint("export.rename")
         partial_dir.rename(output_dir)
         shutil.rmtree(old_dir, ignore_errors=True)
     except (OSError, SafetensorError) as error:
@@ -53,15 +73,39 @@ def write_export(target: Target, output_dir: Path, card: str) -> Path:
     return output_dir
 
 
-def check_output(output_dir: Path) -> None:
-    """Check that a path is free or holds an earlier export. Raises: UserError."""
+def put_back(output_dir: Path) -> None:
+    """Put back an earlier export that a kill left under another name while it was replaced."""
+    if _old_dir(output_dir).is_dir() and not output_dir.exists():
+        with suppress(OSError):  # nothing is lost: it keeps its other name
+            _old_dir(output_dir).rename(output_dir)
+
+
+def _old_dir(output_dir: Path) -> Path:
+    return output_dir.with_name(f".{output_dir.name}.old")
+
+
+def check_output(output_dir: Path, *, option: str = "--output") -> None:
+    """Check that an absolute path is free or holds an earlier export. Raises: UserError."""
+    put_back(output_dir)
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
-        raise UserError(f"{output_dir}: is not a directory; name one with --output")
+        raise UserError(f"{output_dir}: is not a directory; name one with {option}")
     found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
     if found and not (found <= FILES and MARK in _card_of(output_dir)):
         others = ", ".join(sorted(found - FILES)[:3]) or "a model from elsewhere"
         raise UserError(f"{output_dir}: holds other files ({others}); name another directory with"
-                        " --output")
+                        f" {option}")
+
+
+def is_export(directory: Path) -> bool:
+    """Return whether a directory holds a model that `lab publish` or `lab tune` wrote."""
+    return (directory / "config.json").is_file() and MARK in _card_of(directory)
+
+
+def chat_template_of(directory: Path) -> str | None:
+    """Return the chat template of an exported model, None if it has none. Raises: UserError."""
+    path = directory / "tokenizer_config.json"
+    template = read_json_object(path, needed_by="an exported model").get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _card_of(directory: Path) -> str:
@@ -84,6 +128,15 @@ def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
     elif target.tokenizer_name is not None:
         write_tokenizer_files(directory, target.tokenizer_name,
                               context_length=model.config.context_length)
-    for name in CHARTS if target.run else ():
-        if (target.run.run_dir / name).is_file():
-            shutil.copyfile(target.run.run_dir / name, directory / name)
+
+
+def _write_extras(target: Target, extras: Extras, directory: Path) -> None:
+    for name in CHARTS if extras.charts_dir else ():
+        if (extras.charts_dir / name).is_file():
+            shutil.copyfile(extras.charts_dir / name, directory / name)
+    if extras.chat_template is not None:
+        path = directory / "tokenizer_config.json"
+        values = read_json_object(path) | {"chat_template": extras.chat_template}
+        write_json(path, values)
+    if extras.with_gguf:
+        write_gguf_files(target, directory)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from basics.errors import one_line
+from basics.errors import UserError, first_line, one_line
+from basics.files import read_regular_file
 from lab.compare.run_figures import Written, number
 from reporting.metrics_file import read_metrics
 from run_config import ModelConfig, TrainConfig
@@ -51,7 +54,17 @@ Settings that differ from the defaults:
 ```json
 {settings}
 ```
-{charts}"""
+{charts}{gguf}"""
+
+GGUF_HEAD = "\n## GGUF\n"
+GGUF = GGUF_HEAD + """
+For llama.cpp and programs made of it, with the tokenizer inside: `model-F16.gguf` holds 16-bit
+floats, `model-Q8_0.gguf` blocks of 32 8-bit integers, in half of the bytes.
+
+```sh
+llama-server --model model-Q8_0.gguf
+```
+"""
 
 CHARTS = {"loss-chart.png": "Training and validation loss", "grad-norm-chart.png": "Gradient norm",
           "learning-rate-chart.png": "Learning rate"}
@@ -59,6 +72,13 @@ MEASURED = {"loss": "loss (nats per token)", "perplexity": "perplexity",
             "bits_per_byte": "bits per byte", "accuracy": "accuracy",
             "normalised_accuracy": "length-normalised accuracy"}
 MARK = "ddp-train"  # a tag that identifies our cards
+HERE = "."  # the address in the card of a directory: the directory itself
+ADDRESS = re.compile(r'(pipeline\("text-generation", model=)"[^"\n]*"')
+# The datasets whose licence and language are known: FineWeb's, in tokens or as it is.
+FINEWEB = re.compile(r"((gpjt|HuggingFaceFW)/)?fineweb(-edu)?(-gpt2-tokens)?")
+FINEWEB_LICENCE, FINEWEB_LANGUAGES = "odc-by", ["en"]
+LICENCE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{1,8})*")
 
 
 @dataclass(frozen=True)
@@ -66,8 +86,20 @@ class CardFacts:
     """The parts of a card that no file of the run contains."""
 
     title: str
-    address: str  # where the model is loaded from: a name on the hub, or a directory
+    address: str  # where the model is loaded from: a name on the hub, or `HERE`
     licence: str | None = None
+    languages: tuple[str, ...] = ()
+    has_gguf: bool = False
+
+    def check(self) -> None:
+        """Raises: UserError: the hub would refuse the licence or a language."""
+        if self.licence is not None and not LICENCE_NAME.fullmatch(self.licence):
+            raise UserError(f"--license: {self.licence[:60]!r} is not a licence's short name; give"
+                            " one such as apache-2.0, mit or other")
+        for language in self.languages:
+            if not LANGUAGE_CODE.fullmatch(language):
+                raise UserError(f"--language: {language[:60]!r} is not a language's code; give one"
+                                " such as en or pt-BR")
 
 
 def model_card(target: Target, facts: CardFacts) -> str:
@@ -79,27 +111,65 @@ def model_card(target: Target, facts: CardFacts) -> str:
     settings = written.part("train") or target.run.train.model_dump()
     dataset = one_line(str(settings.get("dataset")))
     found = measurements(target, dataset)
+    if settings.get("init_from") is not None:
+        settings = settings | {"init_from": public_name(str(settings["init_from"]))}
     start = settings.get("init_from")
     shown = [name for name in CHARTS if (target.run.run_dir / name).is_file()]
     return CARD.format(
-        front_matter=_front_matter(dataset, found, facts), title=facts.title,
+        front_matter=_front_matter(settings, found, facts), title=facts.title,
         address=facts.address, num_parameters=target.model.num_parameters(),
         start=f"the weights of `{one_line(str(start))}`" if start else "scratch",
         on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`",
         prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
-        facts=_rows(_model_facts(target, found)), training=_rows(_training(target, written)),
+        facts=table_rows(_model_facts(target, found)),
+        training=table_rows(_training(target, written)),
         notes=_notes(target), settings=json.dumps(_changed(target, settings), indent=2),
         charts="".join(f"\n![{CHARTS[name]}]({name})\n" for name in shown),
+        gguf=GGUF if facts.has_gguf else "",
     )
 
 
-def _front_matter(dataset: str, found: list[dict[str, Any]], facts: CardFacts) -> str:
+def changed_card(path: Path, facts: CardFacts) -> str:
+    """Return the card of an exported model with another address, licence, languages or GGUF files.
+
+    Raises:
+        UserError: its front matter cannot be read.
+    """
+    facts.check()
+    text = read_regular_file(path)
+    try:
+        card = ModelCard(text)
+    except Exception as error:  # the YAML library has errors of its own
+        raise UserError(f"{path}: not a model card ({first_line(error)}); export the model"
+                        " again") from None
+    card.data.license = facts.licence or card.data.license
+    card.data.language = list(facts.languages) or card.data.language
+    body = card.text.partition(GGUF_HEAD)[0].rstrip("\n")
+    card.text = ADDRESS.sub(rf'\1"{facts.address}"', body)
+    return f"{card}\n{GGUF if facts.has_gguf else ''}"
+
+
+def public_name(name: str) -> str:
+    """Return a model's name as others may read it: of a path on this machine the last part."""
+    if HUB_NAME.fullmatch(name) and not Path(name).exists():
+        return name
+    return Path(name).resolve().name
+
+
+def _front_matter(settings: dict[str, Any], found: list[dict[str, Any]], facts: CardFacts) -> str:
+    facts.check()
+    dataset = one_line(str(settings.get("dataset")))
+    is_fineweb = bool(FINEWEB.fullmatch(dataset))
+    is_from_scratch = settings.get("init_from") is None  # else other weights' licence counts too
+    licence = facts.licence or (FINEWEB_LICENCE if is_fineweb and is_from_scratch else None)
+    languages = list(facts.languages) or (FINEWEB_LANGUAGES if is_fineweb else None)
     results = [EvalResult(task_type="text-generation", task_name="Language modelling",
                           dataset_type=one["dataset"], dataset_name=one["dataset"],
                           dataset_split=one["split"], metric_type=one["metric"],
                           metric_name=one["name"], metric_value=one["value"]) for one in found]
     return ModelCardData(
-        license=facts.licence, library_name="transformers", pipeline_tag="text-generation",
+        license=licence, language=languages, library_name="transformers",
+        pipeline_tag="text-generation",
         datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, tags=["gpt2", MARK],
         model_name=facts.title, eval_results=results or None,
     ).to_yaml()
@@ -196,6 +266,7 @@ def _notes(target: Target) -> str:
     return "\n".join(notes)
 
 
-def _rows(facts: dict[str, str]) -> str:
+def table_rows(facts: dict[str, str]) -> str:
+    """Return the rows of a Markdown table of two columns."""
     return "\n".join("| {} | {} |".format(*(one_line(text).replace("|", "\\|") for text in row))
                      for row in facts.items())

@@ -12,21 +12,30 @@ import click
 @click.argument("source")
 @click.argument("repository", required=False)
 @click.option("--output", "output_dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Write the model to this directory.  [default: runs/<run>/export]")
+              help="Write the model to this directory.  [default: runs/<run>/export; SOURCE itself"
+                   " if it is an exported or tuned model]")
 @click.option("--checkpoint", default="best", show_default=True,
               help="latest, best or the name of a checkpoint directory.")
 @click.option("--public", "is_public", is_flag=True,
               help="Make a new repository public instead of private.")
 @click.option("--dry-run", "is_dry_run", is_flag=True,
               help="Write the directory and list the files, but upload nothing.")
+@click.option("--gguf", "with_gguf", is_flag=True,
+              help="Write GGUF files for llama.cpp too: 16-bit floats and 8-bit integers. Needs the"
+                   " extra gguf: uv run --extra gguf lab publish ...")
 @click.option("--license", "licence", metavar="NAME",
-              help="For the model card, such as apache-2.0.")
+              help="For the model card, such as apache-2.0.  [default: odc-by if trained on FineWeb"
+                   " from scratch, else none]")
+@click.option("--language", "languages", multiple=True, metavar="CODE",
+              help="For the model card, such as en; may be repeated.  [default: en if trained on"
+                   " FineWeb, else none]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 def command(**options: Any) -> None:
     """Export a run's model in the format of transformers, and upload it.
 
-    SOURCE is a run, or the directory of a token dataset. REPOSITORY is owner/name on the Hugging
+    SOURCE is a run, a directory that `lab publish` or `lab tune` wrote (runs/RUN/tuned), or that
+    of a token dataset. REPOSITORY is owner/name on the Hugging
     Face hub; without it nothing is uploaded. Uploading needs a token: HF_TOKEN, or the one stored
     by `uv run hf auth login`. After an error, run the same command again.
     """

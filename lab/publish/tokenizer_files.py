@@ -20,17 +20,17 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
     """
     if tokenizer_name == "gpt2":
         vocabulary, merges = _gpt2_vocabulary()
-        _write_json(directory / "vocab.json", vocabulary)
+        write_json(directory / "vocab.json", vocabulary)
         (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]),
                                               encoding="utf-8")
     else:
         vocabulary, merges = {letter: byte for byte, letter in enumerate(byte_letters())}, []
-    _write_json(directory / "tokenizer.json",
+    write_json(directory / "tokenizer.json",
                 _pipeline(vocabulary, merges, END_OF_TEXT_IDS[tokenizer_name],
                           splits_words=tokenizer_name == "gpt2"))
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    _write_json(directory / "special_tokens_map.json", special)
-    _write_json(directory / "tokenizer_config.json", special | {
+    write_json(directory / "special_tokens_map.json", special)
+    write_json(directory / "tokenizer_config.json", special | {
         "tokenizer_class": ("GPT2Tokenizer" if tokenizer_name == "gpt2"
                             else "PreTrainedTokenizerFast"),
         "model_max_length": context_length, "add_prefix_space": False,
@@ -49,9 +49,9 @@ def write_own_tokenizer(directory: Path, content: bytes, *,
     (directory / TOKENIZER_FILE).write_bytes(content)
     end_of_text = parse_tokenizer(content).eot_text
     special = dict.fromkeys(("bos_token", "eos_token"), end_of_text)
-    _write_json(directory / "special_tokens_map.json", special)
+    write_json(directory / "special_tokens_map.json", special)
     length = {} if context_length is None else {"model_max_length": context_length}
-    _write_json(directory / "tokenizer_config.json", special | length | {
+    write_json(directory / "tokenizer_config.json", special | length | {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False})
 
 
@@ -81,5 +81,6 @@ def _pipeline(vocabulary: dict[str, int], merges: list[str], end_of_text: int, *
     }
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a JSON file, non-ASCII characters as they are."""
     path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")

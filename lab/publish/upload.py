@@ -10,8 +10,15 @@ import torch
 from huggingface_hub import HfApi, get_token
 
 from basics.errors import UserError
-from lab.publish.export import check_output, write_export
-from lab.publish.model_card import CardFacts, model_card
+from lab.publish.export import (
+    Extras,
+    chat_template_of,
+    check_output,
+    is_export,
+    put_back,
+    write_export,
+)
+from lab.publish.model_card import HERE, CardFacts, changed_card, model_card
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run
@@ -32,7 +39,9 @@ class Request:
     output_dir: Path | None
     is_public: bool
     is_dry_run: bool
+    with_gguf: bool
     licence: str | None
+    languages: tuple[str, ...]
     runs_dir: Path
 
 
@@ -70,9 +79,9 @@ def find_dataset(request: Request) -> Upload | None:
     if request.repository is None:
         raise UserError(f"{directory}: is a dataset, which needs no export; name the REPOSITORY to"
                         " upload it to")
-    if request.output_dir or request.licence:
-        raise UserError(f"{directory}: is a dataset; --output and --license apply only to"
-                        " models; put a dataset's licence in its README.md")
+    if request.output_dir or request.licence or request.languages or request.with_gguf:
+        raise UserError(f"{directory}: is a dataset; --output, --license, --language and --gguf"
+                        " apply only to models; put a dataset's licence in its README.md")
     for split in ("train", "validation"):
         TokenFile(directory / f"{split}.safetensors")  # raises an error if it is damaged
     present = [name for name in DATASET_FILES if (directory / name).is_file()]
@@ -80,17 +89,38 @@ def find_dataset(request: Request) -> Upload | None:
 
 
 def export_model(request: Request) -> Upload:
-    """Write the export of a run's model. Raises: UserError."""
-    if not is_run(request.source, request.runs_dir):
+    """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
+    facts = CardFacts(request.source, request.repository or HERE, request.licence,
+                      request.languages, request.with_gguf)
+    put_back(Path(request.source).absolute())
+    if is_run(request.source, request.runs_dir):
+        folder = _export_run(request, facts)
+    elif is_export(Path(request.source)):
+        folder = _export_again(request, facts)
+    else:
         load_run(request.runs_dir, request.source)  # its error lists the runs
+    return Upload(folder, sorted(path.name for path in folder.iterdir()), "model")
+
+
+def _export_run(request: Request, facts: CardFacts) -> Path:
     output_dir = request.output_dir or request.runs_dir / request.source / "export"
     output_dir = output_dir.absolute()
     check_output(output_dir)
     target = load_target(request.source, runs_dir=request.runs_dir,
                          checkpoint_name=request.checkpoint, device=torch.device("cpu"))
-    facts = CardFacts(request.source, request.repository or str(output_dir), request.licence)
-    folder = write_export(target, output_dir, model_card(target, facts))
-    return Upload(folder, sorted(path.name for path in folder.iterdir()), "model")
+    return write_export(target, output_dir, model_card(target, facts),
+                        Extras(charts_dir=target.run.run_dir, with_gguf=request.with_gguf))
+
+
+def _export_again(request: Request, facts: CardFacts) -> Path:
+    """Write an exported model once more, with what the command line adds to it."""
+    source = Path(request.source).absolute()
+    output_dir = (request.output_dir or source).absolute()
+    check_output(output_dir)
+    card = changed_card(source / "README.md", facts)
+    target = load_target(str(source), runs_dir=request.runs_dir, device=torch.device("cpu"))
+    return write_export(target, output_dir, card, Extras(
+        charts_dir=source, chat_template=chat_template_of(source), with_gguf=request.with_gguf))
 
 
 def send(upload: Upload, repository: str, *, is_public: bool) -> None:

@@ -17,7 +17,6 @@ import torch
 from click.testing import Result
 
 from basics.errors import UserError
-from checkpointing import CheckpointMeta, Snapshot, save_checkpoint
 from gpt import GPTModel
 from lab.instruct import instructions
 from lab.instruct.instructions import (
@@ -29,49 +28,28 @@ from lab.instruct.instructions import (
 )
 from lab.instruct.tune import default_output
 from lab.instruct.tuning import IGNORED, Example, TuneOptions, Tuner, collate, encode_entries
-from run_config import ModelConfig
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.workplace import TINY_MODEL, Workplace
+from tests.support.tuning import (
+    MODEL,
+    add_tunable_run,
+    answers_in,
+    entries_of,
+    tune,
+    write_entries,
+)
+from tests.support.workplace import Workplace
 from tokens.tokenizer import load_tokenizer
 from trainer.targets import Target
 
-MODEL = ModelConfig(**TINY_MODEL | {"context_length": 192})
 OPTIONS = TuneOptions(loss_on="response", learning_rate=0.01, weight_decay=0.1, batch_size=4,
                       max_epochs=30, max_new_tokens=20, seed=1)
 END = 256
-FAST = ("--learning-rate", "0.01", "--max-new-tokens", "20")
 
 
 @pytest.fixture
 def tuned_place(workplace: Workplace) -> Workplace:
     """A run with a checkpoint, and instructions that all have the same output."""
-    run_dir = workplace.add_run(model={"context_length": 192, "drop_rate": 0.0})
-    torch.manual_seed(0)
-    meta = CheckpointMeta(global_step=1, tokens=0, loss=1.0, train_loss=1.0, seconds={},
-                          tokenizer="bytes", model=MODEL, random_seed=42, data={})
-    save_checkpoint(run_dir / "checkpoints", Snapshot(GPTModel(MODEL).state_dict(), {}), meta)
-    write_entries(workplace.root / "data.json", 40, output=" Yes.")
-    return workplace
-
-
-def write_entries(path: Path, count: int, *, output: str) -> Path:
-    path.write_text(json.dumps([
-        {"instruction": f"Ask {i}", "input": "é" if i == 36 else "", "output": output}
-        for i in range(count)]))
-    return path
-
-
-def entries_of(path: Path) -> list[dict[str, str]]:
-    return json.loads(path.read_text())
-
-
-def tune(workplace: Workplace, *arguments: str, data: Path | None = None) -> Result:
-    data = data or workplace.root / "data.json"
-    return run_lab("tune", *workplace.arguments("tiny"), "--data", str(data), *FAST, *arguments)
-
-
-def answers_in(workplace: Workplace) -> dict:
-    return json.loads((workplace.runs_dir / "tiny/instruction-answers.json").read_text())
+    return add_tunable_run(workplace)
 
 
 def encoded(prompt: str, *, input: str = "", output: str = "Yes.", context_length: int = 192,
@@ -213,7 +191,7 @@ def test_the_tuned_model_answers_the_test(tuned_place: Workplace) -> None:
     assert record["answers"] == wanted  # learnt, including where to stop; in the order of the test
     path = tuned_place.runs_dir / "tiny/instruction-answers.json"
     assert [answer.model_dump() for answer in load_answers(path).answers] == wanted
-    assert not list(path.parent.glob(".*"))  # no other files, and no weights, were written
+    assert not list(path.parent.glob(".*"))  # no other files were written
 
 
 @pytest.mark.parametrize(("name", "output"), [("openai-community/gpt2", "gpt2-answers.json"),

@@ -1,0 +1,146 @@
+"""Write a model as GGUF, the format of llama.cpp: weights and tokenizer in one file.
+
+Source: the tensors and keys that llama.cpp reads of its architecture `gpt2`, as the package `gguf`
+names them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from basics.errors import UserError
+from tokens.tokenizer_file import TOKENIZER_FILE, byte_letters, parse_tokenizer
+from trainer.targets import Target
+from trainer.weight_formats import to_gpt2
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+GGUF_FILES = {"model-F16.gguf": "F16", "model-Q8_0.gguf": "Q8_0"}  # by name, the weights' type
+TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2 keeps (in, out), GGUF (out, in)
+LARGEST_F16 = 65504.0
+NO_MERGES = "<|endoftext|> <|endoftext|>"  # llama.cpp wants at least one; text never has these two
+
+
+def check_gguf(target: Target) -> None:
+    """Check before the work that a model can be written. Raises: UserError."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("--gguf needs the package gguf: uv run --extra gguf lab publish ...")
+    tokenizer, vocab_size = target.load_tokenizer(), target.model.config.vocab_size
+    if tokenizer.n_vocab > vocab_size:
+        raise UserError(f"{target.name}: its tokenizer has {tokenizer.n_vocab:,} entries, the model"
+                        f" {vocab_size:,}; GGUF cannot hold it; leave out --gguf")
+    if target.tokenizer_path is not None:
+        difference = _difference_from_gpt2(target.tokenizer_path.read_bytes())
+        if difference:
+            raise UserError(f"{target.tokenizer_path}: {difference}, which GGUF has no word for;"
+                            " leave out --gguf")
+    largest = max(float(weight.abs().max()) for weight in target.model.state_dict().values())
+    if largest > LARGEST_F16:
+        raise UserError(f"{target.name}: holds numbers up to {largest:g}, too large for 16-bit"
+                        " floats; leave out --gguf")
+
+
+def write_gguf_files(target: Target, directory: Path) -> None:
+    """Write the files of `GGUF_FILES` beside a model's exported tokenizer."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    for name, kind in GGUF_FILES.items():
+        writer = GGUFWriter(directory / name, "gpt2")
+        _add_facts(writer, target, kind)
+        _add_tokenizer(writer, target, directory / TOKENIZER_FILE)
+        if config.get("chat_template"):
+            writer.add_chat_template(config["chat_template"])
+        for tensor, weight, stored_as in _tensors(target, GGMLQuantizationType[kind]):
+            writer.add_tensor(tensor, weight, raw_dtype=stored_as)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def _add_facts(writer: GGUFWriter, target: Target, kind: str) -> None:
+    from gguf import GGML_QUANT_VERSION, LlamaFileType
+
+    config = target.model.config
+    writer.add_name(Path(target.name).name)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.emb_dim)
+    writer.add_feed_forward_length(4 * config.emb_dim)
+    writer.add_block_count(config.n_layers)
+    writer.add_head_count(config.n_heads)
+    writer.add_layer_norm_eps(1e-5)
+
+
+def _add_tokenizer(writer: GGUFWriter, target: Target, path: Path) -> None:
+    """Add a byte-level BPE; ids that only pad the model's vocabulary become unused tokens."""
+    from gguf import TokenType
+
+    parts, end_of_text = json.loads(path.read_bytes()), target.load_tokenizer().eot_token
+    vocab_size = target.model.config.vocab_size
+    tokens = [f"[PAD{number}]" for number in range(vocab_size)]
+    kinds = [int(TokenType.UNUSED)] * vocab_size
+    for token, number in parts["model"]["vocab"].items():
+        tokens[number], kinds[number] = token, int(TokenType.NORMAL)
+    for added in parts["added_tokens"]:
+        tokens[added["id"]], kinds[added["id"]] = added["content"], int(TokenType.CONTROL)
+    merges = [merge if isinstance(merge, str) else " ".join(merge)
+              for merge in parts["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges or [NO_MERGES])
+    writer.add_bos_token_id(end_of_text)
+    writer.add_eos_token_id(end_of_text)
+    writer.add_add_bos_token(False)
+
+
+def _tensors(target: Target, kind: GGMLQuantizationType,
+             ) -> Iterator[tuple[str, np.ndarray, GGMLQuantizationType]]:
+    """Yield each tensor's name, its data as stored, and the type of these.
+
+    Vectors and position embeddings stay float32, as llama.cpp expects; rows that are no multiple of
+    a type's block become float16.
+    """
+    from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
+    from gguf.quants import quantize
+
+    names = get_tensor_name_map(MODEL_ARCH.GPT2, target.model.config.n_layers)
+    weights = {name: weight.detach().cpu() for name, weight in target.model.state_dict().items()}
+    for theirs, weight in to_gpt2(weights, target.model.config).items():
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        stored_as = kind
+        if weight.dim() == 1 or name == "position_embd.weight":
+            stored_as = GGMLQuantizationType.F32
+        matrix = (weight.T if TRANSPOSED.search(theirs) else weight).contiguous().numpy()
+        if matrix.shape[-1] % GGML_QUANT_SIZES[stored_as][0]:
+            stored_as = GGMLQuantizationType.F16
+        yield name, quantize(matrix, stored_as), stored_as
+
+
+def _difference_from_gpt2(content: bytes) -> str:
+    """Say what in a tokenizer's file llama.cpp would do differently; empty if nothing."""
+    parts = json.loads(content)
+    model: dict[str, Any] = parts["model"]
+    if model.get("type", "BPE") != "BPE":
+        return f"is a {model['type']}, not a byte-level BPE"
+    if not parse_tokenizer(content).splits_like_gpt2:
+        return "does not split text as GPT-2's tokenizer does"
+    for option in ("ignore_merges", "byte_fallback", "continuing_subword_prefix",
+                   "end_of_word_suffix"):
+        if model.get(option):
+            return f"has {option}"
+    if missing := set(byte_letters()) - model["vocab"].keys():
+        return f"has no entry for {len(missing)} of the 256 bytes"
+    return ""
