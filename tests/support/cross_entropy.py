@@ -78,6 +78,24 @@ def head_inputs(device: str, num_tokens: int = N, vocab_size: int = 1009) -> tup
     return x.requires_grad_(), weight.requires_grad_(), targets
 
 
+def repeated_targets() -> tuple[Tensor, ...]:
+    """Return x, weight and targets whose gradients, summed over tokens, are too large for fp16.
+
+    The logits are equal, and most tokens have the first of five targets.
+    """
+    num_tokens = 2**17
+    targets = torch.zeros(num_tokens, dtype=torch.int64)
+    targets[::4] = 1
+    x = torch.full((num_tokens, 2), 2.0, requires_grad=True)
+    return x, torch.zeros(5, 2, requires_grad=True), targets
+
+
+def repeated_targets_gradient() -> Tensor:
+    """Return the gradient of the mean loss over the weight of `repeated_targets`."""
+    shares = torch.tensor([0.75, 0.25, 0, 0, 0])
+    return (2 * (0.2 - shares))[:, None].expand(5, 2)
+
+
 def _with_gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
     scaled = loss * 8 / 3  # factors of a gradient scaler and of accumulation
     return [loss.detach(), *torch.autograd.grad(scaled, inputs)]
