@@ -50,6 +50,20 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
+def token_sum(grad: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute `grad.T @ x`: (n, V') and (n, C) to (V', C), in `sum_dtype`."""
+    if sum_dtype(x) == x.dtype:
+        return torch.mm(grad.T, x, out=out)
+    if x.device.type == "cpu":  # CPUs have no matrix product with another dtype
+        return torch.mm(grad.T.float(), x.float(), out=out)
+    return torch.mm(grad.T, x, out_dtype=torch.float32, out=out)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over tokens: in fp16, they can exceed its largest number, 65,504."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
+
+
 def _mean_loss(x: Tensor, chunks: _Chunks, targets: Tensor) -> Tensor:
     total = torch.zeros((), device=x.device)
     for x_chunk, chunk_targets in chunks.split(x, targets):
@@ -105,13 +119,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 multiple: int) -> Tensor:
         chunks = _Chunks(x, weight, chunk_tokens, multiple)
         x_grad, weight_grad = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-        product = torch.empty_like(chunks.weight)
+        product = torch.empty_like(chunks.weight, dtype=sum_dtype(x))
         total = torch.zeros((), device=x.device)
         for x_chunk, x_chunk_grad, chunk_targets in chunks.split(x, x_grad, targets):
             grad, loss = chunks.logit_gradients(x_chunk, chunk_targets)
             total += loss
             torch.mm(grad, chunks.weight, out=x_chunk_grad)
-            weight_grad += torch.mm(grad.T, x_chunk, out=product)[: len(weight)]
+            weight_grad += token_sum(grad, x_chunk, product)[: len(weight)]
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
 

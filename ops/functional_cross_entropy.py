@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.chunked_cross_entropy import autocast_dtype, pad_rows
+from ops.chunked_cross_entropy import autocast_dtype, pad_rows, token_sum
 from ops.fused_cross_entropy import fused_losses_
 
 
@@ -84,7 +84,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad, loss = _gradients_and_loss_sum(logits, chunk_targets, len(weight), options.fused)
             losses.append(loss)
             x_grads.append(grad @ padded)
-            weight_grad += grad.T @ x_chunk
+            weight_grad += token_sum(grad, x_chunk)
             del logits, grad  # before the next chunk's are allocated
         ctx.save_for_backward(torch.cat(x_grads), weight_grad[: len(weight)])
         return sum(losses) / len(x)

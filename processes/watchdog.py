@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from basics.errors import (
@@ -31,7 +32,7 @@ from basics.errors import (
 from basics.failpoints import failpoint
 from basics.files import write_atomically
 from basics.json_files import to_json
-from basics.out_of_memory import is_out_of_memory
+from basics.out_of_memory import is_out_of_gpu_memory
 from processes.deadlines import Deadlines
 from processes.launch import Process
 from processes.peers import Peers, PeerStore, is_caused_by_peers
@@ -136,12 +137,11 @@ class Watchdog(AbstractContextManager):
         status = error.status if isinstance(error, UserError) else FAILED
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             status = DISK_FULL
-        lacks_memory, event = is_out_of_memory(error), describe(error)
-        if lacks_memory:
-            event += SMALLER
-        elif not isinstance(error, UserError):
+        # Others can have the same text: CUDA also allocates memory of the machine.
+        if not isinstance(error, UserError | torch.OutOfMemoryError):
             print_traceback(error)
-        self._exit(status, f"failed {self._position()}: {event}")
+        advice = SMALLER if is_out_of_gpu_memory(error) else ""
+        self._exit(status, f"failed {self._position()}: {describe(error)}{advice}")
 
     def _fail_after_peers(self, error: BaseException) -> NoReturn:
         """Exit because a collective failed: another rank has the cause, and will report it."""

@@ -34,14 +34,15 @@ def choose_forward_options(
     """
     on_gpu, in_16_bits = device.type == "cuda", train.precision in ("bf16", "fp16")
     is_eager_on_cpu = not on_gpu and not train.compile
+    is_fused = train.cross_entropy == "fused"  # wide loads need rows of a multiple of 16 bytes
     return ForwardOptions(
         residual_dtype=torch.bfloat16 if train.residual_dtype == "bf16" else None,
         head_chunk_tokens=head_chunk_tokens(model, train, is_eager_on_cpu=is_eager_on_cpu),
         activation_checkpointing=train.activation_checkpointing,
-        head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
+        head_multiple=HEAD_MULTIPLE if on_gpu and (in_16_bits or is_fused) else 1,
         attention_in_blocks=is_eager_on_cpu and in_16_bits and train.attention == "auto",
         attention_kernel=KERNELS.get(train.attention),
-        fused_cross_entropy=train.cross_entropy == "fused",
+        fused_cross_entropy=is_fused,
     )
 
 

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.chunked_cross_entropy import chunked_cross_entropy
+from ops.chunked_cross_entropy import chunked_cross_entropy, token_sum
+from tests.support.cross_entropy import repeated_targets, repeated_targets_gradient
 
 N, C, V = 40, 16, 301
 
@@ -49,6 +50,21 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(
                                  multiple=multiple)
     for found, wanted in zip(chunked, whole, strict=True):
         assert (found - wanted).norm() <= tolerance * wanted.norm()
+
+
+def test_sums_over_many_tokens_do_not_overflow_in_fp16() -> None:
+    x, weight, targets = repeated_targets()
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked_cross_entropy(x, weight, targets, chunk_tokens=len(x))
+    loss.backward()
+    torch.testing.assert_close(weight.grad, repeated_targets_gradient(), rtol=2e-3, atol=0)
+
+
+def test_gpus_sum_fp16_over_tokens_in_float32() -> None:
+    """On the device without memory, which has the operators of GPUs."""
+    for dtype, wanted in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        grad, x = (torch.empty(6, n, dtype=dtype, device="meta") for n in (5, 4))
+        assert token_sum(grad, x).dtype == wanted and token_sum(grad, x).shape == (5, 4)
 
 
 def test_the_loss_is_float32_in_low_precision() -> None:

@@ -7,7 +7,15 @@ from gpt import ForwardOptions, GPTModel
 from ops.chunked_cross_entropy import autocast_dtype
 from ops.functional_cross_entropy import HeadOptions, functional_cross_entropy
 from run_config import ModelConfig
-from tests.support.cross_entropy import CHUNK, FORMS, N, compare_head, head_inputs
+from tests.support.cross_entropy import (
+    CHUNK,
+    FORMS,
+    N,
+    compare_head,
+    head_inputs,
+    repeated_targets,
+    repeated_targets_gradient,
+)
 from tests.support.workplace import TINY_MODEL
 
 OURS = {name: options for name, options in FORMS.items() if not options.fused}
@@ -49,6 +57,16 @@ def test_large_logits_are_exact(options: HeadOptions) -> None:
     torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(functional_cross_entropy(x, weight, targets, options), loss)
+
+
+@pytest.mark.parametrize("options", [HeadOptions(), HeadOptions(2**17)])
+def test_sums_over_many_tokens_do_not_overflow_in_fp16(options: HeadOptions) -> None:
+    x, weight, targets = repeated_targets()
+    with torch.autocast("cpu", torch.float16):
+        loss = functional_cross_entropy(x, weight, targets, options)
+    (loss * 2**14).backward()  # as a gradient scaler does; in the whole form, else they vanish
+    torch.testing.assert_close(weight.grad / 2**14, repeated_targets_gradient(),
+                               rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 7])

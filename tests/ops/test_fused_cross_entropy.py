@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -16,10 +15,12 @@ import torch
 from ops.functional_cross_entropy import functional_cross_entropy
 from ops.fused_cross_entropy import fused_losses_
 from tests.support.cross_entropy import (
-    CHUNK,
     DTYPES,
     FUSED,
+    HEADS,
     LOGITS,
+    RAGGED,
+    ROWS,
     VOCABULARIES,
     N,
     compare_head,
@@ -28,23 +29,25 @@ from tests.support.cross_entropy import (
 )
 from tests.support.workplace import PROJECT_DIR
 
+HALF_STEP = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}  # at 1; rounded up in float32
+
 
 def assert_rows_agree(found: dict, dtype: str) -> None:
     assert found["loss"] < 1e-6
-    assert found["gradient"] < (1e-6 if dtype == "float32" else 2**-8)  # half a bf16 step at 1
+    assert found["gradient"] < HALF_STEP[dtype]
     assert found["padding"] == 0
     assert found["same without gradients"] and not found["written without gradients"]
 
 
-def assert_head_agrees(found: dict, name: str, *, compiles: bool) -> None:
+def assert_head_agrees(found: dict, name: str, dtype: str, *, compiles: bool) -> None:
     assert found["loss"] < 1e-3 and max(found["input"], found["weight"]) < 0.015
     if compiles:  # gradients replace the logits, and nothing else has their size
-        sizes = [size for size in found["buffers"]
-                 if size.startswith((f"({N}, 10", f"({CHUNK}, 10"))]
-        assert sizes == [f"({FUSED[name].chunk_tokens or N}, 1024) bfloat16"]
+        wanted = {"fused": [N], "fused in chunks": [RAGGED, N % RAGGED]}[name]
+        assert [size for size in found["buffers"] if "(1024, " not in size and ", 10" in size] == [
+            f"({num_rows}, 1024) {dtype}" for num_rows in wanted]
 
 
-@pytest.mark.timeout(600)  # compiles twice
+@pytest.mark.timeout(600)  # compiles
 def test_rows_and_heads_on_tritons_interpreter() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton")
@@ -54,10 +57,10 @@ def test_rows_and_heads_on_tritons_interpreter() -> None:
     assert result.returncode == 0, result.stderr
     found = {tuple(line.pop("case")): line
              for line in map(json.loads, result.stdout.splitlines())}
-    for vocabulary, dtype, kind in itertools.product(VOCABULARIES, DTYPES, LOGITS):
+    for vocabulary, dtype, kind in ROWS:
         assert_rows_agree(found.pop((*vocabulary, dtype, kind)), dtype)
-    for name, compiles in itertools.product(FUSED, (False, True)):
-        assert_head_agrees(found.pop((name, compiles)), name, compiles=compiles)
+    for name, dtype, compiles in HEADS:
+        assert_head_agrees(found.pop((name, dtype, compiles)), name, dtype, compiles=compiles)
     assert not found
 
 
@@ -80,10 +83,11 @@ def test_rows_on_a_gpu(vocabulary: tuple[int, int], dtype: str, kind: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("compiles", [False, True])
-def test_the_head_on_a_gpu(name: str, compiles: bool) -> None:
-    found = compare_head("cuda", FUSED[name], compiles=compiles)
-    assert_head_agrees(found, name, compiles=compiles)
+def test_the_head_on_a_gpu(name: str, dtype: str, compiles: bool) -> None:
+    found = compare_head("cuda", FUSED[name], dtype, compiles=compiles)
+    assert_head_agrees(found, name, dtype, compiles=compiles)
 
 
 @pytest.mark.gpu
@@ -105,17 +109,19 @@ def test_more_than_2_31_logits_on_a_gpu() -> None:
 def test_the_fused_form_holds_the_logits_once_on_a_gpu(chunk_tokens: int | None) -> None:
     x, weight, targets = head_inputs("cuda", num_tokens=8192, vocab_size=50257)
     options = replace(FUSED["fused"], chunk_tokens=chunk_tokens)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.autocast("cuda", torch.bfloat16):
-        functional_cross_entropy(x, weight, targets, options).backward()
+    for _ in range(2):  # in the first run, cuBLAS allocates what it keeps
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            functional_cross_entropy(x, weight, targets, options).backward()
     logits = 2 * (chunk_tokens or 8192) * 50304
     assert torch.cuda.max_memory_allocated() - before < 1.1 * logits + 2**25
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_kernels_compile_for_a_gpu_with_wide_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's compiler needs no GPU: this is the code for an H100."""
     pytest.importorskip("triton")
@@ -126,7 +132,7 @@ def test_the_kernels_compile_for_a_gpu_with_wide_loads(
     from ops import cross_entropy_kernels as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    signature = {"logits": "*bf16", "targets": "*i64", "losses": "*fp32",
+    signature = {"logits": f"*{dtype}", "targets": "*i64", "losses": "*fp32",
                  "vocab_size": "constexpr", "num_columns": "constexpr"}
     source = ASTSource(
         kernels.write_losses_and_gradients, signature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -10,9 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from processes.deadlines import Deadlines
+from processes.watchdog import SMALLER, Watchdog
 from tests.support.runs import (
     SETTINGS,
     last_line_of_ours,
@@ -57,6 +61,27 @@ def workers_in_slow_step(process: multiprocessing.process.BaseProcess, run_dir: 
     workers = children_of(process.pid)
     assert json.loads((run_dir / "heartbeat.json").read_text())["pid"] == workers[0]
     return workers
+
+
+@pytest.mark.parametrize(("error", "advises", "explains"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), True, False),
+    (torch.AcceleratorError("CUDA error: out of memory"), True, True),  # or pinned memory
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), False, True),
+    (MemoryError("Unable to allocate 8 GiB for an array"), False, True),
+    (UserError("out of order"), False, False),
+], ids=lambda value: type(value).__name__)
+def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(
+    error: Exception, advises: bool, explains: bool, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture
+) -> None:
+    events = []
+    watchdog = object.__new__(Watchdog)  # without its thread
+    monkeypatch.setattr(watchdog, "_position", lambda: "in training", raising=False)
+    monkeypatch.setattr(watchdog, "_exit", lambda status, event: events.append(event),
+                        raising=False)
+    watchdog.fail(error)
+    assert [event.endswith(SMALLER) for event in events] == [advises]
+    assert (str(error) in capsys.readouterr().err) == explains
 
 
 @pytest.fixture

@@ -97,6 +97,8 @@ def test_keys_of_the_run_override_the_defaults(monkeypatch: pytest.MonkeyPatch) 
     assert options_for(GPU, "bf16", **asked) == ForwardOptions(
         head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128,  # of 128 tokens
         fused_cross_entropy=True)
+    fused_fp32 = options_for(GPU, "fp32", cross_entropy="fused")
+    assert fused_fp32.head_multiple == 128  # 50,257 numbers of 4 bytes prevent wide loads
 
 
 def model_with(options: ForwardOptions, **changes: object) -> GPTModel:

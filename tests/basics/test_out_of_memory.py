@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from basics.out_of_memory import is_out_of_gpu_memory, is_out_of_memory, says_out_of_memory
+
+NOT_STARTED = "CUBLAS_STATUS_NOT_INITIALIZED when calling `{}(handle)`"
+
+
+@pytest.mark.parametrize("text", [
+    "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUDA error: " + NOT_STARTED.format("cublasCreate"),
+    "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY", "CUDA error: cudaErrorMemoryAllocation",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED", "ncclSystemError: Failed to CUDA calloc async",
+])
+def test_texts_of_a_gpu(text: str) -> None:
+    assert says_out_of_memory(text)
+    assert is_out_of_memory(RuntimeError(text)) and is_out_of_gpu_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize("text", [
+    "CUDA error: " + NOT_STARTED.format("cublasGemmEx"),
+    "out of resource: shared memory, Required: 262144, Hardware limit: 232448. Reducing block"
+    " sizes or `num_stages` may help.",
+    "No valid triton configs. OutOfMemoryError: out of resource: triton_mm, Required: 262144",
+    "CUDA error: an illegal memory access was encountered",
+])
+def test_texts_of_other_errors(text: str) -> None:
+    assert not says_out_of_memory(text) and not is_out_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), MemoryError("out of memory"), OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    RuntimeError("std::bad_alloc")], ids=repr)
+def test_the_machines_memory_is_not_the_gpus(error: BaseException) -> None:
+    assert is_out_of_memory(error) and not is_out_of_gpu_memory(error)
+
+
+def fail() -> None:
+    raise RuntimeError("second")
+
+
+def raised(*, how: str) -> RuntimeError:
+    """Raise an error because memory ran out, or after that; return it."""
+    try:
+        try:
+            raise torch.OutOfMemoryError("no text that names it")
+        except torch.OutOfMemoryError as first:
+            if how == "handling":
+                fail()
+            raise RuntimeError("second") from (first if how == "from" else None)
+    except RuntimeError as error:
+        return error
+
+
+def test_what_led_to_an_error_counts_unless_it_is_suppressed() -> None:
+    for how, counts in (("from", True), ("handling", True), ("from none", False)):
+        error = raised(how=how)
+        assert is_out_of_memory(error) is is_out_of_gpu_memory(error) is counts, how
