@@ -194,6 +194,7 @@ class Reports:
             self.console.warn("no charts", self.charts.finish(self._chart_limit))
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         unwritten = self.console.finish(RunEnd(
+            first_step=self.prepared.first_step,
             global_step=global_step,
             num_steps=num_steps,
             stop_reason=stop_reason,
