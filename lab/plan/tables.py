@@ -32,8 +32,8 @@ BATCH_HEADS = ["machine", "microbatch x\naccumulation", "largest\nmicrobatch", "
 COST_HEADS = ["machine", "US$\nper hour", "hours,\nexpected", "hours,\nlow to high",
               "US$,\nexpected", "US$,\nlow to high", "MFU"]
 COST_NOTES = [
-    "Sorted by the expected US$ (~ where it is rough). Hours and US$ count validation, not startup;"
-    " prices are those of December 2025, or of --machine.",
+    "Sorted by the expected US$; ~ marks rough ones. Hours and US$ count validation, not startup.",
+    "Prices are those of December 2025, or of --machine.",
 ]
 WIDTH = 120  # columns
 FITS, PROBABLY_FITS = "fits", "probably fits"
@@ -148,8 +148,8 @@ def _notes(run: Run, estimates: list[Estimate]) -> list[str]:
         "high: the MFU of the original system, and a slow disk: "
         + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
         "expected: the MFU in the table, by its source:", *sources,
-        *(["validation: its share of the time, on rank 0 alone and on all GPUs; this run has"
-           f' "validate_on": "{run.train.validate_on}", and that is counted']
+        *(["validation: its share of the time, on rank 0 alone / on all GPUs; this run's"
+           f' "validate_on": "{run.train.validate_on}" is counted']
           if run.train.validates else []),
     ]
     return [line for note in notes for line in _wrapped(note)]
