@@ -54,15 +54,16 @@ def test_little_time_is_not_shown_as_none(workplace: Workplace) -> None:
 def test_the_notes_name_the_origin_of_every_bound(workplace: Workplace) -> None:
     workplace.add_run(model=BIG, train={"min_train_tokens": 10**9, "precision": "bf16",
                                         "compile": None})
-    output = plan("tiny", "--machine", "a=1xL40S@1", runs_dir=workplace.runs_dir)
+    output = plan("tiny", "--machine", "a=1xL40S@1",
+                  "--machine", "b=8xMI300X@20", runs_dir=workplace.runs_dir)
     notes = " ".join(output.split("\n\n")[-1].split())
     assert "A100-40 54% (from A100-80)" in notes and "B200 40% (assumed)" in notes
     assert "L40S 40% (assumed)" in notes and "L40S 5.0% (assumed)" in notes
-    assert ("B200, rough: no public figure for several B200; assumed 32%, 80% of an assumed best"
-            " of 40%") in notes
+    assert ("MI300X, rough: no public figure for several MI300X; assumed 32%, 80% of an assumed"
+            " best of 40%") in notes
     assert "L40S, public: 18% in public runs on several GPUs; not measured with" in notes
     dollars = {row[0]: row[USD] for row in cost_rows(output)}
-    assert dollars["8x B200"].startswith("~") and "~" not in dollars["a"]
+    assert dollars["b"].startswith("~") and "~" not in dollars["a"]
 
 
 @pytest.mark.parametrize("gpu", ["V100", "T4"])

@@ -135,7 +135,7 @@ def test_memory_and_peaks_are_those_of_the_data_sheets(name: str) -> None:
 
 @pytest.mark.parametrize(("device", "tokens_per_second"), [  # public figures, of each of several
     ("H100", 448e3), ("H200", 455e3), ("H100-NVL", 340e3), ("GH200", 410e3), ("A100-80", 187e3),
-    ("L40S", 76e3),
+    ("L40S", 76e3), ("B200", 621e3),
 ])
 def test_the_expected_mfu_is_that_of_public_figures(device: str, tokens_per_second: float) -> None:
     gpu = find_gpu(device)
