@@ -18,6 +18,7 @@ from basics.json_files import to_json
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import ClosedWindow, WindowSummary
 from reporting.metrics_file import remove_metrics_from
+from reporting.speed import shared_validation
 from reporting.summary import RunEnd, duration, step_seconds, summarise, summary_lines, write_status
 from run_config import Run
 from tokens.batch_plan import BatchPlan
@@ -48,7 +49,7 @@ class Console:
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._unwritten, self._is_behind = "", False  # records that a full disk refused
-        self._others_wait = plan.world_size > 1 and run.train.validate_on == "rank0"
+        self._others_wait = run.train.validate_on == "rank0" and self._shared_validation() < 1
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
@@ -144,11 +145,17 @@ class Console:
             return
         self._others_wait = False
         interval = min(self.run.train.validation_interval, self.num_steps)
-        share = seconds / (seconds + training_seconds / global_step * interval)
+        interval_seconds = training_seconds / global_step * interval
+        share = seconds / (seconds + interval_seconds)
         if share >= WORTH_SHARING:
-            self.say(f"validation on rank 0 alone takes {share:.0%} of the time; with"
-                     f' "validate_on": "all" in train.json all {self.plan.world_size} processes'
-                     f" share it: the same loss in 1/{self.plan.world_size} of its time")
+            shared = seconds * self._shared_validation()
+            self.say(f"validation takes {share:.0%} of the time, on rank 0 while"
+                     f" {_others(self.plan.world_size)}; with \"validate_on\": \"all\" in"
+                     " train.json (also when resuming) all share it: about"
+                     f" {100 * shared / (shared + interval_seconds):.2g}%, the same loss")
+
+    def _shared_validation(self) -> float:
+        return shared_validation(self.run.train.num_validation_sequences, self.plan)
 
     def validation_bar(self, batches: Iterable[Any], total: int) -> Iterable[Any]:
         """Show a second bar while validating."""
@@ -208,6 +215,11 @@ class Console:
         steps_left = self.num_steps - 1 - global_step
         recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONE_TIME_PHASES)
         return steps_left * recurring / (global_step + 1)
+
+
+def _others(world_size: int) -> str:
+    return "the other process waits" if world_size == 2 else (
+        f"the other {world_size - 1} processes wait")
 
 
 def batch_arithmetic(plan: BatchPlan, num_steps: int) -> list[str]:

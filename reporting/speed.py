@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from run_config import ModelConfig, Precision, TrainConfig
+from tokens.batch_plan import BatchPlan
 
 SPEED_CHECK_STEPS = 50  # global steps of a launch, after which its speed is reported
 FAR_BELOW = 0.5  # of the expected MFU; below it, likely reasons are listed
@@ -18,17 +19,32 @@ MAKERS = re.compile(r"^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class Mfu:
+    """An MFU of training a GPT-2-class model, and its origin unless it is of such GPUs."""
+
+    share: float
+    origin: str = ""
+
+    def __str__(self) -> str:
+        share = f"{self.share:.1%}" if self.share < 0.1 else f"{self.share:.0%}"
+        return f"{share} ({self.origin})" if self.origin else share
+
+
+ASSUMED = "assumed"
+FROM_RTX = Mfu(0.57, "from an RTX card")
+
+
+@dataclass(frozen=True)
 class Gpu:
     """A GPU: its name in tables, the GiB that PyTorch sees, dense peaks in FLOP/s, and MFUs.
 
     `peak_flops` is bf16 (fp16 on GPUs without it) with float32 accumulation, without sparsity.
-    The MFUs are those of training a GPT-2-class model. `low_mfu` is what the original system
-    measured (eager, fp16), else 5%; the RTX 4090 and 5090 are taken to be as fast as its RTX 3090.
-    `high_mfu` is the best public figure for plain PyTorch, or a close relative's, else 40%.
-    `public_mfu` is the best one on two, four or eight such GPUs.
+    `low_mfu` is what the original system measured (eager, fp16). `high_mfu` is the best public
+    figure for plain PyTorch, `public_mfu` the best one on two, four or eight such GPUs.
 
     Source: NVIDIA's and AMD's data sheets for the peaks; public logs of modded-nanogpt (its third
-    track and its Adam baseline) for the MFUs, from their tokens a second and `flops_per_token`.
+    track and its Adam baseline) for the MFUs, from their tokens a second and `flops_per_token`:
+    "Public figures that `lab plan` uses" in `benchmarks/README.md`.
     """
 
     name: str
@@ -37,9 +53,10 @@ class Gpu:
     peak_flops: float
     peak_flops_tf32: float
     peak_flops_fp32: float
-    low_mfu: float = 0.05
-    high_mfu: float = 0.40
-    public_mfu: float | None = None
+    low_mfu: Mfu = Mfu(0.05, ASSUMED)
+    high_mfu: Mfu = Mfu(0.40, ASSUMED)
+    public_mfu: Mfu | None = None
+    has_bf16: bool = True
 
     def peak(self, precision: Precision) -> float:
         peaks = {"fp32": self.peak_flops_fp32, "tf32": self.peak_flops_tf32}
@@ -52,36 +69,47 @@ class Gpu:
         It is `public_mfu`: on an H100 that is also what a count of this trainer's products and
         memory traffic gives (42% around a step), less several per cent lost between steps.
         """
-        return self.public_mfu or EXPECTED_SHARE * self.high_mfu
+        return self.public_mfu.share if self.public_mfu else EXPECTED_SHARE * self.high_mfu.share
 
 
 GPUS = (
-    Gpu("A100-40", r"A100 ((SXM4|PCIE) )?40(GB)?( PCIE)?", 39.4, 312e12, 156e12, 19.5e12,
-        0.087, 0.54),
-    Gpu("A100-80", r"A100( SXM4| PCIE)?( 80(GB)?)?( PCIE)?", 79.2, 312e12, 156e12, 19.5e12,
-        0.098, 0.54, 0.51),
-    Gpu("GH200", r"GH200( (120|480)GB| 144G HBM3E)?", 94.5, 989e12, 495e12, 67e12,
-        0.053, 0.42, 0.35),
-    Gpu("H100", r"H100( SXM5?)?( 80(GB)?)?( HBM3)?", 79.1, 989e12, 495e12, 67e12,
-        0.053, 0.41, 0.39),
-    Gpu("H100-NVL", r"H100 NVL", 93.0, 835e12, 417e12, 60e12, 0.053, 0.41, 0.35),
-    Gpu("H100-PCIe", r"H100( 80GB)? PCIE", 79.1, 756e12, 378e12, 51e12, 0.053, 0.41),
-    Gpu("H200", r"H200( SXM5?)?", 139.8, 989e12, 495e12, 67e12, 0.053, 0.42, 0.39),
-    Gpu("H200-NVL", r"H200 NVL", 139.8, 835e12, 417e12, 60e12, 0.053, 0.42),
-    Gpu("B200", r"B200", 160, 2250e12, 1125e12, 75e12, 0.038, 0.40),
-    Gpu("B300", r"B300( SXM6( AC)?)?", 267, 2250e12, 1125e12, 75e12, 0.038, 0.40),
+    Gpu("A100-40", r"A100 ((SXM4?|PCIE) )?40 ?(GB)?( PCIE)?", 39.4, 312e12, 156e12, 19.5e12,
+        Mfu(0.087), Mfu(0.54, "from A100-80"), Mfu(0.51, "from A100-80")),
+    Gpu("A100-80", r"A100( SXM4?| PCIE)?( 80 ?(GB)?)?( PCIE)?", 79.2, 312e12, 156e12, 19.5e12,
+        Mfu(0.098), Mfu(0.54), Mfu(0.51)),
+    Gpu("GH200", r"GH200( (120|480)GB)?", 94.5, 989e12, 495e12, 67e12,
+        Mfu(0.053, "from H100"), Mfu(0.42, "from H200"), Mfu(0.35)),
+    Gpu("H100", r"H100( SXM5?)?( 80 ?(GB)?)?( HBM3| SXM5?)?", 79.1, 989e12, 495e12, 67e12,
+        Mfu(0.053), Mfu(0.41), Mfu(0.39)),
+    Gpu("H100-NVL", r"H100 NVL", 93.0, 835e12, 417e12, 60e12,
+        Mfu(0.053, "from H100"), Mfu(0.41, "from H100"), Mfu(0.35)),
+    Gpu("H100-PCIe", r"H100( 80GB)? PCIE( 80GB)?", 79.1, 756e12, 378e12, 51e12,
+        Mfu(0.053, "from H100"), Mfu(0.41, "from H100")),
+    Gpu("H200", r"H200( SXM5?)?", 139.8, 989e12, 495e12, 67e12,
+        Mfu(0.053, "from H100"), Mfu(0.42), Mfu(0.39)),
+    Gpu("H200-NVL", r"H200 NVL", 139.8, 835e12, 417e12, 60e12,
+        Mfu(0.053, "from H100"), Mfu(0.42, "from H200"), Mfu(0.35, "from H100-NVL")),
+    # The original's machines had 160 GiB a B200; others have about 178.
+    Gpu("B200", r"B200", 160, 2250e12, 1125e12, 75e12, Mfu(0.038),
+        public_mfu=Mfu(0.24)),
+    Gpu("B300", r"B300( SXM6( AC)?)?", 267, 2250e12, 1125e12, 75e12, Mfu(0.038, "from B200"),
+        public_mfu=Mfu(0.24, "from B200")),
     Gpu("MI300X", r"MI300X( OAM| VF)?", 191, 1307e12, 654e12, 163e12),
-    Gpu("L40S", r"L40S", 44.4, 362e12, 183e12, 91.6e12, public_mfu=0.18),
+    Gpu("L40S", r"L40S", 44.4, 362e12, 183e12, 91.6e12, public_mfu=Mfu(0.18)),
     Gpu("L40", r"L40", 44.4, 181e12, 90.5e12, 90.5e12),
     Gpu("L4", r"L4", 22.0, 121e12, 60e12, 30.3e12),
     Gpu("A10", r"A10", 22.0, 125e12, 62.5e12, 31.2e12),
     Gpu("RTX-6000-Ada", r"RTX 6000 ADA( GENERATION)?", 47.4, 364e12, 182e12, 91.1e12),
-    Gpu("RTX-5090", r"(RTX ?)?5090", 31.3, 209.5e12, 104.8e12, 104.8e12, 0.08, 0.57),
-    Gpu("RTX-4090", r"(RTX ?)?4090", 23.5, 165e12, 82.6e12, 82.6e12, 0.10, 0.57),
-    Gpu("RTX-3090", r"(RTX ?)?3090", 23.6, 71e12, 35.6e12, 35.6e12, 0.24, 0.57),
-    Gpu("V100", r"V100( SXM2)?( (16|32)GB)?", 15.8, 125e12, 15.7e12, 15.7e12),
-    Gpu("V100-PCIe", r"V100 PCIE( (16|32)GB)?", 15.8, 112e12, 14e12, 14e12),
-    Gpu("T4", r"T4", 14.6, 65e12, 8.1e12, 8.1e12),
+    Gpu("RTX-5090", r"(RTX ?)?5090", 31.3, 209.5e12, 104.8e12, 104.8e12,
+        Mfu(0.08, "at the speed of RTX-3090"), FROM_RTX),
+    Gpu("RTX-4090", r"(RTX ?)?4090", 23.5, 165e12, 82.6e12, 82.6e12,
+        Mfu(0.10, "at the speed of RTX-3090"), FROM_RTX),
+    Gpu("RTX-3090", r"(RTX ?)?3090", 23.6, 71e12, 35.6e12, 35.6e12, Mfu(0.24), FROM_RTX),
+    Gpu("V100", r"V100( SXM[23])?( 16GB)?", 15.8, 125e12, 15.7e12, 15.7e12, has_bf16=False),
+    Gpu("V100-32", r"V100( SXM[23])? 32(GB)?", 31.7, 125e12, 15.7e12, 15.7e12, has_bf16=False),
+    Gpu("V100-PCIe", r"V100 PCIE( 16GB)?", 15.8, 112e12, 14e12, 14e12, has_bf16=False),
+    Gpu("V100-PCIe-32", r"V100 PCIE 32(GB)?", 31.7, 112e12, 14e12, 14e12, has_bf16=False),
+    Gpu("T4", r"T4", 14.6, 65e12, 8.1e12, 8.1e12, has_bf16=False),
 )
 
 
@@ -151,9 +179,10 @@ class Speed:
         if gpu is None:
             return f"{line} (no peak known for {self.device_name})"
         mfu = flops / gpu.peak_flops
-        line += (f", {mfu:.1%} MFU; {gpu.name} should reach up to {gpu.high_mfu:.0%} with such a"
-                 " model (public figures)")
-        if mfu >= FAR_BELOW * gpu.high_mfu:
+        best = gpu.high_mfu
+        line += (f", {mfu:.1%} MFU; {gpu.name} should reach up to {best.share:.0%} with such a"
+                 f" model ({best.origin or 'public figures'})")
+        if mfu >= FAR_BELOW * best.share:
             return line
         return f"{line}; likely reason: {', '.join(self.likely_reasons()) or 'none found'}"
 
@@ -170,6 +199,12 @@ class Speed:
             "the model is not compiled": not self.is_compiled,
         }
         return [reason for reason, applies in reasons.items() if applies]
+
+
+def shared_validation(num_sequences: int, plan: BatchPlan) -> float:
+    """Return rank 0's share of a validation that all ranks share: they take whole microbatches."""
+    num_microbatches = -(-num_sequences // plan.microbatch_size)
+    return -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
 
 
 def usable_gib(card_gib: float) -> float:

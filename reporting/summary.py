@@ -39,6 +39,7 @@ FINISHED = "finished"
 class RunEnd:
     """The state of a run when a launch ends."""
 
+    first_step: int  # of this launch
     global_step: int
     num_steps: int  # the length of the schedule
     stop_reason: str | None  # unless the run is finished
@@ -55,7 +56,8 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     records = read_metrics(run.metrics_path)
     tokens = (end.global_step + 1) * plan.tokens_per_step
     is_finished = end.global_step == end.num_steps - 1 and not end.lacks_validation
-    seconds, usd = clock.read(), clock.usd()
+    seconds, usd, this_launch = clock.read(), clock.usd(), clock.read_this_launch()
+    num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
     return {
         "run": run.name,
         "status": FINISHED if is_finished else "stopped",
@@ -72,10 +74,12 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "skipped_steps": sum(record.get("skipped_steps", 0) for record in records),
         "best": end.best,
         "checkpoints": end.checkpoints
-        | {"stalled_seconds": clock.read_this_launch()[CHECKPOINT]},
+        | {"stalled_seconds": this_launch[CHECKPOINT]},
         **_spent(seconds, usd),
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
         "tokens_per_second_overall": tokens / sum(seconds.values()),
+        "this_launch": {"steps": num_measured, "tokens": num_measured * plan.tokens_per_step,
+                        "seconds": step_seconds(this_launch)},
         "machine": end.machine,
         "batch": asdict(plan) | {"num_steps": end.num_steps},
         "model": run.model.model_dump(),

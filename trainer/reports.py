@@ -203,6 +203,7 @@ class Reports:
             self._finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         unwritten = self.console.finish(RunEnd(
+            first_step=self.prepared.first_step,
             global_step=global_step,
             num_steps=num_steps,
             stop_reason=stop_reason,

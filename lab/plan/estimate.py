@@ -12,8 +12,10 @@ from lab.plan.setting import Setting, num_parameters
 from lab.plan.speed_sources import ExpectedSpeed, SpeedSources, Wanted
 from reporting.speed import (
     SLOW_DISK_BYTES_PER_SECOND,
+    Gpu,
     checkpoint_bytes,
     flops_per_token,
+    shared_validation,
     usable_gib,
 )
 from run_config import Precision, Run, TrainConfig
@@ -59,9 +61,10 @@ class Estimate:
         return self.hours.times(self.machine.usd_per_hour)
 
 
-def default_precision(train: TrainConfig) -> Precision:
-    """Return the precision of a run on a GPU that supports bf16, as all GPUs in the table do."""
-    return train.precision or ("bf16" if train.use_amp else "fp32")
+def default_precision(train: TrainConfig, gpu: Gpu | None = None) -> Precision:
+    """Return the precision of a run on a GPU; without one, on a GPU that has bf16."""
+    fastest = "bf16" if gpu is None or gpu.has_bf16 else "fp16"
+    return train.precision or (fastest if train.use_amp else "fp32")
 
 
 def estimate(run: Run, machine: Machine, *, tokens: int | None,
@@ -71,11 +74,12 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
     Args:
         tokens: training tokens of the dataset, where `min_train_tokens` is -1.
     """
-    precision = default_precision(run.train)
+    precision = default_precision(run.train, machine.gpu)
     setting = Setting(run.model, run.train, precision, machine.num_gpus)
     largest = largest_microbatch(setting, usable_gib(machine.gpu.memory_gib))
-    speed = sources.expected(
-        Wanted(run.model, precision, run.train.activation_checkpointing), machine.gpu)
+    speed = sources.expected(Wanted(run.model, run.train, precision), machine.gpu)
+    if not machine.gpu.has_bf16 and "bf16" in (precision, run.train.residual_dtype):
+        return Estimate(machine, largest, speed, reason="this GPU has no bf16")
     size, batch = run.train.microbatch_size, run.train.global_batch_size
     if batch and batch % machine.num_gpus == 0 and largest:
         size, _ = nearest_divisors(batch // machine.num_gpus, largest)
@@ -103,10 +107,10 @@ def _file_tokens(run: Run, tokens: int | None) -> int:
 def _hours(run: Run, plan: BatchPlan, machine: Machine, expected_mfu: float) -> Bounds:
     """Return the hours of training plus validation; the highest estimate has a slow disk too."""
     gpu, is_shared = machine.gpu, run.train.validate_on == "all"
-    peak = gpu.peak(default_precision(run.train))
+    peak = gpu.peak(default_precision(run.train, gpu))
     flops = _training_flops(run, plan) + _validation_flops(run, plan, is_shared=is_shared)
     saving = num_checkpoints(run, plan) * bytes_of_checkpoint(run) / SLOW_DISK_BYTES_PER_SECOND
-    low_mfu, high_mfu = min(gpu.low_mfu, expected_mfu), max(gpu.high_mfu, expected_mfu)
+    low_mfu, high_mfu = min(gpu.low_mfu.share, expected_mfu), max(gpu.high_mfu.share, expected_mfu)
     low, expected, high = (flops / (peak * mfu) / 3600
                            for mfu in (high_mfu, expected_mfu, low_mfu))
     return Bounds(low, expected, high + saving / 3600)
@@ -119,9 +123,10 @@ def _training_flops(run: Run, plan: BatchPlan) -> float:
 
 def _validation_flops(run: Run, plan: BatchPlan, *, is_shared: bool) -> float:
     """Count the FLOPs of all validations on the GPU that the others wait for."""
-    sequences = run.train.num_validation_sequences * _num_validations(run, plan)
-    return (sequences * plan.context_length * flops_per_token(run.model) * FORWARD_SHARE
-            / (plan.world_size if is_shared else 1))
+    sequences = run.train.num_validation_sequences
+    flops = sequences * plan.context_length * flops_per_token(run.model) * FORWARD_SHARE
+    share = shared_validation(sequences, plan) if is_shared else 1
+    return _num_validations(run, plan) * flops * share
 
 
 def _validation_shares(run: Run, plan: BatchPlan) -> tuple[float, float]:

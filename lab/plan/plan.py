@@ -13,13 +13,13 @@ from lab.plan.machines import known_machines, parse_machine
 from lab.plan.setting import num_parameters
 from lab.plan.speed_sources import SpeedSources
 from lab.plan.tables import batch_lines, card_lines, cost_lines, memory_lines
-from reporting.speed import flops_per_token
+from reporting.speed import GPUS, flops_per_token
 from run_config import Run, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 
 
-@click.command()
+@click.command(epilog=f"GPUs: {', '.join(gpu.name for gpu in GPUS)}.")
 @click.argument("run")
 @click.option("--machine", "machines", multiple=True, metavar="NAME=COUNTxGPU@USD",
               help="Add a machine to the table, with its price in US$ per hour, for example"

@@ -11,40 +11,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from basics.config_files import FrozenConfig
 from basics.errors import UserError
 from basics.files import read_regular_file
 from lab.plan.setting import num_parameters
 from reporting.speed import (
+    ASSUMED,
     EXPECTED_SHARE,
     SPEED_CHECK_STEPS,
     Gpu,
     find_gpu,
     flops_per_token,
 )
-from run_config import ModelConfig, Precision
+from run_config import RUN_NAME, ModelConfig, Precision, TrainConfig
 
 MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
-ESTIMATE, ROUGH_ESTIMATE = "estimate", "rough estimate"
+PUBLIC_FLOPS_PER_TOKEN = 854.44e6  # of GPT-2 small, which the public figures are of
+CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
+RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
+OWN, MEASURED, PUBLIC, ROUGH = "own run", "measured", "public", "rough"  # sources, for a table
+LOW_PRECISIONS = ("bf16", "fp16")  # whose peaks are equal
 
 
 class Measurement(FrozenConfig):
-    """A training speed of this trainer, compiled; `benchmarks/measured.json` is a list of them.
+    """A training speed of this trainer; `benchmarks/measured.json` is a list of them.
 
     Attributes:
         device: the GPU's name as its driver gives it.
+        attention: as in `train.json`, or the kernel that ran.
         tokens_per_second: of all processes, in the steps after the first, without validation.
         source: how the figure was measured: the command or document, and the date.
     """
 
-    device: str
-    processes: int = Field(ge=1)
+    device: str = Field(pattern=r"^[ -~]{1,80}$")
+    processes: int = Field(ge=1, le=4096)
     precision: Precision
+    compile: bool = True
+    attention: str = "auto"
     activation_checkpointing: bool = False
-    tokens_per_second: float = Field(gt=0)
+    tokens_per_second: float = Field(gt=0, le=2**53)
     model: ModelConfig
     source: str
 
@@ -55,21 +63,43 @@ class Measurement(FrozenConfig):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a measurement must have to be used for a planned run."""
+    """What a measurement must have to be used for a planned run, on a GPU."""
 
     model: ModelConfig
+    train: TrainConfig
     precision: Precision
-    activation_checkpointing: bool
 
-    def size_ratio(self, found: Measurement) -> float:
-        """Return how many times more FLOPs per token one of the two models needs."""
-        ratio = flops_per_token(found.model) / flops_per_token(self.model)
+    def size_ratio(self, flops: float) -> float:
+        """Return how many times more FLOPs per token one of two models needs."""
+        ratio = flops / flops_per_token(self.model)
         return max(ratio, 1 / ratio)
 
     def fits(self, found: Measurement, gpu: Gpu) -> bool:
-        return (find_gpu(found.device) is gpu and found.precision == self.precision
-                and found.activation_checkpointing == self.activation_checkpointing
-                and self.size_ratio(found) <= MAX_SIZE_RATIO and found.mfu(gpu) <= 1)
+        low, high = CREDIBLE_MFU
+        return (find_gpu(found.device) is gpu
+                and _kind(found.precision) == _kind(self.precision)
+                and found.compile == (self.train.compile is not False)
+                and (found.attention == "math") == (self.train.attention == "math")
+                and found.activation_checkpointing == self.train.activation_checkpointing
+                and bool(found.model.drop_rate) == bool(self.model.drop_rate)
+                and self.size_ratio(flops_per_token(found.model)) <= MAX_SIZE_RATIO
+                and low <= found.mfu(gpu) <= high)
+
+    def not_public(self) -> list[str]:
+        """List why public figures say little of this run; empty if they do."""
+        reasons = {
+            self.precision: self.precision not in LOW_PRECISIONS,
+            "not compiled": self.train.compile is False,
+            "math attention": self.train.attention == "math",
+            "recomputation, which adds a third of the work": self.train.activation_checkpointing,
+            "dropout": self.model.drop_rate > 0,
+            "another model size": self.size_ratio(PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO,
+        }
+        return [reason for reason, applies in reasons.items() if applies]
+
+
+def _kind(precision: Precision) -> str:
+    return "low" if precision in LOW_PRECISIONS else precision
 
 
 @dataclass(frozen=True)
@@ -86,12 +116,20 @@ class ExpectedSpeed:
     detail: str
 
     @classmethod
-    def estimate(cls, gpu: Gpu) -> ExpectedSpeed:
-        if gpu.public_mfu is not None:
-            return cls(gpu.expected_mfu, ESTIMATE, "from public figures for several such GPUs;"
-                       " not measured with this trainer")
-        return cls(gpu.expected_mfu, ROUGH_ESTIMATE, f"{EXPECTED_SHARE:.0%} of the MFU of the low"
-                   " figures; no public figure for several such GPUs is known")
+    def estimate(cls, wanted: Wanted, gpu: Gpu) -> ExpectedSpeed:
+        """Estimate from public figures, if there are any and they are of such a run."""
+        recomputing = RECOMPUTING if wanted.train.activation_checkpointing else 1
+        mfu, reasons = gpu.expected_mfu * recomputing, wanted.not_public()
+        public = f"{gpu.public_mfu} in public runs on several GPUs"
+        if gpu.public_mfu is None:
+            best = "an assumed best" if gpu.high_mfu.origin == ASSUMED else "the best"
+            public = (f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
+                      f" {EXPECTED_SHARE:.0%} of {best} of {gpu.high_mfu.share:.0%}")
+        if reasons:
+            return cls(mfu, ROUGH, f"{public}; no public figure for: {', '.join(reasons)}")
+        if gpu.public_mfu is None:
+            return cls(mfu, ROUGH, public)
+        return cls(mfu, PUBLIC, f"{public}; not measured with this trainer")
 
 
 @dataclass(frozen=True)
@@ -114,15 +152,16 @@ class SpeedSources:
 
     def expected(self, wanted: Wanted, gpu: Gpu) -> ExpectedSpeed:
         """Return the first source's figure for a GPU: of its runs that of the nearest model."""
-        for name, measurements in (("run {}", self.own), ("measured", self.shipped)):
+        for name, measurements in ((OWN, self.own), (MEASURED, self.shipped)):
             fitting = [found for found in measurements if wanted.fits(found, gpu)]
             if fitting:
-                nearest = min(fitting, key=wanted.size_ratio)  # of equals the first one
-                return ExpectedSpeed(nearest.mfu(gpu), name.format(nearest.source), (
+                nearest = min(fitting, key=lambda found: wanted.size_ratio(
+                    flops_per_token(found.model)))  # of equals the first one
+                return ExpectedSpeed(nearest.mfu(gpu), name, (
                     f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
                     f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
-                    + ("" if measurements is self.own else f" ({nearest.source})")))
-        return ExpectedSpeed.estimate(gpu)
+                    f" ({nearest.source})"))
+        return ExpectedSpeed.estimate(wanted, gpu)
 
 
 def read_shipped(path: Path) -> tuple[Measurement, ...]:
@@ -134,51 +173,56 @@ def read_shipped(path: Path) -> tuple[Measurement, ...]:
                         " project: download it again") from None
 
 
-class _Machine(BaseModel):
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+
+class _Machine(_Part):
     device: str
     device_type: Literal["cuda"]
-    processes: int = Field(ge=1)
+    processes: int
     precision: Precision
-    compiled: Literal[True]
+    compiled: bool
+    attention: str
 
 
-class _Train(BaseModel):
-    activation_checkpointing: bool = False
+class _Train(_Part):
+    activation_checkpointing: bool
 
 
-class _Seconds(BaseModel):
-    training: float = Field(gt=0, allow_inf_nan=False)
-    waiting: float = Field(ge=0, allow_inf_nan=False)
+class _ThisLaunch(_Part):
+    """The steps of the last launch after its first one, whose time counts as compiling."""
+
+    steps: int = Field(ge=SPEED_CHECK_STEPS - 1, le=2**53)
+    tokens: int = Field(ge=1, le=2**53)
+    seconds: float = Field(ge=1e-3, le=1e9)
 
 
-class _Summary(BaseModel):
+class _Summary(_Part):
     """The part of a `summary.json` that tells a speed."""
 
     status: Literal["finished", "stopped"]
-    global_step: int = Field(ge=SPEED_CHECK_STEPS - 1)
-    tokens: int = Field(ge=1)
-    seconds: _Seconds
+    this_launch: _ThisLaunch
     machine: _Machine
     model: ModelConfig
     train: _Train
 
 
 def read_own(path: Path) -> Measurement | None:
-    """Read the speed of a run from its `summary.json`; None if it has none to go by.
-
-    The time of a launch's first step counts as compiling, so its tokens do not count either.
-    """
+    """Read the speed of a run's last launch from `summary.json`; None if it has none to go by."""
+    if RUN_NAME.fullmatch(path.parent.name) is None:
+        return None
     try:
         summary = _Summary.model_validate_json(read_regular_file(path))
+        machine, launch = summary.machine, summary.this_launch
+        return Measurement(
+            device=machine.device, processes=machine.processes, precision=machine.precision,
+            compile=machine.compiled, attention=machine.attention,
+            activation_checkpointing=summary.train.activation_checkpointing,
+            tokens_per_second=launch.tokens / launch.seconds, model=summary.model,
+            source=f"run {path.parent.name}")
     except (OSError, ValidationError):
         return None
-    tokens = summary.tokens * summary.global_step / (summary.global_step + 1)
-    return Measurement(
-        device=summary.machine.device, processes=summary.machine.processes,
-        precision=summary.machine.precision,
-        activation_checkpointing=summary.train.activation_checkpointing,
-        tokens_per_second=tokens / (summary.seconds.training + summary.seconds.waiting),
-        model=summary.model, source=path.parent.name)
 
 
 def _age(path: Path) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import fields
 
 from tabulate import tabulate
@@ -15,6 +16,7 @@ from lab.plan.estimate import (
 )
 from lab.plan.memory import Memory, largest_microbatch, peak_memory
 from lab.plan.setting import Setting
+from lab.plan.speed_sources import ROUGH
 from reporting.speed import CARDS_GIB, usable_gib
 from run_config import Run
 
@@ -27,15 +29,13 @@ PART_NAMES = {
 }
 BATCH_HEADS = ["machine", "microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch",
                "steps", "checkpoints,\nin total", ""]
-COST_HEADS = ["machine", "US$\nper hour", "hours:\nexpected", "\nlow to high", "US$:\nexpected",
-              "\nlow to high", "expected\nMFU"]
+COST_HEADS = ["machine", "US$\nper hour", "hours,\nexpected", "hours,\nlow to high",
+              "US$,\nexpected", "US$,\nlow to high", "MFU"]
 COST_NOTES = [
-    "Sorted by the expected US$. Hours and US$ count validation, not startup; prices are those of",
-    "December 2025, or of --machine.",
-    "low: the best public MFU for plain PyTorch on such a GPU or its nearest relative",
-    "high: the MFU that the original system reached on one of these, and a slow disk",
-    "expected: the MFU beside it, by its source:",
+    "Sorted by the expected US$; ~ marks rough ones. Hours and US$ count validation, not startup.",
+    "Prices are those of December 2025, or of --machine.",
 ]
+WIDTH = 120  # columns
 FITS, PROBABLY_FITS = "fits", "probably fits"
 FITS_IF_FAST, TOO_EXPENSIVE = "fits if fast", "too expensive"
 
@@ -102,36 +102,61 @@ def cost_lines(run: Run, estimates: list[Estimate], *, budget: float | None) -> 
     if not estimates:
         return ["no machine in the table can train this run"]
     heads = [*COST_HEADS, *(["validation:\nrank0 / all"] if run.train.validates else []),
-             "source", *([] if budget is None else [f"budget\n${budget:,.2f}"])]
+             "source", *([] if budget is None else [f"budget\n${amount(budget)}"])]
     rows = [[*_cost_cells(found), *([_shares(found)] if run.train.validates else []),
              found.speed.source, *([] if budget is None else [verdict(found.usd, budget)])]
             for found in estimates]
     source = heads.index("source")
     return [*_table([heads, *rows], left=(source, source + 1)), "", *_notes(run, estimates),
-            *([] if budget is None else _budget_lines(estimates, budget))]
+            *([] if budget is None else ["", *_budget_lines(estimates, budget)])]
 
 
 def _cost_cells(found: Estimate) -> list[str]:
-    costs = [cell for bounds in (found.hours, found.usd) for cell in (
-        f"{bounds.expected:,.2f}", f"{bounds.low:,.2f} to {bounds.high:,.2f}")]
-    return [found.machine.name, f"{found.machine.usd_per_hour:.2f}", *costs,
+    rough = "~" if found.speed.source == ROUGH else ""
+    hours, usd = found.hours, found.usd
+    return [found.machine.name, amount(found.machine.usd_per_hour),
+            amount(hours.expected), f"{amount(hours.low)} to {amount(hours.high)}",
+            rough + amount(usd.expected), f"{rough}{amount(usd.low)} to {amount(usd.high)}",
             f"{found.speed.mfu:.0%}"]
+
+
+def amount(value: float) -> str:
+    """Format hours or dollars in at most seven characters."""
+    if value < 0.005:
+        return "<0.01"
+    if value >= 999_999.5:
+        return f"{value:.1e}"
+    return f"{value:,.2f}" if value < 999.995 else f"{value:,.0f}"
 
 
 def _shares(found: Estimate) -> str:
     """Return the shares of the time that validation takes, in per cent; one GPU has only one."""
-    alone, shared = (f"{share * 100:.2g}%" for share in found.validation)
+    alone, shared = (f"{100 * share:.{0 if share >= 0.0995 else 1}f}%"
+                     for share in found.validation)
     return alone if found.machine.num_gpus == 1 else f"{alone} / {shared}"
 
 
 def _notes(run: Run, estimates: list[Estimate]) -> list[str]:
-    """Explain the columns; only the sources that were used."""
-    sources = dict.fromkeys(f"{found.speed.source}: {found.speed.detail}" for found in estimates)
-    validation = [
-        "validation: its share of the time, on rank 0 alone and on all GPUs; this run has",
-        f'  "validate_on": "{run.train.validate_on}", and that is counted',
-    ] if run.train.validates else []
-    return [*COST_NOTES, *(f"  {source}" for source in sources), *validation]
+    """Explain the columns, for the GPUs and sources in the table."""
+    gpus = list(dict.fromkeys(found.machine.gpu for found in estimates))
+    sources = dict.fromkeys(f"  {found.machine.gpu.name}, {found.speed.source}:"
+                            f" {found.speed.detail}" for found in estimates)
+    notes = [
+        *COST_NOTES,
+        "low: the best public MFU for plain PyTorch: "
+        + ", ".join(f"{gpu.name} {gpu.high_mfu}" for gpu in gpus),
+        "high: the MFU of the original system, and a slow disk: "
+        + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
+        "expected: the MFU in the table, by its source:", *sources,
+        *(["validation: its share of the time, on rank 0 alone / on all GPUs; this run's"
+           f' "validate_on": "{run.train.validate_on}" is counted']
+          if run.train.validates else []),
+    ]
+    return [line for note in notes for line in _wrapped(note)]
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 4, break_on_hyphens=False)
 
 
 def verdict(usd: Bounds, budget: float) -> str:
@@ -148,4 +173,4 @@ def _budget_lines(estimates: list[Estimate], budget: float) -> list[str]:
                       if verdict(each.usd, budget) == judged]
              for judged in (FITS, PROBABLY_FITS, FITS_IF_FAST)}
     said = "; ".join(f"{judged}: {', '.join(names)}" for judged, names in found.items() if names)
-    return [f"Within ${budget:,.2f}: {said or 'none'}."]
+    return _wrapped(f"Within ${budget:,.2f}: {said or 'none'}.")

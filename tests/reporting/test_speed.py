@@ -13,10 +13,12 @@ from reporting.speed import (
     checkpoint_bytes,
     find_gpu,
     flops_per_token,
+    shared_validation,
     usable_gib,
 )
 from run_config import load_run
 from tests.support.workplace import PROJECT_DIR
+from tokens.batch_plan import BatchPlan
 
 GOOD = Speed(
     tokens_per_second=2_800_000, num_processes=8, flops_per_token=854.44e6,
@@ -39,7 +41,6 @@ DRIVER_NAMES = {
     "NVIDIA H200 NVL": "H200-NVL",
     "NVIDIA GH200 480GB": "GH200",
     "NVIDIA GH200 120GB": "GH200",
-    "NVIDIA GH200 144G HBM3e": "GH200",
     "NVIDIA B200": "B200",
     "NVIDIA B300 SXM6 AC": "B300",
     "AMD Instinct MI300X": "MI300X",
@@ -53,13 +54,19 @@ DRIVER_NAMES = {
     "NVIDIA GeForce RTX 3090": "RTX-3090",
     "GeForce RTX 3090": "RTX-3090",
     "Tesla V100-SXM2-16GB": "V100",
-    "Tesla V100-SXM2-32GB": "V100",
+    "Tesla V100-SXM2-32GB": "V100-32",
+    "Tesla V100-SXM3-32GB": "V100-32",
     "Tesla V100-PCIE-16GB": "V100-PCIe",
+    "Tesla V100-PCIE-32GB": "V100-PCIe-32",
     "Tesla T4": "T4",
     "h100": "H100",  # from here on as people write them
     "H100 SXM": "H100",
     "a100": "A100-80",
     "A100 80GB": "A100-80",
+    "A100-SXM-80GB": "A100-80",
+    "A100 SXM4 40 GB": "A100-40",
+    "H100 80GB SXM5": "H100",
+    "H100 PCIe 80GB": "H100-PCIe",
     "RTX 4090": "RTX-4090",
     "4090": "RTX-4090",
 }
@@ -75,6 +82,8 @@ UNKNOWN_NAMES = [
     "NVIDIA GeForce RTX 3090 Ti", "Quadro RTX 6000", "NVIDIA RTX A6000",
     "NVIDIA RTX 5000 Ada Generation", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
     "NVIDIA RTX PRO 6000 Blackwell Server Edition", "", "NVIDIA",
+    "NVIDIA GH200 144G HBM3e",  # other memory than the plain card
+    "NVIDIA V100-SXM2-64GB",
 ]
 
 
@@ -97,23 +106,36 @@ def test_no_name_fits_two_gpus() -> None:
         assert sum(bool(re.fullmatch(gpu.pattern, model, re.IGNORECASE)) for gpu in GPUS) == 1
 
 
-@pytest.mark.parametrize(("name", "bf16", "tf32", "fp32"), [  # TFLOP/s of the data sheets, dense
-    ("A100-80", 312, 156, 19.5), ("H100", 989, 495, 67), ("H100-NVL", 835, 417, 60),
-    ("H100-PCIe", 756, 378, 51), ("H200", 989, 495, 67), ("B300", 2250, 1125, 75),
-    ("L40S", 362, 183, 91.6), ("L40", 181, 90.5, 90.5), ("L4", 121, 60, 30.3),
-    ("RTX-5090", 209.5, 104.8, 104.8), ("RTX-6000-Ada", 364, 182, 91.1),
-])
-def test_peaks_are_those_of_the_data_sheets(
-    name: str, bf16: float, tf32: float, fp32: float
-) -> None:
-    gpu = find_gpu(name)
+DATA_SHEETS = {  # GB, and TFLOP/s in bf16 (or fp16), tf32 and fp32, dense
+    "A100-40": (40, 312, 156, 19.5), "A100-80": (80, 312, 156, 19.5),
+    "GH200": (96, 989, 495, 67), "H100": (80, 989, 495, 67), "H100-NVL": (94, 835, 417, 60),
+    "H100-PCIe": (80, 756, 378, 51), "H200": (141, 989, 495, 67), "H200-NVL": (141, 835, 417, 60),
+    "B200": (160, 2250, 1125, 75),  # the original's; others have 180 GB
+    "B300": (270, 2250, 1125, 75), "MI300X": (192, 1307, 654, 163),
+    "L40S": (48, 362, 183, 91.6), "L40": (48, 181, 90.5, 90.5), "L4": (24, 121, 60, 30.3),
+    "A10": (24, 125, 62.5, 31.2), "RTX-6000-Ada": (48, 364, 182, 91.1),
+    "RTX-5090": (32, 209.5, 104.8, 104.8), "RTX-4090": (24, 165, 82.6, 82.6),
+    "RTX-3090": (24, 71, 35.6, 35.6), "V100": (16, 125, 15.7, 15.7),
+    "V100-32": (32, 125, 15.7, 15.7), "V100-PCIe": (16, 112, 14, 14),
+    "V100-PCIe-32": (32, 112, 14, 14), "T4": (16, 65, 8.1, 8.1),
+}
+
+
+def test_every_gpu_is_compared_with_its_data_sheet() -> None:
+    assert set(DATA_SHEETS) == {gpu.name for gpu in GPUS}
+
+
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_memory_and_peaks_are_those_of_the_data_sheets(name: str) -> None:
+    gpu, (memory, bf16, tf32, fp32) = find_gpu(name), DATA_SHEETS[name]
+    assert 0.9 * memory < gpu.memory_gib <= memory
     peaks = (gpu.peak("bf16"), gpu.peak("fp16"), gpu.peak("tf32"), gpu.peak("fp32"))
     assert peaks == pytest.approx([peak * 1e12 for peak in (bf16, bf16, tf32, fp32)])
 
 
 @pytest.mark.parametrize(("device", "tokens_per_second"), [  # public figures, of each of several
     ("H100", 448e3), ("H200", 455e3), ("H100-NVL", 340e3), ("GH200", 410e3), ("A100-80", 187e3),
-    ("L40S", 76e3),
+    ("L40S", 76e3), ("B200", 621e3),
 ])
 def test_the_expected_mfu_is_that_of_public_figures(device: str, tokens_per_second: float) -> None:
     gpu = find_gpu(device)
@@ -123,9 +145,42 @@ def test_the_expected_mfu_is_that_of_public_figures(device: str, tokens_per_seco
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 def test_the_expected_mfu_is_between_low_and_high(gpu: Gpu) -> None:
-    assert 0 < gpu.low_mfu < gpu.expected_mfu < gpu.high_mfu < 1
+    assert 0 < gpu.low_mfu.share < gpu.expected_mfu < gpu.high_mfu.share < 1
     if gpu.public_mfu is None:
-        assert gpu.expected_mfu == 0.8 * gpu.high_mfu
+        assert gpu.expected_mfu == 0.8 * gpu.high_mfu.share
+
+
+def test_the_origin_of_an_mfu_is_a_gpu_of_the_table_or_an_assumption() -> None:
+    by_name = {gpu.name: gpu for gpu in GPUS}
+    for gpu in GPUS:
+        for kind in ("low_mfu", "high_mfu", "public_mfu"):
+            found = getattr(gpu, kind)
+            if found and found.origin.startswith("from ") and found.origin != "from an RTX card":
+                assert found.share == getattr(by_name[found.origin[5:]], kind).share
+    assert {gpu.name for gpu in GPUS if str(gpu.high_mfu) == "40% (assumed)"} == {
+        "B200", "B300", "MI300X", "L40S", "L40", "L4", "A10", "RTX-6000-Ada", "V100", "V100-32",
+        "V100-PCIe", "V100-PCIe-32", "T4"}
+
+
+def test_only_cards_before_ampere_have_no_bf16() -> None:
+    assert {gpu.name for gpu in GPUS if not gpu.has_bf16} == {
+        "V100", "V100-32", "V100-PCIe", "V100-PCIe-32", "T4"}
+
+
+def test_an_assumed_best_is_not_called_a_public_figure() -> None:
+    line = replace(GOOD, device_name="NVIDIA B200").line()
+    assert "up to 40% with such a model (assumed)" in line
+    assert "model (from A100-80)" in replace(GOOD, device_name="A100-SXM4-40GB").line()
+
+
+@pytest.mark.parametrize(("num_sequences", "world_size", "share"), [
+    (80, 8, 2 / 10), (8, 8, 1), (9, 8, 1 / 2), (64, 8, 1 / 8), (0, 8, 0), (80, 1, 1),
+])
+def test_a_shared_validation_is_dealt_out_in_whole_microbatches(
+    num_sequences: int, world_size: int, share: float
+) -> None:
+    plan = BatchPlan(8, 1, world_size, 16, 100)
+    assert shared_validation(num_sequences, plan) == pytest.approx(share)
 
 
 def test_flops_of_gpt2_small_are_the_published_ones() -> None:
