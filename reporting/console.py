@@ -101,7 +101,7 @@ class Console:
             "tokens_per_second": tokens_per_second,
         }, seconds=seconds, usd=closed.usd)
         share = seconds[VALIDATION] / sum(seconds.values())
-        said = f"{tokens_per_second or 0:,.0f} tok/s | validating {share:.0%}"
+        said = f"{tokens_per_second or 0:,.0f} tok/s | {share:.0%} in validation"
         seconds_left = self._seconds_left(global_step, seconds)
         if self.clock.usd_per_hour is not None:
             usd = sum(closed.usd.values())
