@@ -76,7 +76,7 @@ class ChartProcess:
             self._heartbeat()
             if waited >= limit_seconds():
                 self._end()
-                return f"the drawing took longer than {waited:.0f} s"
+                return f"the drawing took longer than {waited:g} s"
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_SECONDS)
             waited += POLL_SECONDS
@@ -100,6 +100,8 @@ class ChartProcess:
         with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk does not end
             process.wait(1)
         process.stderr.close()
+        for partial in self._run_dir.glob(".*-chart.png.partial"):
+            partial.unlink(missing_ok=True)
 
 
 def start_process(run_dir: Path, niceness: int) -> subprocess.Popen[bytes]:

@@ -195,8 +195,10 @@ def test_a_drawing_that_hangs_is_ended_and_heartbeats_are_sent_until_then(
     drawing = ChartProcess(run_dir, heartbeat=lambda: heartbeats.append(1))
     instead = stand_in(monkeypatch, *HANGS)
     drawing.start()
+    (run_dir / ".loss-chart.png.partial").write_bytes(b"half")
     limits = iter([60, 60, 0.5, 0.5])  # a stop signal shortens it
-    assert drawing.finish(lambda: next(limits)) == "the drawing took longer than 0 s"
+    assert drawing.finish(lambda: next(limits)) == "the drawing took longer than 0.5 s"
+    assert not list(run_dir.glob("*.partial"))
     assert len(heartbeats) == 3
     assert [process.returncode for process in instead.started] == [-signal.SIGKILL] * 2
 
@@ -240,7 +242,9 @@ def test_a_drawing_ends_with_a_process_that_is_killed(run_dir: Path, tmp_path: P
 
 
 def test_a_drawing_whose_parent_has_ended_before_draws_nothing(run_dir: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
     result = subprocess.run([sys.executable, "-m", "reporting.chart_process", str(run_dir), "0",
-                             "1"], cwd=PROJECT_DIR, capture_output=True, timeout=60)
+                             str(ended.pid)], cwd=PROJECT_DIR, capture_output=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, b"")
     assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
