@@ -1,8 +1,9 @@
 """A model of the memory that training needs, by part, computed from a run's configs alone.
 
 It counts the tensors that the trainer holds (PyTorch's allocated memory) at the peak of a step,
-from the second step on, for a model that is not compiled. A compiled model keeps fewer activations
-and no float32 logits. Letters as in `gpt.py`; H heads, L layers.
+from the second step on. Activations are those of code that is not compiled: compiled code keeps
+fewer. The loss is that of compiled code where the run compiles on a GPU. Letters as in `gpt.py`;
+H heads, L layers.
 """
 
 from __future__ import annotations
@@ -64,9 +65,13 @@ def largest_microbatch(setting: Setting, memory_gib: float) -> int:
 
 
 def _in_loss_backward(setting: Setting, microbatch_size: int) -> Memory:
-    """All activations, log-softmax's output, its gradient, and the logits' gradient are held."""
+    """All activations, log-softmax's output, its gradient, and the logits' gradient are held.
+
+    Of compiled code, the logits and their gradient, in low precision.
+    """
     tokens = microbatch_size * setting.model.context_length
-    logits = 3 * FLOAT32 * setting.model.vocab_size * tokens
+    logit = 2 * setting.element if _is_compiled(setting) else 3 * FLOAT32
+    logits = logit * setting.model.vocab_size * tokens
     return _memory(setting, microbatch_size, temporary=logits)
 
 
@@ -88,17 +93,25 @@ def _is_fused(setting: Setting) -> bool:
     return setting.train.cross_entropy == "fused"
 
 
+def _is_compiled(setting: Setting) -> bool:
+    """Return whether the loss is compiled: it has no float32 logits then."""
+    return setting.on_gpu and setting.train.compile is not False
+
+
 def _in_chunked_loss(setting: Setting, microbatch_size: int) -> Memory:
     """One chunk's logits, float32 logits, probabilities and part of the head's gradient are held.
 
-    So are the whole gradients of the head and of its input. The fused form has no other logits
-    than one chunk's, or all at once, in low precision.
+    So are the whole gradients of the head and of its input. Compiled code has two buffers of a
+    chunk's size in low precision, which it uses in turn. The fused form has one, for one chunk or
+    all tokens. Part of the head's gradient is float32 in fp16.
     """
     V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
     tokens = microbatch_size * setting.model.context_length
     n = min(_chunk_tokens(setting, microbatch_size) or tokens, tokens)
-    logit = e if _is_fused(setting) else 2 * FLOAT32 + (e if e < FLOAT32 else 0)
-    chunk = logit * n * V + e * V * C
+    logit = 2 * FLOAT32 + (e if e < FLOAT32 else 0)
+    if _is_fused(setting) or _is_compiled(setting):
+        logit = e if _is_fused(setting) else 2 * e
+    chunk = logit * n * V + (FLOAT32 if setting.precision == "fp16" else e) * V * C
     whole = e * tokens * C + (FLOAT32 * tokens * C if e < FLOAT32 else 0) + FLOAT32 * V * C
     return _memory(setting, microbatch_size, temporary=chunk + whole)
 

@@ -122,6 +122,32 @@ def test_bf16_residual_stream_needs_less_memory() -> None:
     assert peak_memory(wide, 6).total > 1.05 * peak_memory(setting, 6).total
 
 
+@pytest.mark.parametrize(("precision", "head_chunks", "compiled", "eager"), [
+    ("bf16", None, 4, 12), ("fp16", None, 4, 12), ("fp32", None, 8, 12),
+    ("bf16", 4, 4, 10), ("fp16", 4, 4, 10), ("fp32", 4, 8, 8)])
+def test_a_compiled_loss_has_no_logits_in_float32(
+    precision: str, head_chunks: int | None, compiled: int, eager: int
+) -> None:
+    """Bytes per logit; tests/ops/test_functional_cross_entropy.py counts the buffers."""
+    V, T = 2**16, 64  # logits are nearly all that grows with the microbatch
+    for compiles, wanted in ((None, compiled), (True, compiled), (False, eager)):
+        model, train = configs({"vocab_size": V, "context_length": T, "emb_dim": 4, "n_heads": 1,
+                                "n_layers": 1}, head_chunks=head_chunks, compile=compiles)
+        setting = Setting(model, train, precision, num_processes=1)
+        more = peak_memory(setting, 8).logits - peak_memory(setting, 4).logits
+        assert more == pytest.approx(wanted * V * 4 * T / (head_chunks or 1), rel=0.001)
+        on_cpu = replace(setting, on_gpu=False, train=train.model_copy(update={"compile": True}))
+        assert peak_memory(on_cpu, 8).logits == peak_memory(
+            replace(setting, train=train.model_copy(update={"compile": False})), 8).logits
+
+
+def test_fp16_sums_the_heads_gradient_in_float32() -> None:
+    model, train = configs(MANY_WORDS, head_chunks=3, compile=False)
+    bf16, fp16 = (peak_memory(Setting(model, train, precision, num_processes=1), 3).logits
+                  for precision in ("bf16", "fp16"))
+    assert fp16 - bf16 == 2 * model.vocab_size * model.emb_dim
+
+
 @pytest.mark.parametrize("option", [{"head_chunks": 8}, {"activation_checkpointing": True}])
 def test_memory_saving_options_allow_a_larger_microbatch_on_a_12_gib_card(option: dict) -> None:
     model, train = configs(GPT2_SMALL, microbatch_size=8, gradient_accumulation_steps=12)

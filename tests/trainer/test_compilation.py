@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
+from torch.profiler import ProfilerActivity, profile
 
 from gpt import ForwardOptions, GPTModel
 from processes.launch import Process
@@ -16,6 +17,7 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer import compilation
+from trainer.attention import KERNELS
 from trainer.compilation import (
     choose_forward_options,
     compile_error,
@@ -309,6 +311,27 @@ def test_compiled_code_draws_the_dropout_of_eager_code(layout: type) -> None:
         losses.append(loss(*tokens))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
     assert not torch.allclose(losses[0], model(*tokens), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("layout", "checkpoints"), [
+    (compilation.Whole, True), (compilation.ByLayer, False)])
+def test_compiled_code_computes_attention_with_the_chosen_kernel(
+    layout: type, checkpoints: bool
+) -> None:
+    """The CPU's default is flash attention."""
+    model = model_with(ForwardOptions(), n_layers=1)
+    tokens = torch.arange(64).view(2, 2, 16)
+    wanted = model(*tokens)
+    model.use(ForwardOptions(attention_kernel=KERNELS["math"],
+                             activation_checkpointing=checkpoints))
+    compiled = layout(model, TrainConfig(**TINY_TRAIN))
+    compiled(*tokens).backward()  # compiles
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss = compiled(*tokens)
+        loss.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    names = {event.key for event in profiler.key_averages()}
+    assert "aten::bmm" in names and not [name for name in names if "flash" in name]
 
 
 @pytest.mark.parametrize("changes", [
