@@ -184,7 +184,7 @@ def test_a_validation_fraction_that_is_not_a_number_is_refused(tmp_path: Path) -
     assert result.returncode == 2 and "wanted a number between 0 and 1" in result.stderr
 
 
-@pytest.mark.parametrize("options", [["--subset", "x"], ["--keep-raw", "x"]])
+@pytest.mark.parametrize("options", [["--revision", "x"], ["--keep-raw", "x"]])
 def test_options_for_the_hub_are_refused_with_local_files(
     tmp_path: Path, options: list[str]
 ) -> None:

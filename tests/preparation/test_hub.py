@@ -110,7 +110,7 @@ def test_the_error_for_a_missing_subset_lists_the_directories(
 ) -> None:
     result = prepare_from(texts_hub, tmp_path, "--subset", "sample-10BT")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "--subset sample-10BT is not a directory; there are " in result.stderr
+    assert "--subset sample-10BT matches no directory; there are " in result.stderr
     assert "sample" in result.stderr.rpartition("; there are ")[2]
     assert not list(tmp_path.glob(".*"))
     # Shells complete a directory with a slash.

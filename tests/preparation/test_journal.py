@@ -81,7 +81,7 @@ def test_a_damaged_shard_can_be_replaced_before_continuing(tmp_path: Path) -> No
         prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
     (folder / "001.parquet").write_bytes(whole)
     progress = prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
-    assert progress.bad_shards == [] and progress.train.num_documents == 148
+    assert progress.bad_files == [] and progress.train.num_documents == 148
 
 
 def test_a_shard_is_skipped_again_only_with_the_option(tmp_path: Path) -> None:

@@ -148,13 +148,13 @@ def test_a_damaged_shard_is_an_error_or_skipped_and_counted(
     assert "\n" not in str(e.value) and not (tmp_path / "out").exists()
     progress = prepare_dataset(find_documents(folder), tmp_path / "out",
                                replace(options, skip_bad_shards=True))
-    assert progress.bad_shards == ["001.parquet"]
+    assert progress.bad_files == ["001.parquet"]
     train = decoded(tmp_path / "out" / "train.safetensors")
     validation = decoded(tmp_path / "out" / "validation.safetensors")
     assert train + validation == parts[0] + parts[2] + parts[3]
     # If the footer can be read, the split is that of all 200 documents: 150 for training.
     assert len(validation) == (38 if footer else 50)
-    assert "1 shards (001.parquet)" in (tmp_path / "out" / "README.md").read_text()
+    assert "could not be read: 1 (001.parquet)" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_no_documents_of_a_damaged_shard_are_kept(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_no_documents_of_a_damaged_shard_are_kept(tmp_path: Path) -> None:
         prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
     progress = prepare_dataset(find_documents(source_dir), tmp_path / "out",
                                replace(BYTES, skip_bad_shards=True))
-    assert progress.bad_shards == ["a.jsonl"]
+    assert progress.bad_files == ["a.jsonl"]
     assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[50:150]
 
 
