@@ -151,6 +151,7 @@ def given_options() -> set[str]:
 
 def prepare(command: Options) -> Progress:
     """Find the documents and tokenise them. Raises: UserError."""
+    source = command.source
     from preparation.parts import Part
 
     part = Part.parse(command.part) if command.part is not None else None
@@ -162,7 +163,7 @@ def prepare(command: Options) -> Progress:
 
     output = check_output_dir(command.output)
     documents = find_source(
-        SourceOptions(command.source, command.subset, command.text_column, command.keep_raw,
+        SourceOptions(source, command.subset, command.text_column, command.keep_raw,
                       command.split, command.revision),
         raw_dir=Journal(output).raw_dir, unfinished=unfinished_request(output))
     return prepare_dataset(documents, command.output, PrepareOptions(

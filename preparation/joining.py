@@ -14,7 +14,7 @@ from basics.errors import UserError, cannot_be_written
 from basics.files import read_regular_file, write_atomically
 from preparation.dataset_card import write_card
 from preparation.document_table import TokenStream
-from preparation.journal import Journal, Progress, SplitCount
+from preparation.journal import Journal, Progress, SplitCount, shown
 from preparation.outputs import check_not_empty, token_metadata
 from preparation.parts import PART_FILE, PartFile
 from preparation.planning import (
@@ -117,7 +117,7 @@ def _check_same(one: tuple[Path, PartFile], other: tuple[Path, PartFile]) -> Non
         value, other_value = getattr(file.request, key), getattr(other_file.request, key)
         if value != other_value:
             raise UserError(f"{path} and {other_path} do not belong together:"
-                            f" {key.replace('_', ' ')} is {value}, and {other_value}")
+                            f" {key.replace('_', ' ')} is {shown(value)}, and {shown(other_value)}")
     if file.part.total != other_file.part.total:
         raise UserError(f"{path} and {other_path} do not belong together: they are parts"
                         f" {file.part} and {other_file.part}")

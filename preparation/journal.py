@@ -237,7 +237,8 @@ def differences(before: Request, now: Request, num_shards: int) -> str:
     The content of a shard that is not finished yet may change if its number of documents does not:
     a damaged file may have been replaced.
     """
-    changes = [f"{key.replace('_', ' ')} was {getattr(before, key)}, is {getattr(now, key)}"
+    changes = [f"{key.replace('_', ' ')} was {shown(getattr(before, key))}, is"
+               f" {shown(getattr(now, key))}"
                for key in Request.model_fields if key not in ("shards", "num_documents")
                and getattr(before, key) != getattr(now, key)]
     facts_before, facts_now = ({shard.name: shard for shard in request.shards}
@@ -253,6 +254,11 @@ def differences(before: Request, now: Request, num_shards: int) -> str:
                 and facts_before[name].identity != facts_now[name].identity):
             changes.append(f"{name} has changed")
     return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+
+
+def shown(value: object) -> str:
+    """Return the value of an option for an error line."""
+    return "none" if value == "" else str(value)
 
 
 def _line(line: BaseModel) -> str:

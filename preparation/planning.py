@@ -119,7 +119,7 @@ def leave_out(num_bad: int, reason: str, source: Source, options: PrepareOptions
     if not options.skip_bad_shards and num_bad > source.max_bad_files():
         if num_bad == 1:
             raise UserError(f"{reason}; replace it, or skip it with --skip-bad-shards")
-        raise UserError(f"{reason}, the {num_bad}th such file; replace them, or skip them with"
+        raise UserError(f"{reason}; {num_bad} files cannot be read: replace them, or skip them with"
                         " --skip-bad-shards")
     if num_bad <= MAX_BAD_NAMES:
         tqdm.write(one_line(f"left out: {reason}"), file=sys.stderr)

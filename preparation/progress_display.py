@@ -79,11 +79,20 @@ def summary(output_dir: Path, progress: Progress) -> str:
     if progress.num_bytes:  # unknown for imported tokens
         lines[0] += (f", {progress.num_bytes:,} bytes of text,"
                      f" {progress.num_characters / num_tokens:.2f} characters per token")
-    splits = () if (output_dir / PART_FILE).exists() else ("train", "validation")
-    for split in splits:
-        path, count = output_dir / f"{split}.safetensors", progress.of(split)
-        lines.append(f"{path}: {count.num_documents:,} documents, {count.num_tokens:,} tokens,"
-                     f" {path.stat().st_size:,} bytes")
+    if (output_dir / PART_FILE).exists():
+        lines.append(f"{output_dir}: a part; when all are ready, join them with prepare_dataset.py"
+                     " --join PART... OUTPUT")
+    else:
+        lines += _files(output_dir, progress)
     if progress.num_bad_files:
         lines.append(f"files {left_out(progress)}")
     return "\n".join(lines)
+
+
+def _files(output_dir: Path, progress: Progress) -> list[str]:
+    lines = []
+    for split in ("train", "validation"):
+        path, count = output_dir / f"{split}.safetensors", progress.of(split)
+        lines.append(f"{path}: {count.num_documents:,} documents, {count.num_tokens:,} tokens,"
+                     f" {path.stat().st_size:,} bytes")
+    return lines

@@ -177,9 +177,9 @@ def _file_pieces(path: Path) -> Iterator[Piece]:
     """Cut a file as cut_document would, without loading all of it."""
     rest = b""
     with path.open("rb") as file:
+        check_encoding(path, file.read(2))
+        file.seek(0)
         while block := file.read(TASK_BYTES):
-            if not rest:
-                check_encoding(path, block)
             data, start = memoryview(rest + block), 0
             for stop in find_cuts(data):
                 yield piece_before_cut(data, start, stop)
