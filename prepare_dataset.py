@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from basics.errors import BAD_INPUT, UserError, drop_unwritable_output, print_error, print_line
 from basics.machine import num_cpu_cores
@@ -24,9 +25,11 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
 class Options:
     """The parsed command line."""
 
-    source: str
+    sources: tuple[str, ...]
     output: Path
     subset: str
+    split: str
+    revision: str
     tokenizer: str
     text_column: str
     validation_fraction: float
@@ -35,13 +38,29 @@ class Options:
     skip_bad_shards: bool
     keep_raw: Path | None
     is_import: bool
+    part: str | None
+    is_join: bool
+
+    @property
+    def source(self) -> str:
+        """The only SOURCE. Raises: UserError, if there are more."""
+        if len(self.sources) > 1:
+            raise UserError(f"{self.sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
+                            " around a pattern of files, or join parts with --join")
+        return self.sources[0]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("source")
+@click.argument("sources", metavar="SOURCE", nargs=-1, required=True)
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--subset", default="", metavar="DIRECTORY",
-              help="The directory of a hub dataset that holds the documents: sample/10BT.")
+@click.option("--subset", default="", metavar="PATTERN",
+              help="The directories, or the configs of a hub dataset, that hold the documents:"
+                   " sample/10BT or 'data/CC-MAIN-2013-*'.")
+@click.option("--split", default="", metavar="train|test|PATTERN",
+              help="The split, or the names of the files.  [default: files named train if there"
+                   " are any]")
+@click.option("--revision", default="", metavar="COMMIT",
+              help="The commit, branch or tag of a hub dataset.  [default: the newest commit]")
 @click.option("--tokenizer", default="gpt2", show_default=True, metavar="gpt2|bytes|DIR",
               help="gpt2 has a vocabulary of 50,257, bytes of 257. DIR holds a tokenizer.json, as"
                    " lab tokenizer writes it.")
@@ -55,12 +74,18 @@ class Options:
               help="Number of tokenising processes.  [default: one per core, at most 16; 16 need"
                    " less than 1 GiB of memory]")
 @click.option("--skip-bad-shards", is_flag=True,
-              help="Skip damaged files and report how many there were.")
+              help="Leave out any number of files that cannot be read.  [default: one in a hundred,"
+                   " of text files at least one]")
 @click.option("--keep-raw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Download files from the hub to DIR and keep them.")
 @click.option("--import", "is_import", is_flag=True,
               help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, or .bin shards"
                    " of llm.c.")
+@click.option("--part", metavar="I/N",
+              help="Prepare only part I of N, on one of several machines, for --join.")
+@click.option("--join", "is_join", is_flag=True,
+              help="Each SOURCE is a part: join all of them to the dataset that one machine would"
+                   " have made.")
 def main(**options: Any) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
@@ -70,20 +95,25 @@ def main(**options: Any) -> None:
     python-stdlib, the source code and documentation of Python's standard library.
 
     If the command is killed, run it again: it continues where it stopped.
+
+    On several machines, run the same command everywhere with --part 1/N to N/N, and then once:
+    prepare_dataset.py --join PART... OUTPUT.
     """
     command = Options(**options)
     try:
-        progress = import_token_files(command) if command.is_import else prepare(command)
+        progress = (import_token_files(command) if command.is_import else join(command)
+                    if command.is_join else prepare(command))
         from preparation.progress_display import summary
 
         print_line(summary(command.output, progress))
     except UserError as error:
         exit_with(error.line(), status=error.status)
     except OSError as error:  # while reading the source or examining the output directory
-        line = UserError(f"{error.filename or command.source}: {error.strerror or error}").line()
+        place = error.filename or command.sources[0]
+        line = UserError(f"{place}: {error.strerror or error}").line()
         exit_with(line, status=BAD_INPUT)
     except KeyboardInterrupt:
-        advice = ("no files were left behind" if command.is_import
+        advice = ("no files were left behind" if command.is_import or command.is_join
                   else "run the same command again to continue")
         exit_with(f"\nInterrupted; {advice}", status=130)
     finally:
@@ -92,9 +122,7 @@ def main(**options: Any) -> None:
 
 def import_token_files(command: Options) -> Progress:
     """Convert token files of nanoGPT or llm.c. Raises: UserError."""
-    if (command.subset or command.max_documents or command.workers or command.skip_bad_shards
-            or command.keep_raw or command.text_column != "text"
-            or command.validation_fraction != 0.01):
+    if given_options() - {"is_import", "tokenizer"}:
         raise UserError("--import copies tokens unchanged; the only other option that it accepts"
                         " is --tokenizer")
     # Imported here, and below, so that --help does not wait for it.
@@ -103,8 +131,30 @@ def import_token_files(command: Options) -> Progress:
     return import_tokens(Path(command.source), command.output, command.tokenizer)
 
 
+def join(command: Options) -> Progress:
+    """Join the parts of a preparation. Raises: UserError."""
+    if given_options() - {"is_join", "skip_bad_shards"}:
+        raise UserError("--join takes all but the parts from them; the only other option that it"
+                        " accepts is --skip-bad-shards")
+    from preparation.joining import join_parts
+
+    return join_parts([Path(source) for source in command.sources], command.output,
+                      skip_bad_shards=command.skip_bad_shards)
+
+
+def given_options() -> set[str]:
+    """Return the names of the options on the command line."""
+    context = click.get_current_context()
+    return {option.name for option in context.command.params if isinstance(option, click.Option)
+            and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT}
+
+
 def prepare(command: Options) -> Progress:
     """Find the documents and tokenise them. Raises: UserError."""
+    source = command.source
+    from preparation.parts import Part
+
+    part = Part.parse(command.part) if command.part is not None else None
     start_fork_server(command.tokenizer)
     from preparation.journal import Journal, unfinished_request
     from preparation.pipeline import prepare_dataset
@@ -113,13 +163,14 @@ def prepare(command: Options) -> Progress:
 
     output = check_output_dir(command.output)
     documents = find_source(
-        SourceOptions(command.source, command.subset, command.text_column, command.keep_raw),
+        SourceOptions(source, command.subset, command.text_column, command.keep_raw,
+                      command.split, command.revision),
         raw_dir=Journal(output).raw_dir, unfinished=unfinished_request(output))
     return prepare_dataset(documents, command.output, PrepareOptions(
         tokenizer=command.tokenizer, validation_fraction=command.validation_fraction,
         max_documents=command.max_documents,
         num_workers=command.workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS),
-        skip_bad_shards=command.skip_bad_shards,
+        skip_bad_shards=command.skip_bad_shards, part=part,
     ))
 
 

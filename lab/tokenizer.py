@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, cannot_be_written, one_line, print_error
 
 SMALLEST = 257  # the 256 bytes and the end of text
 
@@ -101,6 +101,8 @@ class Texts:
             shard.fetch()
             for task in shard.tasks():
                 for piece in task.pieces():
+                    if piece.bad_file is not None:
+                        print_error(one_line(f"left out: {piece.bad_file.reason}"))
                     yield piece.text
             shard.release()
 

@@ -20,12 +20,20 @@ class BadShard(UserError):
     """A shard that is damaged or does not contain what was expected."""
 
 
+class BadFile(NamedTuple):
+    """A text file that cannot be read."""
+
+    name: str  # relative to the source
+    reason: str
+
+
 class Piece(NamedTuple):
     """The text of a document, or of a part of one."""
 
     text: str
     ends_document: bool
     ends_safely: bool = True  # where GPT-2's tokenizer is certain to split the text
+    bad_file: BadFile | None = None  # instead of a document
 
 
 def cut_document(data: bytes | memoryview) -> Iterator[Piece]:
@@ -73,7 +81,11 @@ def joined(pieces: Iterable[Piece], *, at_safe_cuts: bool) -> Iterator[Piece]:
         at_safe_cuts: join at safe cuts too.
     """
     waiting: list[str] = []
-    for text, ends_document, ends_safely in pieces:
+    for piece in pieces:
+        text, ends_document, ends_safely, bad_file = piece
+        if bad_file is not None:
+            yield piece
+            continue
         waiting.append(text)
         if ends_document or (ends_safely and not at_safe_cuts):
             yield Piece("".join(waiting), ends_document, ends_safely)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from preparation.documents import Source
-from preparation.journal import Progress, Request
+from preparation.journal import Origin, Progress, Request
+from preparation.progress_display import left_out
 from tokens.tokenizer import end_of_text_of, file_beside
 from tokens.tokenizer_file import TOKENIZER_FILE
 
@@ -49,12 +50,12 @@ each. Documents are tokenised as plain text: no text in them becomes a special t
 IMPORTED = ", copied unchanged from files of nanoGPT or llm.c"
 
 
-def write_card(dataset_dir: Path, source: Source, request: Request, progress: Progress) -> None:
+def write_card(dataset_dir: Path, origin: Origin, request: Request, progress: Progress) -> None:
     """Write README.md next to the token files, which must be complete."""
     num_tokens = progress.train.num_tokens + progress.validation.num_tokens
     revision = f" (revision {request.revision})" if request.revision else ""
     _write(
-        dataset_dir, source, progress, request.tokenizer,
+        dataset_dir, origin, progress, request.tokenizer,
         source=request.source + revision,
         of_text=f" for {progress.num_bytes:,} bytes of text"
                 f" ({progress.num_characters / num_tokens:.2f} characters per\ntoken)",
@@ -66,16 +67,16 @@ def write_card(dataset_dir: Path, source: Source, request: Request, progress: Pr
 def write_import_card(dataset_dir: Path, source: Path, tokenizer: str,
                       progress: Progress) -> None:
     """Write README.md next to token files that were imported."""
-    _write(dataset_dir, Source(str(source), []), progress, tokenizer,
+    _write(dataset_dir, Source(str(source), []).origin(), progress, tokenizer,
            source=source.name, of_text="", layout=IMPORTED)
 
 
-def _write(dataset_dir: Path, origin: Source, progress: Progress, tokenizer: str,
+def _write(dataset_dir: Path, origin: Origin, progress: Progress, tokenizer: str,
            **texts: str) -> None:
     from huggingface_hub import DatasetCardData  # slow to import
 
     num_documents = progress.train.num_documents + progress.validation.num_documents
-    name = origin.hub_name or Path(origin.name).resolve().name
+    name = origin.title
     has_file = file_beside(dataset_dir, tokenizer) is not None
     card_data = DatasetCardData(
         license=origin.licence, language=origin.languages, task_categories=["text-generation"],
@@ -103,12 +104,11 @@ def size_category(num_documents: int) -> str:
     return next((name for limit, name in SIZES if num_documents < limit), "n>1T")
 
 
-def _notes(source: Source, progress: Progress) -> str:
+def _notes(origin: Origin, progress: Progress) -> str:
     notes = ""
-    if source.hub_name is None:
+    if origin.hub_name is None:
         notes += ("\nBefore you publish this dataset, set the licence and the language above to"
                   " those of the source.\n")
-    if progress.bad_shards:
-        notes += (f"\nLeft out because they could not be read: {len(progress.bad_shards)} shards"
-                  f" ({', '.join(progress.bad_shards[:10])}).\n")
+    if progress.num_bad_files:
+        notes += f"\nFiles {left_out(progress)}.\n"
     return notes

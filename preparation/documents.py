@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from basics.errors import UserError
+from preparation.choosing import ALL, Choice
 from preparation.cutting import cut_document
-from preparation.journal import ShardFacts
+from preparation.journal import Origin, ShardFacts
 from preparation.parquet import count_rows, text_bytes
 from preparation.readers import (
-    Task,
-    Texts,
+    WHOLE_BYTES,
     count_lines,
     json_tasks,
     parquet_tasks,
+    printable,
     text_tasks,
 )
+from preparation.tasks import Task, Texts
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # all but .txt only if named or matched by a pattern
 SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
 TEXT_FILES_PER_SHARD = 1000
 TEXTS_PER_TASK = 1000
-STDLIB_PIECE_CHARACTERS = 3000
 
 
 class Shard(ABC):
@@ -37,6 +37,7 @@ class Shard(ABC):
     name: str
     identity: str  # changes if the content does
     num_bytes: int  # of its files
+    num_files: int = 1
 
     @abstractmethod
     def facts(self) -> ShardFacts:
@@ -70,6 +71,17 @@ class Source:
     hub_name: str | None = None
     raw_dir: Path | None = None  # download directory of the shards
     keeps_raw: bool = False
+    whole: Source | None = None  # the source that this one is a part of
+
+    def max_bad_files(self) -> int:
+        """Return how many files may be left out: one in a hundred, of text files at least one."""
+        shards = (self.whole or self).shards
+        has_texts = any(isinstance(shard, TextFilesShard) for shard in shards)
+        return max(sum(shard.num_files for shard in shards) // 100, int(has_texts))
+
+    def origin(self) -> Origin:
+        return Origin(title=self.hub_name or Path(self.name).resolve().name,
+                      licence=self.licence, languages=self.languages, hub_name=self.hub_name)
 
 
 @dataclass(frozen=True)
@@ -102,8 +114,9 @@ class FileShard(Shard):
 
 @dataclass(frozen=True)
 class TextFilesShard(Shard):
-    """Several text files, one document each."""
+    """Several text files, or one large one; one document each."""
 
+    root: Path
     paths: Sequence[Path]
     name: str
     identity: str
@@ -111,7 +124,7 @@ class TextFilesShard(Shard):
 
     @classmethod
     def of(cls, paths: Sequence[Path], root: Path) -> TextFilesShard:
-        return cls(paths, _printable(paths[0].relative_to(root)), _identity(paths),
+        return cls(root, paths, printable(paths[0].relative_to(root)), _identity(paths),
                    sum(path.stat().st_size for path in paths))
 
     def facts(self) -> ShardFacts:
@@ -119,7 +132,11 @@ class TextFilesShard(Shard):
                           num_text_bytes=self.num_bytes)
 
     def tasks(self) -> Iterator[Task]:
-        return text_tasks(self.paths)
+        return text_tasks(self.paths, self.root)
+
+    @property
+    def num_files(self) -> int:
+        return len(self.paths)
 
 
 class TextsShard(Shard):
@@ -141,32 +158,63 @@ class TextsShard(Shard):
                         sum(len(text) for text in group))
 
 
-def find_documents(source: str | Path, *, text_column: str = "text") -> Source:
+def find_documents(source: str | Path, *, text_column: str = "text",
+                   choice: Choice = ALL) -> Source:
     """Find the document files of a directory (at any depth), a pattern or a single file.
 
     Raises:
         UserError: there are no documents, or files of more than one kind.
     """
     root, found = _look_for(Path(source))
-    paths = sorted(path for path in found
-                   if kind_of(path.name) and (path.is_file() or not path.exists()))
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path}: is a broken link; repair or delete it")
-    kinds = {kind_of(path.name) for path in paths} - {"text"}
-    if not paths:
+    paths = {path.relative_to(root).as_posix(): path for path in sorted(found)
+             if kind_of(path.name) and (path.is_file() or not path.exists())}
+    inside = _inside(choice, paths, Path(source))
+    for name in inside:
+        if not paths[name].exists():
+            raise UserError(f"{paths[name]}: is a broken link; repair or delete it")
+    kinds = {kind_of(name) for name in inside} - {"text"}
+    if not inside:
         raise UserError(f"{source}: no documents; wanted files ending in {', '.join(SUFFIXES)}")
     if len(kinds) > 1:
         raise UserError(f"{source}: contains both {' and '.join(sorted(kinds))}; name one directory"
                         " or file with one kind")
-    shards: list[Shard] = []
     if kinds:  # the README.md next to parquet files is no document
-        shards.extend(FileShard.of(path, _printable(path.relative_to(root)), text_column)
-                      for path in paths if kind_of(path.name) in kinds)
+        inside = {name: rest for name, rest in inside.items() if kind_of(name) in kinds}
+    # Files that a pattern names are all wanted; text files are rarely named after a split.
+    has_splits = choice.split or (kinds and Path(source).is_dir())
+    names = choice.of_split(inside, str(source)) if has_splits else list(inside)
+    chosen = [paths[name] for name in names]
+    shards: list[Shard] = []
+    if kinds:
+        shards.extend(FileShard.of(path, printable(path.relative_to(root)), text_column)
+                      for path in chosen)
     else:
         shards.extend(TextFilesShard.of(group, root)
-                      for group in _batched(paths, TEXT_FILES_PER_SHARD))
-    return Source(_printable(Path(source)), shards, text_column=text_column)
+                      for group in _text_groups(chosen))
+    return Source(choice.label(printable(Path(source))), shards, text_column=text_column)
+
+
+def _inside(choice: Choice, names: Iterable[str], source: Path) -> dict[str, str]:
+    """Return the files of the subset, with their paths inside it. Raises: UserError."""
+    if choice.subset and not source.is_dir():
+        raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
+    return choice.of_subset(names, str(source))
+
+
+def _text_groups(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Group files in their order; a large one, whose tasks are not one worker's, is alone."""
+    group: list[Path] = []
+    for path in paths:
+        is_large = path.stat().st_size > WHOLE_BYTES
+        if group and (is_large or len(group) == TEXT_FILES_PER_SHARD):
+            yield group
+            group = []
+        if is_large:
+            yield [path]
+        else:
+            group.append(path)
+    if group:
+        yield group
 
 
 def kind_of(name: str) -> str:
@@ -177,31 +225,6 @@ def kind_of(name: str) -> str:
     if name.endswith(JSON_SUFFIXES):
         return "JSON lines"
     return "text" if name.endswith(TEXT_SUFFIXES) else ""
-
-
-def python_stdlib() -> Source:
-    """Return the source code and reference documentation of Python's standard library.
-
-    Files are cut into pieces of some 3,000 characters, in a fixed shuffled order (by hash):
-    training reads a token file from front to back, and a small batch should not come from one
-    module.
-
-    Raises:
-        UserError: this installation of Python has no source files.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
-               "encodings"}  # tables of code points
-    pieces: set[str] = set()
-    for path in root.rglob("*.py"):
-        is_build_data = path.name.startswith("_sysconfigdata")  # differs between machines
-        if not skipped & set(path.relative_to(root).parts) and not is_build_data:
-            pieces.update(_cut_at_blank_lines(path.read_text(encoding="utf-8", errors="replace")))
-    if not pieces:
-        raise UserError(f"{root}: no Python source files; install Python with its library")
-    shuffled = sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
-    name = "Python's standard library"
-    return Source(name, [TextsShard(name, shuffled)], licence="other")
 
 
 def _look_for(source: Path) -> tuple[Path, Iterator[Path]]:
@@ -231,26 +254,6 @@ def _files_below(root: Path) -> Iterator[Path]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         if "train.safetensors" not in names:
             yield from (Path(folder, name) for name in names if name.lower().endswith(SUFFIXES))
-
-
-def _printable(path: Path) -> str:
-    """Return the path as one line of valid Unicode, whatever bytes it contains."""
-    text = str(path).encode("utf-8", "backslashreplace").decode()
-    return text.replace("\n", "\\n")
-
-
-def _cut_at_blank_lines(text: str) -> Iterator[str]:
-    """Cut at the first blank line after half of STDLIB_PIECE_CHARACTERS, at the latest at the
-    first line end after all of them."""
-    piece = ""
-    for line in text.splitlines(keepends=True):
-        piece += line
-        is_break = not line.strip() and len(piece) >= STDLIB_PIECE_CHARACTERS // 2
-        if is_break or len(piece) >= STDLIB_PIECE_CHARACTERS:
-            yield piece
-            piece = ""
-    if piece.strip():
-        yield piece
 
 
 def _identity(paths: Sequence[Path]) -> str:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,8 +20,8 @@ from types import TracebackType
 import numpy as np
 
 from basics.errors import UserError
-from preparation.cutting import BadShard, Piece, joined
-from preparation.readers import Task
+from preparation.cutting import BadFile, BadShard, Piece, joined
+from preparation.tasks import Task
 from tokens.tokenizer import Tokenizer, load_tokenizer
 from tokens.tokenizer_file import FileTokenizer
 
@@ -38,11 +38,13 @@ class Encoded:
     tokens: np.ndarray  # (num_tokens,) uint16
     ends: np.ndarray  # (num_documents, 3) int64: tokens, bytes, characters until its end
     sizes: np.ndarray  # (3,) int64: the same for the whole task
+    bad_files: Sequence[tuple[int, BadFile]] = ()  # with their places in `ends`, as empty documents
 
     def first_documents(self, num_documents: int) -> Encoded:
         """Return the part up to the end of the given number of documents."""
         sizes = self.ends[num_documents - 1]
-        return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes)
+        bad_files = [(place, file) for place, file in self.bad_files if place < num_documents]
+        return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes, bad_files)
 
 
 @dataclass(frozen=True)
@@ -62,21 +64,25 @@ def encode_task(task: Task, place: TokenizerPlace) -> Encoded | BadShard:
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
     ends: list[tuple[int, int, int]] = []
+    bad_files: list[tuple[int, BadFile]] = []
     num_tokens = num_bytes = num_characters = 0
     try:
-        for (text, ends_document, _), ids in encoded_pieces(task, tokenizer):
+        for (text, ends_document, _, bad_file), ids in encoded_pieces(task, tokenizer):
             pieces.append(ids)
             num_tokens += len(pieces[-1])
             num_bytes += len(text) if text.isascii() else len(text.encode())
             num_characters += len(text)
             if ends_document:
-                pieces.append(end_of_text)
-                num_tokens += 1
+                if bad_file is None:
+                    pieces.append(end_of_text)
+                    num_tokens += 1
+                else:
+                    bad_files.append((len(ends), bad_file))
                 ends.append((num_tokens, num_bytes, num_characters))
     except BadShard as error:
         return error
     return Encoded(np.concatenate(pieces), np.array(ends, dtype=np.int64).reshape(-1, 3),
-                   np.array([num_tokens, num_bytes, num_characters]))
+                   np.array([num_tokens, num_bytes, num_characters]), bad_files)
 
 
 def encoded_pieces(task: Task, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:

@@ -42,9 +42,9 @@ def is_complete(dataset_dir: Path) -> bool:
 
 
 def _prepare_stdlib(dataset_dir: Path) -> None:
-    from preparation.documents import python_stdlib
     from preparation.pipeline import prepare_dataset
     from preparation.planning import PrepareOptions
+    from preparation.standard_library import python_stdlib
 
     # In a directory of this process: nodes may share the parent directory and prepare at once.
     prefix = f".{dataset_dir.name}.{socket.gethostname()}-"

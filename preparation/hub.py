@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import sys
@@ -22,15 +23,16 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile, RepoFolder
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from tqdm import tqdm
 
 from basics.errors import UserError, cannot_be_written, first_line
+from preparation.choosing import Choice, config_patterns
 from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
 from preparation.parquet import count_rows, text_bytes
-from preparation.readers import Task
+from preparation.tasks import Task
 from tokens.tokenizer_file import TOKENIZER_FILE
 
 QUERY_PAUSES = (1, 5)  # seconds before each further attempt
@@ -73,32 +75,36 @@ class RawFiles:
     are_kept: bool = False
 
 
-def hub_source(repository: str, subset: str, *, text_column: str, raw_files: RawFiles,
+def hub_source(repository: str, choice: Choice, *, text_column: str, raw_files: RawFiles,
                revision: str | None = None) -> Source:
     """Find the documents of a dataset on the hub: parquet or JSON lines files, by name.
 
     Args:
-        revision: a commit; None for the newest.
+        revision: a commit, branch or tag; None for the newest commit.
 
     Raises:
         UserError: the hub cannot be reached, or has no such documents for this user.
     """
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository, revision=revision))
-    entries = ask_hub(repository, lambda: _entries(repository, subset, info.sha))
-    files = sorted((entry for entry in entries if isinstance(entry, RepoFile)
-                    and kind_of(entry.path) in ("parquet", "JSON lines")), key=lambda e: e.path)
-    kinds = {kind_of(file.path) for file in files}
+    card = info.card_data
+    entries = ask_hub(repository, lambda: _files(repository, choice.subset, info.sha))
+    files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
+    place = f"{repository} on the hub"
+    found = choice.of_subset(files, place, config_patterns(card.to_dict() if card else {}))
+    inside = {path: rest for path, rest in found.items()
+              if kind_of(path) in ("parquet", "JSON lines")}
+    kinds = {kind_of(path) for path in inside}
     if len(kinds) != 1:
-        raise UserError(f"{repository} on the hub: {subset or 'its root'} contains"
+        raise UserError(f"{place}: {choice.subset or 'its root'} contains"
                         f" {' and '.join(sorted(kinds)) or 'no parquet or JSON lines files'};"
                         " name a directory of documents with --subset")
     shards = [HubShard(repository, info.sha, file.path,
                        file.lfs.sha256 if file.lfs else file.blob_id, file.size, text_column,
-                       raw_files) for file in files]
-    card = info.card_data
+                       raw_files)
+              for file in (files[path] for path in choice.of_split(inside, place))]
     languages = card.language if card and card.language else ["en"]
     return Source(
-        f"{repository} {subset}".strip(), shards, text_column=text_column, revision=info.sha,
+        choice.label(repository), shards, text_column=text_column, revision=info.sha,
         licence=card.license if card and card.license else "unknown",
         languages=[languages] if isinstance(languages, str) else list(languages),
         hub_name=repository, raw_dir=raw_files.dir,
@@ -106,19 +112,17 @@ def hub_source(repository: str, subset: str, *, text_column: str, raw_files: Raw
     )
 
 
-def _entries(repository: str, subset: str, revision: str) -> list[RepoFile | RepoFolder]:
-    """List a directory, at any depth. Raises: UserError, if there is none."""
-    def list_directory(directory: str | None, *, recursive: bool) -> list[RepoFile | RepoFolder]:
-        return list(HfApi().list_repo_tree(repository, directory, recursive=recursive,
-                                           revision=revision, repo_type="dataset"))
+def _files(repository: str, subset: str, revision: str) -> list[RepoFile]:
+    """List the files of the directory `subset`; of the whole repository if it is none."""
+    def files_in(directory: str | None) -> list[RepoFile]:
+        tree = HfApi().list_repo_tree(repository, directory, recursive=True, revision=revision,
+                                      repo_type="dataset")
+        return [entry for entry in tree if isinstance(entry, RepoFile)]
 
-    try:
-        return list_directory(subset or None, recursive=True)
-    except EntryNotFoundError:
-        folders = [entry.path for entry in list_directory(None, recursive=False)
-                   if isinstance(entry, RepoFolder)]
-        raise UserError(f"{repository} on the hub: --subset {subset} is not a directory; there are"
-                        f" {', '.join(folders) or 'none'}") from None
+    if subset and not set("*?[") & set(subset):
+        with contextlib.suppress(EntryNotFoundError):
+            return files_in(subset)
+    return files_in(None)
 
 
 @dataclass(frozen=True)
@@ -142,12 +146,8 @@ class HubShard(Shard):
                 num_documents=count_rows(io.BytesIO(footer), name=name),
                 num_text_bytes=sum(text_bytes(io.BytesIO(footer), self.text_column, name=name)),
             )
-        self.fetch()
-        try:
-            facts = self._file().facts()
-        finally:
-            self.release()
-        return facts.model_copy(update={"identity": self.identity})
+        # Counting lines would download the file, and reading them would download it again.
+        return ShardFacts(name=self.name, identity=self.identity, num_documents=None)
 
     def fetch(self) -> None:
         if not are_progress_bars_disabled():

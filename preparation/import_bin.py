@@ -39,9 +39,7 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prog
                     if path.exists())
     try:
         with Journal(output_dir) as journal:  # used as a lock: an import is not resumed
-            if journal.request is not None or journal.counted:
-                raise UserError(f"{journal.dir}: contains an unfinished preparation; name another"
-                                " output, or delete that directory")
+            journal.refuse_unfinished()
             check_disk_space(journal.dir, num_bytes, "tokens")
             journal.dataset_dir.mkdir(exist_ok=True)
             counts = {split: _import_split(paths[split],

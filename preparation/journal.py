@@ -16,6 +16,9 @@ from basics.errors import UserError
 from basics.files import append_whole, fsync, write_atomically
 from preparation.token_file_writer import DATA_START
 
+MAX_BAD_NAMES = 10  # kept of files that were left out
+DOCUMENT_BYTES = 24  # of a row in the table of documents
+
 
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,8 +29,8 @@ class ShardFacts(_Line):
 
     name: str
     identity: str
-    num_documents: int
-    num_text_bytes: int | None = None  # None if only reading all of it could tell
+    num_documents: int | None  # None if only reading all of it could tell
+    num_text_bytes: int | None = None  # the same
     is_bad: bool = False  # could not be counted and is skipped
 
 
@@ -40,8 +43,9 @@ class Request(_Line):
     tokenizer: str
     validation_fraction: float
     max_documents: int | None
-    num_documents: int  # of all shards together, at most max_documents
+    num_documents: int | None  # of all shards together, at most max_documents
     shards: list[ShardFacts]
+    part: str = ""  # such as 2/4, of a preparation that several machines share
 
 
 class SplitCount(_Line):
@@ -71,14 +75,30 @@ class Progress(_Line):
     """The sums over all shards finished so far."""
 
     num_shards: int = 0
+    num_documents: int = 0  # with those of the files that were left out
     train: SplitCount = SplitCount(num_text_bytes=0)
     validation: SplitCount = SplitCount(num_text_bytes=0)
     num_bytes: int = 0  # of text, as UTF-8
     num_characters: int = 0
-    bad_shards: list[str] = []
+    num_bad_files: int = 0  # left out because they could not be read
+    bad_files: list[str] = []  # the first of them
 
     def of(self, split: str) -> SplitCount:
         return self.train if split == "train" else self.validation
+
+    def without(self, *names: str) -> Progress:
+        """Return the progress with files that were left out."""
+        return self.model_copy(update={"num_bad_files": self.num_bad_files + len(names),
+                                       "bad_files": [*self.bad_files, *names][:MAX_BAD_NAMES]})
+
+
+class Origin(_Line):
+    """What the dataset card says about a source."""
+
+    title: str
+    licence: str
+    languages: list[str]
+    hub_name: str | None = None
 
 
 class Journal:
@@ -132,11 +152,36 @@ class Journal:
                     f"{self.dir}: an unfinished preparation differs: {changes}; repeat its command"
                     " to finish it, or delete that directory to begin again"
                 )
+        if not self.progress.num_shards and self.dataset_dir.exists():  # files of another request
+            shutil.rmtree(self.dataset_dir, ignore_errors=True)
         self.dataset_dir.mkdir(exist_ok=True)
         lines = [request, *([self.progress] if self.progress.num_shards else [])]
         write_atomically(self.path, "".join(map(_line, lines)), durable=True)
         self._counts_path.unlink(missing_ok=True)  # the request contains them
         self.request = request
+
+    def token_path(self, split: str) -> Path:
+        """Return the path of a split's tokens; all tokens of a part are in one file."""
+        name = "tokens" if self.request is not None and self.request.part else split
+        return self.dataset_dir / f"{name}.safetensors"
+
+    @property
+    def table_path(self) -> Path:
+        """The table of documents, which belongs to the output if that is a part."""
+        is_part = self.request is not None and self.request.part
+        return (self.dataset_dir if is_part else self.dir) / "documents.bin"
+
+    @property
+    def has_table(self) -> bool:
+        """Whether documents are divided into splits when all have been read."""
+        request = self.request
+        return request is not None and (bool(request.part) or request.num_documents is None)
+
+    def refuse_unfinished(self) -> None:
+        """Raise UserError if there is a preparation here that can be continued."""
+        if self.request is not None or self.counted:
+            raise UserError(f"{self.dir}: contains an unfinished preparation; name another"
+                            " output, or delete that directory")
 
     def note_count(self, facts: ShardFacts) -> None:
         """Record the counts of one shard, before there is a request with all of them."""
@@ -169,13 +214,14 @@ class Journal:
         self._check_token_files()
 
     def _check_token_files(self) -> None:
-        """Begin again if the token files are shorter than the journal says."""
-        for split in ("train", "validation"):
-            path = self.dataset_dir / f"{split}.safetensors"
-            num_tokens = self.progress.of(split).num_tokens
-            wanted = DATA_START + 2 * num_tokens
-            if num_tokens and (not path.exists() or path.stat().st_size < wanted):
-                self.progress = Progress()
+        """Begin again if the files are shorter than the journal says."""
+        counts = {split: self.progress.of(split).num_tokens for split in ("train", "validation")}
+        wanted = {self.token_path(split): DATA_START + 2 * num_tokens
+                  for split, num_tokens in counts.items() if num_tokens}
+        if self.has_table and self.progress.num_documents:
+            wanted[self.table_path] = DOCUMENT_BYTES * self.progress.num_documents
+        if any(not path.exists() or path.stat().st_size < size for path, size in wanted.items()):
+            self.progress = Progress()
 
 
 def unfinished_request(output_dir: Path) -> Request | None:
@@ -191,7 +237,8 @@ def differences(before: Request, now: Request, num_shards: int) -> str:
     The content of a shard that is not finished yet may change if its number of documents does not:
     a damaged file may have been replaced.
     """
-    changes = [f"{key.replace('_', ' ')} was {getattr(before, key)}, is {getattr(now, key)}"
+    changes = [f"{key.replace('_', ' ')} was {shown(getattr(before, key))}, is"
+               f" {shown(getattr(now, key))}"
                for key in Request.model_fields if key not in ("shards", "num_documents")
                and getattr(before, key) != getattr(now, key)]
     facts_before, facts_now = ({shard.name: shard for shard in request.shards}
@@ -202,11 +249,16 @@ def differences(before: Request, now: Request, num_shards: int) -> str:
             changes.append(f"{name} is missing")
         elif name not in facts_before:
             changes.append(f"{name} is new")
-        elif facts_before[name].identity != facts_now[name].identity and (
+        elif facts_before[name].num_documents != facts_now[name].num_documents or (
                 name not in unfinished
-                or facts_before[name].num_documents != facts_now[name].num_documents):
+                and facts_before[name].identity != facts_now[name].identity):
             changes.append(f"{name} has changed")
     return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+
+
+def shown(value: object) -> str:
+    """Return the value of an option for an error line."""
+    return "none" if value == "" else str(value)
 
 
 def _line(line: BaseModel) -> str:

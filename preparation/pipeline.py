@@ -15,21 +15,28 @@ from preparation.dataset_card import write_card
 from preparation.documents import Shard, Source
 from preparation.encoding import Encoded, Encoder, EndOfShard, TokenizerPlace
 from preparation.journal import Journal, Progress
+from preparation.outputs import (
+    Output,
+    SplitOutput,
+    StreamOutput,
+    check_not_empty,
+    token_metadata,
+)
+from preparation.parts import share_of, write_part
 from preparation.planning import (
     PrepareOptions,
     check_disk,
+    check_num_documents,
     check_output_dir,
+    leave_out,
     num_training_documents,
     plan_request,
-    with_advice,
 )
 from preparation.progress_display import ProgressDisplay
-from preparation.readers import TASK_BYTES, Task, uncut
-from preparation.token_file_writer import TokenFileWriter
+from preparation.readers import TASK_BYTES, uncut
+from preparation.tasks import Task
 from tokens.tokenizer import ChosenTokenizer, choose_tokenizer, file_beside
 from tokens.tokenizer_file import parse_tokenizer
-
-SPLITS = ("train", "validation")
 
 
 def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Progress:
@@ -47,6 +54,8 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     if not 0 < options.validation_fraction < 1:
         raise UserError(f"--validation-fraction is {options.validation_fraction}; wanted a number"
                         " between 0 and 1")
+    if options.part is not None:
+        source = share_of(source, options.part)
     journal = Journal(output_dir)
     try:
         with journal:
@@ -74,16 +83,12 @@ class _Preparation:
         self._source, self._options, self._journal = source, options, journal
         self._request = journal.request
         self._shards = source.shards[:len(self._request.shards)]
-        self._num_train = num_training_documents(self._request.num_documents,
-                                                 options.validation_fraction)
+        self._limit = self._request.num_documents  # None: all that there are
+        if self._limit is None:
+            self._limit = options.max_documents
         self._progress = journal.progress
-        self._num_documents = self._first_document(self._progress.num_shards)
         self._is_bad = False  # the current shard
-        self._writers = {
-            split: TokenFileWriter(journal.dataset_dir / f"{split}.safetensors",
-                                   num_tokens=self._progress.of(split).num_tokens)
-            for split in SPLITS
-        }
+        self._output = _open_output(journal)
 
     def run(self) -> Progress:
         """Tokenise all remaining shards, then write the headers and the dataset card."""
@@ -96,24 +101,31 @@ class _Preparation:
                 write_atomically(place.path, self._tokenizer.content, durable=True)
             with (
                 Encoder(place, num_workers=num_workers) as encoder,
-                ProgressDisplay(self._request, self._num_documents) as display,
+                ProgressDisplay(self._request, self._progress.num_documents) as display,
             ):
                 for result in encoder.encode(self._tasks()):
                     self._process(result)
-                    display.show(self._num_documents, self._progress)
+                    display.show(self._progress)
             self._finish()
         finally:
-            for writer in self._writers.values():
-                with contextlib.suppress(OSError):  # a full disk: reported already
-                    writer.close()
+            with contextlib.suppress(OSError):  # a full disk: reported already
+                self._output.close()
         return self._progress
 
     def _tasks(self) -> Iterator[Task | EndOfShard | None]:
         numbers = range(self._progress.num_shards, len(self._shards))
         fetches = (_Fetch(self._shards[number]) for number in numbers)
-        next_fetch = next(fetches, None)
+        # Download one shard ahead, unless the one before it may be the last that is needed.
+        is_last_unknown = self._request.num_documents is None and self._limit is not None
+        next_fetch = None if is_last_unknown else next(fetches, None)
         for number in numbers:
-            fetch, next_fetch = next_fetch, next(fetches, None)  # download one shard ahead
+            if is_last_unknown:
+                yield None
+                if self._has_all():
+                    break
+                fetch = next(fetches)
+            else:
+                fetch, next_fetch = next_fetch, next(fetches, None)
             if not fetch.is_done():
                 yield None  # write the results of all submitted tasks meanwhile
             fetch.wait()
@@ -131,7 +143,7 @@ class _Preparation:
         return uncut(shard.tasks(), shard.name, at_safe_cuts=not tokenizer.splits_like_gpt2)
 
     def _has_all(self) -> bool:
-        return self._num_documents >= self._request.num_documents
+        return self._limit is not None and self._progress.num_documents >= self._limit
 
     def _process(self, result: Encoded | BadShard | EndOfShard) -> None:
         if isinstance(result, EndOfShard):
@@ -139,73 +151,85 @@ class _Preparation:
         elif self._has_all():
             pass  # more documents were read ahead than max_documents
         elif isinstance(result, BadShard):
-            if not self._options.skip_bad_shards:
-                raise with_advice(result)
-            self._is_bad = True
+            self._give_up_shard(result)
         elif not self._is_bad:
             self._write(result)
 
     def _write(self, encoded: Encoded) -> None:
-        """Append the documents to the training file up to its last one, then to the other."""
-        wanted = self._request.num_documents - self._num_documents
-        if len(encoded.ends) >= wanted:
-            encoded = encoded.first_documents(wanted)
-        num_train = min(max(self._num_train - self._num_documents, 0), len(encoded.ends))
-        boundary = encoded.sizes.tolist()  # tokens, bytes, characters
-        if self._num_documents + len(encoded.ends) >= self._num_train:
-            boundary = encoded.ends[num_train - 1].tolist() if num_train else [0, 0, 0]
-        num_in = {"train": num_train, "validation": len(encoded.ends) - num_train}
-        parts = {"train": encoded.tokens[:boundary[0]], "validation": encoded.tokens[boundary[0]:]}
+        if self._limit is not None:
+            wanted = self._limit - self._progress.num_documents
+            if len(encoded.ends) >= wanted:
+                encoded = encoded.first_documents(wanted)
+        progress = self._output.write(encoded, self._progress)
         _, num_bytes, num_characters = encoded.sizes.tolist()
-        bytes_in = {"train": boundary[1], "validation": num_bytes - boundary[1]}
-        counts = {}
-        for split, tokens in parts.items():
-            self._writers[split].add(tokens)
-            counts[split] = self._progress.of(split).with_more(
-                tokens, num_documents=num_in[split], num_text_bytes=bytes_in[split])
-        self._progress = self._progress.model_copy(update=counts | {
-            "num_bytes": self._progress.num_bytes + num_bytes,
-            "num_characters": self._progress.num_characters + num_characters,
+        self._progress = progress.model_copy(update={
+            "num_documents": progress.num_documents + len(encoded.ends),
+            "num_bytes": progress.num_bytes + num_bytes,
+            "num_characters": progress.num_characters + num_characters,
         })
-        self._num_documents += len(encoded.ends)
+        for _, file in encoded.bad_files:
+            self._progress = self._progress.without(file.name)
+            leave_out(self._progress.num_bad_files, file.reason, self._source, self._options)
+
+    def _give_up_shard(self, error: BadShard) -> None:
+        if not self._is_bad:
+            leave_out(self._journal.progress.num_bad_files + 1, str(error), self._source,
+                      self._options)
+        self._is_bad = True
 
     def _end_shard(self, number: int) -> None:
-        end = min(self._first_document(number + 1), self._request.num_documents)
-        facts = self._request.shards[number]
-        if not self._is_bad and self._num_documents != end:
-            found = self._num_documents - self._first_document(number)
-            self._process(BadShard(f"{facts.name}: contains {found} documents, but"
-                                   f" {facts.num_documents} were counted"))
-        bad_shards = self._progress.bad_shards
+        before, facts = self._journal.progress, self._request.shards[number]
+        wanted = facts.num_documents
+        if wanted is not None and self._limit is not None:
+            wanted = min(wanted, self._limit - before.num_documents)
+        found = self._progress.num_documents - before.num_documents
+        if wanted is not None and found != wanted:
+            self._give_up_shard(BadShard(f"{facts.name}: contains {found} documents, but"
+                                         f" {facts.num_documents} were counted"))
+        if self._is_bad:  # remove the part that could be read; the splits stay where they were
+            self._output.truncate(before)
+            self._output.leave_out(wanted or 0, before)
+            self._progress = before.model_copy(
+                update={"num_documents": before.num_documents + (wanted or 0)})
         if self._is_bad or facts.is_bad:
-            bad_shards = [*bad_shards, facts.name]
-        if self._is_bad:  # remove the part that could be read
-            self._progress = self._journal.progress
-            for split, writer in self._writers.items():
-                writer.truncate(self._progress.of(split).num_tokens)
-        self._num_documents, self._is_bad = end, False
-        self._progress = self._progress.model_copy(
-            update={"num_shards": number + 1, "bad_shards": bad_shards})
-        for writer in self._writers.values():
-            writer.sync()
+            self._progress = self._progress.without(facts.name)
+        self._is_bad = False
+        self._progress = self._progress.model_copy(update={"num_shards": number + 1})
+        self._output.sync()
         self._journal.add(self._progress)
         self._shards[number].release()
 
-    def _first_document(self, number: int) -> int:
-        return sum(facts.num_documents for facts in self._request.shards[:number])
-
     def _finish(self) -> None:
-        for split, writer in self._writers.items():
-            count = self._progress.of(split)
-            if not count.num_tokens:
-                raise UserError(f"{self._source.name}: without the damaged shards,"
-                                f" {split}.safetensors is empty; replace them")
-            writer.finish(count.metadata() | {
-                "tokenizer": self._request.tokenizer,
-                "source": self._request.source[:400],
-                "revision": self._request.revision[:100],
-            })
-        write_card(self._journal.dataset_dir, self._source, self._request, self._progress)
+        if self._request.part:
+            self._output.finish(self._progress, token_metadata(self._request, self._progress))
+            write_part(self._journal.dataset_dir, self._source, self._request, self._progress)
+            return
+        if isinstance(self._output, StreamOutput) and not self._progress.validation.num_tokens:
+            self._split(self._output)
+        check_not_empty(self._progress, self._source.name)
+        self._output.finish(self._progress, token_metadata(self._request, self._progress))
+        write_card(self._journal.dataset_dir, self._source.origin(), self._request,
+                   self._progress)
+
+    def _split(self, output: StreamOutput) -> None:
+        """Divide the documents into splits, now that their number is known."""
+        num_documents = self._progress.num_documents
+        check_num_documents(num_documents, self._source.name)
+        progress = output.split(self._progress, num_train=num_training_documents(
+            num_documents, self._options.validation_fraction))
+        check_not_empty(progress, self._source.name)
+        output.sync()
+        self._journal.add(progress)  # from now on, the training file may be shorter
+        output.truncate(progress)
+        self._progress = progress
+
+
+def _open_output(journal: Journal) -> Output:
+    request = journal.request
+    if journal.has_table or request is None or request.num_documents is None:
+        return StreamOutput(journal)
+    return SplitOutput(journal, num_train=num_training_documents(request.num_documents,
+                                                                 request.validation_fraction))
 
 
 class _Fetch:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from tqdm import tqdm
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, cannot_be_written, one_line
 from preparation.cutting import BadShard
 from preparation.documents import Shard, Source
-from preparation.journal import Journal, Request, ShardFacts
+from preparation.journal import MAX_BAD_NAMES, Journal, Request, ShardFacts
+from preparation.parts import Part
 
 # Text with more bytes per token is rare: used to estimate the least disk space needed.
 MAX_BYTES_PER_TOKEN = {"gpt2": 5.0, "bytes": 1.0}
@@ -28,6 +30,7 @@ class PrepareOptions:
     max_documents: int | None = None
     num_workers: int = 1
     skip_bad_shards: bool = False
+    part: Part | None = None  # prepare only this part, for several machines
 
 
 def check_output_dir(output_dir: Path) -> Path:
@@ -62,43 +65,64 @@ def plan_request(source: Source, options: PrepareOptions, journal: Journal, *,
     """Count the documents of all shards that an earlier launch did not count. Raises: UserError."""
     before = journal.request if (
         journal.request and journal.request.text_column == source.text_column) else None
+    num_bad = sum(facts.is_bad for facts in before.shards) if before else 0
+    # A preparation that is continued leaves out the same files, even if they can be read now.
+    keeps_bad = options.skip_bad_shards or (
+        journal.progress.num_shards > 0 and num_bad <= source.max_bad_files())
     known = {(facts.name, facts.identity): facts
              for facts in [*(before.shards if before else []), *journal.counted]
-             if options.skip_bad_shards or not facts.is_bad}
+             if keeps_bad or not facts.is_bad}
     shards: list[ShardFacts] = []
-    num_documents = 0
+    num_documents: int | None = 0
     for shard in tqdm(source.shards, desc="counting documents", unit=" files", leave=False,
                       disable=None, delay=1):
         facts = known.get((shard.name, shard.identity))
         if facts is None:
-            facts = _facts(shard, options)
-            if facts.num_text_bytes is None and not facts.is_bad:  # counting read the whole file
+            facts = _facts(shard, sum(facts.is_bad for facts in shards), source, options)
+            if facts.num_documents is not None and facts.num_text_bytes is None and (
+                    not facts.is_bad):  # counting read the whole file
                 journal.note_count(facts)
         shards.append(facts)
+        if facts.num_documents is None or num_documents is None:
+            num_documents = None
+            continue
         num_documents += facts.num_documents
         if options.max_documents is not None and num_documents >= options.max_documents:
             num_documents = options.max_documents
             break
-    if num_documents < 2:
-        raise UserError(f"{source.name}: {num_documents} document(s) found; wanted at least 2, for"
-                        " training and validation (JSON lines: one document per line)")
+    if num_documents is not None and options.part is None:
+        check_num_documents(num_documents, source.name)
     return Request(source=source.name, revision=source.revision, text_column=source.text_column,
                    tokenizer=tokenizer_name, validation_fraction=options.validation_fraction,
-                   max_documents=options.max_documents, num_documents=num_documents, shards=shards)
+                   max_documents=options.max_documents, num_documents=num_documents, shards=shards,
+                   part=str(options.part or ""))
 
 
-def _facts(shard: Shard, options: PrepareOptions) -> ShardFacts:
+def check_num_documents(num_documents: int, source: str) -> None:
+    """Refuse a source that cannot fill both splits. Raises: UserError."""
+    if num_documents < 2:
+        raise UserError(f"{source}: {num_documents} document(s) found; wanted at least 2, for"
+                        " training and validation (JSON lines: one document per line)")
+
+
+def _facts(shard: Shard, num_bad: int, source: Source, options: PrepareOptions) -> ShardFacts:
     try:
         return shard.facts()
     except BadShard as error:
-        if not options.skip_bad_shards:
-            raise with_advice(error) from None
+        leave_out(num_bad + 1, str(error), source, options)
         return ShardFacts(name=shard.name, identity=shard.identity, num_documents=0,
                           is_bad=True)
 
 
-def with_advice(error: BadShard) -> UserError:
-    return UserError(f"{error}; replace it, or skip it with --skip-bad-shards")
+def leave_out(num_bad: int, reason: str, source: Source, options: PrepareOptions) -> None:
+    """Warn of a file that cannot be read, the `num_bad`th one. Raises: UserError; too many."""
+    if not options.skip_bad_shards and num_bad > source.max_bad_files():
+        if num_bad == 1:
+            raise UserError(f"{reason}; replace it, or skip it with --skip-bad-shards")
+        raise UserError(f"{reason}; {num_bad} files cannot be read: replace them, or skip them with"
+                        " --skip-bad-shards")
+    if num_bad <= MAX_BAD_NAMES:
+        tqdm.write(one_line(f"left out: {reason}"), file=sys.stderr)
 
 
 def check_disk(request: Request, journal: Journal, source: Source) -> None:
@@ -106,8 +130,9 @@ def check_disk(request: Request, journal: Journal, source: Source) -> None:
     num_text_bytes = sum(facts.num_text_bytes or 0 for facts in request.shards)
     bytes_per_token = MAX_BYTES_PER_TOKEN.get(request.tokenizer, OWN_MAX_BYTES_PER_TOKEN)
     wanted = 2 * num_text_bytes / bytes_per_token
-    if request.max_documents is not None:
-        wanted *= request.num_documents / sum(facts.num_documents for facts in request.shards)
+    num_documents = sum(facts.num_documents or 0 for facts in request.shards)
+    if request.max_documents is not None and request.num_documents and num_documents:
+        wanted *= request.num_documents / num_documents
     wanted -= sum(path.stat().st_size for path in journal.dataset_dir.glob("*.safetensors"))
     raw = sorted(shard.missing_bytes() for shard in
                  source.shards[journal.progress.num_shards:len(request.shards)])

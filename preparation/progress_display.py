@@ -10,8 +10,10 @@ from types import TracebackType
 from tqdm import tqdm
 
 from preparation.journal import Progress, Request
+from preparation.parts import PART_FILE
 
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt} documents [{elapsed}<{remaining}{postfix}]"
+BAR_WITHOUT_TOTAL = "{n_fmt} documents [{elapsed}{postfix}]"
 LINE_INTERVAL = 30  # seconds between plain lines
 
 
@@ -20,13 +22,15 @@ class ProgressDisplay:
 
     def __init__(self, request: Request, num_documents: int) -> None:
         self._total, self._first_document = request.num_documents, num_documents
+        self._num_shards = len(request.shards)
         self._first_tokens: int | None = None
         self._started = self._last_line = time.monotonic()
         if num_documents:
-            print(f"continuing after document {num_documents:,} of {self._total:,}",
-                  file=sys.stderr)
+            of_all = "" if self._total is None else f" of {self._total:,}"
+            print(f"continuing after document {num_documents:,}{of_all}", file=sys.stderr)
         self._bar = tqdm(total=request.num_documents, initial=num_documents, disable=None,
-                         dynamic_ncols=True, bar_format=BAR)
+                         dynamic_ncols=True,
+                         bar_format=BAR if self._total else BAR_WITHOUT_TOTAL)
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -35,22 +39,36 @@ class ProgressDisplay:
                  traceback: TracebackType | None) -> None:
         self._bar.close()
 
-    def show(self, num_documents: int, progress: Progress) -> None:
+    def show(self, progress: Progress) -> None:
         """Update the bar, or print a line every LINE_INTERVAL seconds."""
-        now = time.monotonic()
+        now, num_documents = time.monotonic(), progress.num_documents
         num_tokens = progress.train.num_tokens + progress.validation.num_tokens
         if self._first_tokens is None:  # the first tasks ended while workers still started
             self._first_tokens, self._started = num_tokens, now
         rate = (num_tokens - self._first_tokens) / max(now - self._started, 1e-3)
         text = f"{num_tokens / 1e6:,.0f} M tokens, {rate / 1e6:.2f} M tokens/s"
+        if self._total is None:
+            text += f", {progress.num_shards} of {self._num_shards} files"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(num_documents - self._bar.n)
         if self._bar.disable and now - self._last_line > LINE_INTERVAL:
             self._last_line = now
-            done = num_documents - self._first_document
-            left = (now - self._started) / max(done, 1) * (self._total - num_documents)
-            print(f"{num_documents:,} of {self._total:,} documents, {text},"
-                  f" {tqdm.format_interval(left)} left", file=sys.stderr, flush=True)
+            print(self._done(num_documents, now, text), file=sys.stderr, flush=True)
+
+    def _done(self, num_documents: int, now: float, text: str) -> str:
+        if self._total is None:
+            return f"{num_documents:,} documents, {text}"
+        done = num_documents - self._first_document
+        left = (now - self._started) / max(done, 1) * (self._total - num_documents)
+        return (f"{num_documents:,} of {self._total:,} documents, {text},"
+                f" {tqdm.format_interval(left)} left")
+
+
+def left_out(progress: Progress) -> str:
+    """Name the files that could not be read."""
+    more = progress.num_bad_files - len(progress.bad_files)
+    return (f"left out because they could not be read: {progress.num_bad_files:,}"
+            f" ({', '.join(progress.bad_files)}{f' and {more:,} more' * bool(more)})")
 
 
 def summary(output_dir: Path, progress: Progress) -> str:
@@ -61,11 +79,20 @@ def summary(output_dir: Path, progress: Progress) -> str:
     if progress.num_bytes:  # unknown for imported tokens
         lines[0] += (f", {progress.num_bytes:,} bytes of text,"
                      f" {progress.num_characters / num_tokens:.2f} characters per token")
+    if (output_dir / PART_FILE).exists():
+        lines.append(f"{output_dir}: a part; when all are ready, join them with prepare_dataset.py"
+                     " --join PART... OUTPUT")
+    else:
+        lines += _files(output_dir, progress)
+    if progress.num_bad_files:
+        lines.append(f"files {left_out(progress)}")
+    return "\n".join(lines)
+
+
+def _files(output_dir: Path, progress: Progress) -> list[str]:
+    lines = []
     for split in ("train", "validation"):
         path, count = output_dir / f"{split}.safetensors", progress.of(split)
         lines.append(f"{path}: {count.num_documents:,} documents, {count.num_tokens:,} tokens,"
                      f" {path.stat().st_size:,} bytes")
-    if progress.bad_shards:
-        lines.append(f"skipped: {len(progress.bad_shards)} damaged shards,"
-                     f" {', '.join(progress.bad_shards[:5])}")
-    return "\n".join(lines)
+    return lines

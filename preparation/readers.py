@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
 import sys
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.json
 
 from preparation.cutting import (
+    BadFile,
     BadShard,
     Piece,
     cut_document,
@@ -26,61 +27,53 @@ from preparation.cutting import (
     piece_before_cut,
 )
 from preparation.parquet import parquet_pieces, text_bytes
+from preparation.tasks import Task, Texts, Unreadable
 
 TASK_BYTES = 2**22  # of text in a task, roughly
 # Bytes of a line that are held in memory: enough for 100 MB of text in which each character is
 # escaped. A limit is needed because a small compressed file may unpack to one endless line.
 LONGEST_LINE = 5 * 2**26
 LONG_LINE = 2**23  # bytes; Arrow parses longer lines, in far less memory than Python's json
-WHOLE_GROUP_BYTES = 2**24  # workers read parquet row groups of up to this size
+WHOLE_BYTES = 2**24  # workers read text files and parquet row groups of up to this size
 MAX_UNCUT = 2**24  # characters that are encoded at once: a tokenizer's file needs 80 bytes for each
-
-
-class Task(ABC):
-    """The unit of work of a worker. It is pickled and sent to another process."""
-
-    num_bytes: int  # of text, roughly
-
-    @abstractmethod
-    def pieces(self) -> Iterator[Piece]:
-        """Read the text. Raises: BadShard."""
-
-
-@dataclass(frozen=True)
-class Texts(Task):
-    """Pieces of text that are already in memory."""
-
-    texts: list[Piece]
-    num_bytes: int
-
-    def pieces(self) -> Iterator[Piece]:
-        yield from self.texts
-
-
-@dataclass(frozen=True)
-class Unreadable(Task):
-    """A file that could not be split into tasks."""
-
-    reason: str
-    num_bytes: int = 0
-
-    def pieces(self) -> Iterator[Piece]:
-        raise BadShard(self.reason)
 
 
 @dataclass(frozen=True)
 class TextFiles(Task):
-    """Files with one document each."""
+    """Files with one document each; one that cannot be read is left out."""
 
     paths: list[Path]
     num_bytes: int
+    root: Path  # of the source
 
     def pieces(self) -> Iterator[Piece]:
         for path in self.paths:
             try:
-                yield from cut_document(path.read_bytes())
-            except OSError as error:
-                raise BadShard(f"{path}: cannot be read: {error.strerror}") from None
+                data = path.read_bytes()
+                check_encoding(path, data)
+            except (OSError, BadShard) as error:
+                name = printable(path.relative_to(self.root))
+                yield Piece("", True, bad_file=BadFile(name, _reason(path, error)))
+            else:
+                yield from cut_document(data)
+
+
+def check_encoding(path: Path, start: bytes) -> None:
+    """Refuse text in UTF-16, which would be read as noise. Raises: BadShard."""
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise BadShard(f"{path}: is UTF-16; wanted UTF-8")
+
+
+def printable(path: Path) -> str:
+    """Return the path as one line of valid Unicode, whatever bytes it contains."""
+    text = str(path).encode("utf-8", "backslashreplace").decode()
+    return text.replace("\n", "\\n")
+
+
+def _reason(path: Path, error: OSError | BadShard) -> str:
+    if isinstance(error, BadShard):
+        return str(error)
+    return f"{path}: cannot be read: {error.strerror}"
 
 
 @dataclass(frozen=True)
@@ -159,32 +152,33 @@ class ParquetGroups(Task):
         return parquet_pieces(self.path, self.groups, self.text_column)
 
 
-def text_tasks(paths: Sequence[Path]) -> Iterator[Task]:
-    """Leave small files to the workers; read large ones here, a few pieces at a time."""
+def text_tasks(paths: Sequence[Path], root: Path) -> Iterator[Task]:
+    """Leave files to the workers; read very large ones here, a few pieces at a time."""
     small: list[Path] = []
     size = 0
     for path in paths:
+        num_bytes = path.stat().st_size if path.exists() else 0
+        is_large = num_bytes > WHOLE_BYTES
+        if small and (is_large or size + num_bytes > TASK_BYTES):
+            yield TextFiles(small, size, root)
+            small, size = [], 0
+        if not is_large:
+            small, size = [*small, path], size + num_bytes
+            continue
         try:
-            num_bytes = path.stat().st_size
-            if small and size + num_bytes > TASK_BYTES:
-                yield TextFiles(small, size)
-                small, size = [], 0
-            if num_bytes > TASK_BYTES:
-                yield from _texts(_file_pieces(path))
-            else:
-                small, size = [*small, path], size + num_bytes
-        except OSError as error:
-            yield Unreadable(f"{path}: cannot be read: {error.strerror}")
-        except BadShard as error:
-            yield Unreadable(str(error))
+            yield from _texts(_file_pieces(path))
+        except (OSError, BadShard) as error:
+            yield Unreadable(_reason(path, error))
     if small:
-        yield TextFiles(small, size)
+        yield TextFiles(small, size, root)
 
 
 def _file_pieces(path: Path) -> Iterator[Piece]:
     """Cut a file as cut_document would, without loading all of it."""
     rest = b""
     with path.open("rb") as file:
+        check_encoding(path, file.read(2))
+        file.seek(0)
         while block := file.read(TASK_BYTES):
             data, start = memoryview(rest + block), 0
             for stop in find_cuts(data):
@@ -254,7 +248,7 @@ def parquet_tasks(path: Path, text_column: str) -> Iterator[Task]:
     size = 0
     try:
         for group, num_bytes in enumerate(text_bytes(path, text_column)):
-            is_large = num_bytes > WHOLE_GROUP_BYTES
+            is_large = num_bytes > WHOLE_BYTES
             if small and (is_large or size + num_bytes > TASK_BYTES):
                 yield ParquetGroups(path, small, text_column, size)
                 small, size = [], 0

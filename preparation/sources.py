@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from basics.errors import UserError
-from preparation.documents import Source, find_documents, kind_of, python_stdlib
+from preparation.choosing import Choice
+from preparation.documents import Source, find_documents, kind_of
 from preparation.journal import Request
+from preparation.standard_library import python_stdlib
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -21,6 +23,8 @@ class SourceOptions:
     subset: str = ""
     text_column: str = "text"
     keep_raw: Path | None = None
+    split: str = ""
+    revision: str = ""  # a commit, branch or tag of a dataset on the hub
 
 
 def find_source(options: SourceOptions, *, raw_dir: Path,
@@ -31,22 +35,25 @@ def find_source(options: SourceOptions, *, raw_dir: Path,
         raw_dir: for downloads that are not kept.
         unfinished: of an earlier launch, which continues with the same commit of a hub dataset.
     """
-    source, subset, keep_raw = options.source, options.subset.strip("/"), options.keep_raw
+    source, keep_raw = options.source, options.keep_raw
+    choice = Choice(options.subset.strip("/"), options.split)
     if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
         from preparation.hub import RawFiles, hub_source
 
-        is_same = unfinished is not None and unfinished.source == f"{source} {subset}".strip()
+        is_same = unfinished is not None and unfinished.source == choice.label(source)
         try:
             return hub_source(
-                source, subset, text_column=options.text_column,
+                source, choice, text_column=options.text_column,
                 raw_files=RawFiles(keep_raw or raw_dir, keep_raw is not None),
-                revision=unfinished.revision if is_same else None,
+                revision=options.revision or (unfinished.revision if is_same else None),
             )
         except UserError as error:
             raise UserError(f"{error} (and there is no file {source} here)") from None
-    if subset or keep_raw:
-        raise UserError(f"{source}: --subset and --keep-raw need a dataset on the hub, given as"
+    if keep_raw or options.revision:
+        raise UserError(f"{source}: --keep-raw and --revision need a dataset on the hub, given as"
                         " owner/name")
     if source == "python-stdlib":
+        if choice != Choice():
+            raise UserError(f"{source}: has no --subset and no --split")
         return python_stdlib()
-    return find_documents(source, text_column=options.text_column)
+    return find_documents(source, text_column=options.text_column, choice=choice)

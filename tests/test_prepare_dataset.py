@@ -85,6 +85,26 @@ def test_after_a_kill_the_same_command_continues_to_the_same_bytes(
     assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
 
 
+def test_parts_that_are_killed_and_repeated_join_to_the_bytes_of_one_machine(
+    corpus: Path, prepared: Path, tmp_path: Path
+) -> None:
+    parts = [tmp_path / "part1", tmp_path / "part2"]
+    for number, part in enumerate(parts, start=1):
+        arguments = [str(corpus), str(part), "--part", f"{number}/2"]
+        process = start([*SLOW_COMMAND, *arguments, "--workers", "2"])
+        wait_for_lines(tmp_path / f".{part.name}.partial" / "journal.jsonl", 3, process)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL and not part.exists()
+        unfinished = prepare(*map(str, parts[:number]), str(tmp_path / "out"), "--join")
+        assert unfinished.returncode == 2
+        assert f"part{number}: is an unfinished part; run its command again" in unfinished.stderr
+        result = succeeded(prepare(*arguments))
+        assert re.match(r"continuing after document \d+ of 880\n", result.stderr)
+    succeeded(prepare(*map(str, parts), str(tmp_path / "out"), "--join"))
+    assert contents(tmp_path / "out") == contents(prepared)
+    assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
+
+
 def start(command: list[str]) -> subprocess.Popen[str]:
     """Start a slow preparation that can be interrupted with Ctrl-C."""
     return subprocess.Popen(
@@ -184,7 +204,7 @@ def test_a_validation_fraction_that_is_not_a_number_is_refused(tmp_path: Path) -
     assert result.returncode == 2 and "wanted a number between 0 and 1" in result.stderr
 
 
-@pytest.mark.parametrize("options", [["--subset", "x"], ["--keep-raw", "x"]])
+@pytest.mark.parametrize("options", [["--revision", "x"], ["--keep-raw", "x"]])
 def test_options_for_the_hub_are_refused_with_local_files(
     tmp_path: Path, options: list[str]
 ) -> None:

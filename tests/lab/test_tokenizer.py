@@ -54,6 +54,13 @@ def test_a_tokenizer_is_trained_on_every_kind_of_source_always_to_the_same_file(
     assert {path.name for path in tmp_path.iterdir()} == {"source", "a", "b"}
 
 
+def test_a_text_file_that_cannot_be_read_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    source = write_source("txt", tmp_path / "source")
+    (source / "0007.txt").write_text("UTF-16", encoding="utf-16")
+    result = succeeded(lab_tokenizer(source, tmp_path / "a", "--vocab-size", "280"))
+    assert "left out: " in result.stderr and "0007.txt: is UTF-16; wanted UTF-8" in result.stderr
+
+
 def test_the_number_of_cores_does_not_change_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for parallel in ("true", "false"):

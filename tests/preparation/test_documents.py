@@ -10,8 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from basics.errors import UserError
-from preparation.documents import find_documents, python_stdlib
+from preparation.documents import find_documents
 from preparation.pipeline import prepare_dataset
+from preparation.standard_library import python_stdlib
 from tests.support.preparation import (
     BYTES,
     DOCUMENTS,

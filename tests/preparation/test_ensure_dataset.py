@@ -26,7 +26,8 @@ def test_the_standard_library_is_prepared_when_it_is_named(
     workplace: Workplace, monkeypatch
 ) -> None:
     out = workplace.datasets_dir / "python-stdlib"
-    monkeypatch.setattr("preparation.documents.python_stdlib", lambda: texts_source(["a", "b"]))
+    monkeypatch.setattr("preparation.standard_library.python_stdlib",
+                        lambda: texts_source(["a", "b"]))
     provide_dataset(out, "python-stdlib")
     assert decoded(out / "train.safetensors") == ["a"]
     assert [path.name for path in out.parent.iterdir()] == ["python-stdlib"]
@@ -35,7 +36,8 @@ def test_the_standard_library_is_prepared_when_it_is_named(
 def test_unfinished_directories_of_dead_processes_are_removed(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("preparation.documents.python_stdlib", lambda: texts_source(["a", "b"]))
+    monkeypatch.setattr("preparation.standard_library.python_stdlib",
+                        lambda: texts_source(["a", "b"]))
     ended = subprocess.Popen(["true"])
     ended.wait()
     names = [f".python-stdlib.{socket.gethostname()}-{pid}" for pid in (os.getppid(), ended.pid)]

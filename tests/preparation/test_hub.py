@@ -110,7 +110,7 @@ def test_the_error_for_a_missing_subset_lists_the_directories(
 ) -> None:
     result = prepare_from(texts_hub, tmp_path, "--subset", "sample-10BT")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "--subset sample-10BT is not a directory; there are " in result.stderr
+    assert "--subset sample-10BT matches no directory; there are " in result.stderr
     assert "sample" in result.stderr.rpartition("; there are ")[2]
     assert not list(tmp_path.glob(".*"))
     # Shells complete a directory with a slash.
@@ -131,11 +131,61 @@ def test_only_needed_shards_are_downloaded(texts_hub: Hub, tmp_path: Path) -> No
     assert texts_hub.downloads("000_00000.parquet") and not texts_hub.downloads("001_00000.parquet")
 
 
-def test_json_lines_on_the_hub_can_be_prepared(tmp_path: Path) -> None:
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in PARTS[0]).encode()
-    with serving(Hub({"data.jsonl.gz": gzip.compress(lines)})) as hub:
-        result = succeeded(prepare_from(hub, tmp_path))
+@pytest.fixture
+def lines_hub() -> Iterator[Hub]:
+    """A dataset of three JSON lines files, one of them compressed."""
+    lines = ["".join(json.dumps({"text": text}) + "\n" for text in part).encode()
+             for part in PARTS]
+    files = {"000.jsonl": lines[0], "001.jsonl.gz": gzip.compress(lines[1]), "002.jsonl": lines[2]}
+    with serving(Hub(files)) as hub:
+        yield hub
+
+
+def test_json_lines_on_the_hub_are_downloaded_once(lines_hub: Hub, tmp_path: Path) -> None:
+    result = succeeded(prepare_from(lines_hub, tmp_path))
+    assert "900 documents" in result.stdout
+    assert [len(lines_hub.downloads(name)) for name in lines_hub.files] == [1, 1, 1]
+    expected = local_result(tmp_path)
+    for split, tokens in tokens_in(tmp_path / "out").items():
+        assert np.array_equal(tokens, expected[split])
+    with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
+        assert file.metadata()["num_documents"] == "891"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md", "train.safetensors", "validation.safetensors"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_file_of_json_lines_can_be_left_out(lines_hub: Hub, tmp_path: Path) -> None:
+    lines_hub.files["001.jsonl.gz"] = lines_hub.files["001.jsonl.gz"][:-20]
+    failed = prepare_from(lines_hub, tmp_path)
+    assert failed.returncode == 2 and failed.stderr.count("Error: ") == 1
+    assert "001.jsonl.gz: damaged or cannot be read" in failed.stderr
+    assert not (tmp_path / "out").exists()
+    result = succeeded(prepare_from(lines_hub, tmp_path, "--skip-bad-shards"))
+    assert "600 documents" in result.stdout
+    assert "files left out because they could not be read: 1 (001.jsonl.gz)" in result.stdout
+
+
+def test_only_needed_json_lines_are_downloaded(lines_hub: Hub, tmp_path: Path) -> None:
+    result = succeeded(prepare_from(lines_hub, tmp_path, "--max-documents", "300"))
     assert "300 documents" in result.stdout
+    assert [len(lines_hub.downloads(name)) for name in lines_hub.files] == [1, 0, 0]
+
+
+def test_json_lines_are_not_downloaded_again_after_a_failure(
+    lines_hub: Hub, tmp_path: Path
+) -> None:
+    lines_hub.faults = [Fault("002.jsonl", times=-1, status=404, method="HEAD",
+                              headers={"X-Error-Code": "EntryNotFound"})]
+    failed = prepare_from(lines_hub, tmp_path)
+    assert failed.returncode == 2 and "002.jsonl on the Hugging Face hub: there is" in failed.stderr
+    lines_hub.faults, lines_hub.requests = [], []
+    result = succeeded(prepare_from(lines_hub, tmp_path))
+    assert "continuing after document 600\n" in result.stderr
+    assert [len(lines_hub.downloads(name)) for name in lines_hub.files] == [0, 0, 1]
+    expected = local_result(tmp_path)
+    for split, tokens in tokens_in(tmp_path / "out").items():
+        assert np.array_equal(tokens, expected[split])
 
 
 def test_killed_during_a_download_it_continues_with_the_same_commit(

@@ -25,6 +25,7 @@ from tests.support.preparation import (
     decoded,
     leave_unfinished,
     texts_source,
+    uncounted_source,
     write_parquet,
     write_source,
 )
@@ -61,6 +62,30 @@ def test_token_files_shorter_than_the_journal_says_are_written_again(
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
 
 
+def test_a_table_of_documents_shorter_than_the_journal_says_is_written_again(
+    tmp_path: Path
+) -> None:
+    source = uncounted_source(["a", "b"], ["c"], ["d"])
+    leave_unfinished(source, tmp_path / "out")
+    os.truncate(tmp_path / ".out.partial" / "documents.bin", 24)
+    prepare_dataset(source, tmp_path / "out", BYTES)
+    assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
+
+
+def test_documents_that_were_divided_into_splits_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = uncounted_source(["a", "b"], ["c"], ["d"])
+    monkeypatch.setattr(Journal, "publish", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare_dataset(source, tmp_path / "out", BYTES)
+    monkeypatch.undo()
+    monkeypatch.setattr(TextsShard, "tasks", lambda _: pytest.fail("was read again"))
+    prepare_dataset(source, tmp_path / "out", BYTES)
+    assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
+    assert decoded(tmp_path / "out" / "validation.safetensors") == ["d"]
+
+
 def test_a_kill_before_the_journal_is_deleted_does_no_harm(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("preparation.journal.shutil.rmtree", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -81,7 +106,7 @@ def test_a_damaged_shard_can_be_replaced_before_continuing(tmp_path: Path) -> No
         prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
     (folder / "001.parquet").write_bytes(whole)
     progress = prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
-    assert progress.bad_shards == [] and progress.train.num_documents == 148
+    assert progress.bad_files == [] and progress.train.num_documents == 148
 
 
 def test_a_shard_is_skipped_again_only_with_the_option(tmp_path: Path) -> None:

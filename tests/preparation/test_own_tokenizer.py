@@ -48,6 +48,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut documents after 64 bytes, and fill tasks with 200."""
     monkeypatch.setattr(cutting, "LARGE_DOCUMENT", 64)
     monkeypatch.setattr(readers, "TASK_BYTES", 200)
+    monkeypatch.setattr(readers, "WHOLE_BYTES", 200)
 
 
 def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
@@ -100,7 +101,7 @@ def test_cutting_a_document_does_not_change_its_ids(
     assert encoded.tokens.tolist() == wanted
     path = tmp_path / "a.txt"
     path.write_text(LONG)
-    tasks = list(text_tasks([path]))
+    tasks = list(text_tasks([path], tmp_path))
     assert len(tasks) > 5
     joined = list(uncut(tasks, "a.txt", at_safe_cuts=not tokenizer.splits_like_gpt2))
     assert len(joined) == 1 if changes else 2 < len(joined)
@@ -112,9 +113,10 @@ def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(
     tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "MAX_UNCUT", 2**20)
+    monkeypatch.setattr(readers, "WHOLE_BYTES", 2**19)
     path = tmp_path / "long.txt"
     path.write_text("x" * (2**20 + 1000))
-    *_, last = uncut(text_tasks([path]), "long.txt", at_safe_cuts=True)
+    *_, last = uncut(text_tasks([path], tmp_path), "long.txt", at_safe_cuts=True)
     assert isinstance(last, Unreadable)
     with pytest.raises(BadShard, match="long.txt: a document of more than 1 million characters"):
         next(last.pieces())

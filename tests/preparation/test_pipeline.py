@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import random
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,21 +23,22 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from basics.errors import UserError
-from preparation import pipeline, progress_display
-from preparation.documents import find_documents
-from preparation.journal import Journal
+from preparation import pipeline, progress_display, readers
+from preparation.cutting import Piece
+from preparation.documents import Source, find_documents
 from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions, num_training_documents
 from preparation.token_file_writer import TokenFileWriter
 from tests.support.preparation import (
     BYTES,
     DOCUMENTS,
-    Stopped,
     contents,
     corrupt,
     decoded,
     leave_unfinished,
+    stopping_after,
     texts_source,
+    uncounted_source,
     write_parquet,
     write_source,
 )
@@ -64,22 +67,23 @@ def test_the_first_99_percent_are_for_training(tmp_path: Path, kind: str) -> Non
 @settings(max_examples=40, deadline=None)
 @given(shards=st.lists(st.lists(st.text(max_size=30), max_size=10), min_size=1, max_size=6),
        fraction=st.sampled_from([0.01, 0.1, 0.5, 0.99]),
-       max_documents=st.one_of(st.none(), st.integers(2, 30)))
+       max_documents=st.one_of(st.none(), st.integers(2, 30)),
+       make_source=st.sampled_from([texts_source, uncounted_source]))
 def test_documents_stay_whole_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], fraction: float,
-    max_documents: int | None
+    max_documents: int | None, make_source: Callable[..., Source]
 ) -> None:
     wanted = [text for shard in shards for text in shard][:max_documents]
     out = tmp_path_factory.mktemp("any") / "out"
     options = replace(BYTES, validation_fraction=fraction, max_documents=max_documents)
     if len(wanted) < 2:
         with pytest.raises(UserError, match="found; wanted at least 2"):
-            prepare_dataset(texts_source(*shards), out, options)
+            prepare_dataset(make_source(*shards), out, options)
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("preparation.documents.TEXTS_PER_TASK", 3)
         patch.setattr("preparation.cutting.LARGE_DOCUMENT", 8)
-        prepare_dataset(texts_source(*shards), out, options)
+        prepare_dataset(make_source(*shards), out, options)
     train, validation = (decoded(out / f"{s}.safetensors") for s in ("train", "validation"))
     assert train + validation == wanted
     assert len(train) == num_training_documents(len(wanted), fraction)
@@ -99,11 +103,12 @@ def test_a_literal_end_of_text_stays_text(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(shards=st.lists(st.lists(st.text(max_size=20), max_size=6), min_size=1, max_size=6),
-       stops=st.lists(st.integers(0, 25), max_size=6))
+       stops=st.lists(st.integers(0, 35), max_size=6),
+       make_source=st.sampled_from([texts_source, uncounted_source]))
 def test_stopped_at_any_write_it_continues_to_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], stops: list[int]
+    tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], stops: list[int],
+    make_source: Callable[..., Source]
 ) -> None:
-    """Writes: tokens, fsyncs, journal lines, headers, the dataset card, the last rename."""
     if sum(map(len, shards)) < 2:
         return
     folder = tmp_path_factory.mktemp("stops")
@@ -111,26 +116,8 @@ def test_stopped_at_any_write_it_continues_to_the_same_bytes(
     for stop in [*stops, None]:
         if (folder / "out").exists():
             break
-        left = SimpleNamespace(writes=stop)
-
-        def stopping(function, left=left):
-            def wrapper(*arguments, **keywords):
-                if left.writes == 0:
-                    raise Stopped
-                if left.writes is not None:
-                    left.writes -= 1
-                return function(*arguments, **keywords)
-            return wrapper
-
-        with pytest.MonkeyPatch.context() as patch:
-            for owner, name in ((TokenFileWriter, "add"), (TokenFileWriter, "sync"),
-                                (Journal, "add"), (Journal, "begin"), (Journal, "publish"),
-                                (pipeline, "write_card")):
-                patch.setattr(owner, name, stopping(getattr(owner, name)))
-            try:
-                prepare_dataset(texts_source(*shards), folder / "out", BYTES)
-            except Stopped:
-                pass
+        with stopping_after(stop):
+            prepare_dataset(make_source(*shards), folder / "out", BYTES)
     assert contents(folder / "out") == contents(folder / "undisturbed")
 
 
@@ -148,13 +135,13 @@ def test_a_damaged_shard_is_an_error_or_skipped_and_counted(
     assert "\n" not in str(e.value) and not (tmp_path / "out").exists()
     progress = prepare_dataset(find_documents(folder), tmp_path / "out",
                                replace(options, skip_bad_shards=True))
-    assert progress.bad_shards == ["001.parquet"]
+    assert progress.bad_files == ["001.parquet"]
     train = decoded(tmp_path / "out" / "train.safetensors")
     validation = decoded(tmp_path / "out" / "validation.safetensors")
     assert train + validation == parts[0] + parts[2] + parts[3]
     # If the footer can be read, the split is that of all 200 documents: 150 for training.
     assert len(validation) == (38 if footer else 50)
-    assert "1 shards (001.parquet)" in (tmp_path / "out" / "README.md").read_text()
+    assert "could not be read: 1 (001.parquet)" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_no_documents_of_a_damaged_shard_are_kept(tmp_path: Path) -> None:
@@ -165,7 +152,7 @@ def test_no_documents_of_a_damaged_shard_are_kept(tmp_path: Path) -> None:
         prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
     progress = prepare_dataset(find_documents(source_dir), tmp_path / "out",
                                replace(BYTES, skip_bad_shards=True))
-    assert progress.bad_shards == ["a.jsonl"]
+    assert progress.bad_files == ["a.jsonl"]
     assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[50:150]
 
 
@@ -225,6 +212,22 @@ def test_progress_is_a_bar_or_plain_lines(
     assert re.search(r" 67%\|.*\| 60 documents \[00:00<", terminal.getvalue())
     assert re.search(r"100%\|.*\| 90 documents \[.*<.*, 0 M tokens, \d+\.\d\d M tokens/s\]",
                      terminal.getvalue())
+
+
+def test_progress_without_a_known_number_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_display, "LINE_INTERVAL", -1)
+    source = uncounted_source(["a"] * 30, ["b"] * 30, ["c"] * 30)
+    leave_unfinished(source, tmp_path / "out")
+    assert re.search(r"^60 documents, 0 M tokens, \d+\.\d\d M tokens/s, 2 of 3 files$",
+                     capsys.readouterr().err, re.MULTILINE)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    prepare_dataset(source, tmp_path / "out", BYTES)
+    assert terminal.getvalue().startswith("continuing after document 60\n")
+    assert re.search(r"\r90 documents \[.*, 3 of 3 files\]", terminal.getvalue())
 
 
 def test_the_dataset_card_is_valid_and_its_code_works(
@@ -289,3 +292,95 @@ def test_an_empty_output_directory_is_used(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     prepare_dataset(texts_source(["a", "b"]), tmp_path / "out", BYTES)
     assert decoded(tmp_path / "out" / "validation.safetensors") == ["b"]
+
+
+def text_files(folder: Path, num_files: int, *bad: int) -> tuple[Path, list[str]]:
+    """Write text files, of which some are UTF-16; return the texts of the others."""
+    folder.mkdir()
+    texts = [f"text {i} " + "x" * i for i in range(num_files)]
+    for i, text in enumerate(texts):
+        (folder / f"{i:03}.txt").write_text(text, encoding="utf-16" if i in bad else "utf-8")
+    return folder, [text for i, text in enumerate(texts) if i not in bad]
+
+
+@pytest.mark.parametrize("bad", [0, 3, 7, 8, 9])
+def test_one_text_file_that_cannot_be_read_costs_only_that_file(
+    tmp_path: Path, bad: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, texts = text_files(tmp_path / "source", 10, bad)
+    progress = prepare_dataset(find_documents(folder), tmp_path / "out",
+                               replace(BYTES, validation_fraction=0.2))
+    line = capsys.readouterr().err
+    assert line.startswith("left out: ") and f"/{bad:03}.txt: is UTF-16" in line
+    train = decoded(tmp_path / "out" / "train.safetensors")
+    validation = decoded(tmp_path / "out" / "validation.safetensors")
+    assert train + validation == texts and len(train) == 8 - (bad < 8)
+    assert (progress.train.num_documents, progress.validation.num_documents) == (
+        len(train), len(validation))
+    assert progress.num_bytes == sum(len(text) for text in texts)
+    assert progress.bad_files == [f"{bad:03}.txt"] and progress.num_bad_files == 1
+    assert f"could not be read: 1 ({bad:03}.txt)" in (tmp_path / "out/README.md").read_text()
+    with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
+        assert file.metadata()["num_bad_files"] == "1"
+        assert file.metadata()["num_text_bytes"] == str(sum(len(text) for text in train))
+
+
+def test_a_text_file_that_disappears_is_left_out(tmp_path: Path) -> None:
+    folder, texts = text_files(tmp_path / "source", 5)
+    source = find_documents(folder)
+    (folder / "001.txt").unlink()
+    progress = prepare_dataset(source, tmp_path / "out", BYTES)
+    assert progress.bad_files == ["001.txt"]
+    assert decoded(tmp_path / "out" / "train.safetensors") == [texts[0], *texts[2:4]]
+
+
+def test_a_large_text_file_that_breaks_off_costs_only_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("readers", "documents"):
+        monkeypatch.setattr(f"preparation.{module}.WHOLE_BYTES", 100)
+    monkeypatch.setattr("preparation.readers.TASK_BYTES", 2**10)
+    folder, texts = text_files(tmp_path / "source", 5)
+    (folder / "002.txt").write_bytes(b"begins as text " * 2**16)
+    read = readers._file_pieces
+
+    def read_half(path: Path) -> Iterator[Piece]:
+        yield from itertools.islice(read(path), 2)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(readers, "_file_pieces", read_half)
+    progress = prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    assert progress.bad_files == ["002.txt"]
+    assert decoded(tmp_path / "out" / "train.safetensors") == [*texts[:2], texts[3]]
+
+
+def test_more_text_files_than_one_in_a_hundred_are_an_error(tmp_path: Path) -> None:
+    folder, _ = text_files(tmp_path / "source", 10, 2, 5)
+    with pytest.raises(UserError, match="005.txt: is UTF-16.*; 2 files cannot be read: "):
+        prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    assert not (tmp_path / "out").exists()
+    progress = prepare_dataset(find_documents(folder), tmp_path / "out",
+                               replace(BYTES, skip_bad_shards=True))
+    assert progress.bad_files == ["002.txt", "005.txt"] and progress.train.num_documents == 7
+
+
+def test_text_files_none_of_which_can_be_read_are_an_error(tmp_path: Path) -> None:
+    folder, _ = text_files(tmp_path / "source", 3, 0, 1, 2)
+    with pytest.raises(UserError, match="validation.safetensors is empty|train.safetensors is emp"):
+        prepare_dataset(find_documents(folder), tmp_path / "out",
+                        replace(BYTES, skip_bad_shards=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_damaged_file_in_a_hundred_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for i in range(100):
+        (folder / f"{i:03}.jsonl").write_text(f'{{"text": "{i}"}}\n')
+    (folder / "040.jsonl").write_text("no JSON\n")
+    progress = prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    assert progress.bad_files == ["040.jsonl"] and progress.train.num_documents == 98
+    (folder / "050.jsonl").write_text("no JSON\n")
+    with pytest.raises(UserError, match="050.jsonl: line 1 is not .*; 2 files cannot be read"):
+        prepare_dataset(find_documents(folder), tmp_path / "again", BYTES)
+    assert not (tmp_path / "again").exists()

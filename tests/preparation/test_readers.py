@@ -43,7 +43,7 @@ def documents(tasks) -> list[str]:
     """Join the pieces of tasks to documents."""
     found, parts = [], []
     for task in tasks:
-        for text, ends_document, _ in task.pieces():
+        for text, ends_document, *_ in task.pieces():
             parts.append(text)
             if ends_document:
                 found.append("".join(parts))
@@ -94,17 +94,19 @@ def test_bytes_that_are_not_text_are_read_to_the_end(data: bytes) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(texts=st.lists(TEXT, min_size=1, max_size=3), task_bytes=st.integers(1, 60))
+@given(texts=st.lists(TEXT, min_size=1, max_size=3), task_bytes=st.integers(1, 60),
+       whole_bytes=st.sampled_from([1, 50, 10**6]))
 def test_each_text_file_is_one_document(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], task_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], task_bytes: int, whole_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("texts")
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "TASK_BYTES", task_bytes)
+        patch.setattr(readers, "WHOLE_BYTES", whole_bytes)
         patch.setattr(cutting, "LARGE_DOCUMENT", 8)
-        tasks = list(text_tasks(sorted(folder.iterdir())))
+        tasks = list(text_tasks(sorted(folder.iterdir()), folder))
         assert documents(tasks) == texts
         streamed = [piece for task in tasks for piece in task.pieces()]
         assert streamed == [piece for text in texts for piece in cut_document(text.encode())]
@@ -144,7 +146,7 @@ def test_the_documents_of_a_file_do_not_depend_on_the_size_of_tasks(
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=group_rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "TASK_BYTES", task_bytes)
-        patch.setattr(readers, "WHOLE_GROUP_BYTES", whole_group)
+        patch.setattr(readers, "WHOLE_BYTES", whole_group)
         patch.setattr(cutting, "LARGE_DOCUMENT", 20)
         for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
             assert documents(json_tasks(folder / name, "text")) == wanted
@@ -184,7 +186,7 @@ def test_bytes_that_are_not_utf8_are_replaced_in_every_format(
     (tmp_path / "a.txt").write_bytes(b"a\xffb")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\xffb"}')
     assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == ["a\ufffdb", other]
-    assert documents(text_tasks([tmp_path / "a.txt"])) == ["a\ufffdb"]
+    assert documents(text_tasks([tmp_path / "a.txt"], tmp_path)) == ["a\ufffdb"]
     assert documents(json_tasks(tmp_path / "a.jsonl", "text")) == ["a\ufffdb"]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -16,10 +16,14 @@ import pytest
 from safetensors.numpy import load_file
 
 import prepare_dataset as command
+from preparation import pipeline
+from preparation.document_table import DocumentTable
 from preparation.documents import Source, TextsShard
+from preparation.journal import Journal, ShardFacts
 from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions
-from preparation.readers import Task
+from preparation.tasks import Task
+from preparation.token_file_writer import TokenFileWriter
 
 DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
 BYTES = PrepareOptions(tokenizer="bytes")
@@ -28,7 +32,7 @@ BYTES = PrepareOptions(tokenizer="bytes")
 def prepare(*arguments: str) -> CompletedProcess[str]:
     """Run prepare_dataset.py in this process, with one worker unless it imports tokens."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    workers = [] if "--import" in arguments else ["--workers", "1"]
+    workers = [] if {"--import", "--join"} & set(arguments) else ["--workers", "1"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(command, "start_fork_server", lambda _: None)  # one worker needs none
         with pytest.raises(SystemExit) as caught:
@@ -58,6 +62,17 @@ def contents(dataset_dir: Path) -> dict[str, bytes]:
 
 def texts_source(*shards: list[str]) -> Source:
     return Source("texts", [TextsShard(f"shard {i}", texts) for i, texts in enumerate(shards)])
+
+
+class UncountedShard(TextsShard):
+    """Texts whose number is not known before all are read, as of JSON lines on the hub."""
+
+    def facts(self) -> ShardFacts:
+        return ShardFacts(name=self.name, identity=self.identity, num_documents=None)
+
+
+def uncounted_source(*shards: list[str]) -> Source:
+    return Source("texts", [UncountedShard(f"shard {i}", texts) for i, texts in enumerate(shards)])
 
 
 def write_parquet(folder: Path, *parts: list[str | None]) -> Path:
@@ -97,6 +112,32 @@ def corrupt(path: Path, *, footer: bool) -> None:
 
 class Stopped(Exception):
     """Raised by a test in the middle of a preparation."""
+
+
+@contextmanager
+def stopping_after(num_writes: int | None) -> Iterator[None]:
+    """Stop a preparation before the next write after so many: of tokens, the table of documents,
+    fsyncs, journal lines, headers, the dataset card or part.json, or the last rename."""
+    left = num_writes
+
+    def stopping(function: Callable) -> Callable:
+        def wrapper(*arguments: object, **keywords: object) -> object:
+            nonlocal left
+            if left == 0:
+                raise Stopped
+            if left is not None:
+                left -= 1
+            return function(*arguments, **keywords)
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((TokenFileWriter, "add"), (TokenFileWriter, "sync"),
+                            (TokenFileWriter, "truncate"), (DocumentTable, "add"),
+                            (Journal, "add"), (Journal, "begin"), (Journal, "publish"),
+                            (pipeline, "write_card"), (pipeline, "write_part")):
+            patch.setattr(owner, name, stopping(getattr(owner, name)))
+        with suppress(Stopped):
+            yield
 
 
 def leave_unfinished(source: Source, out: Path, options: PrepareOptions = BYTES) -> None:

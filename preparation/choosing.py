@@ -1,0 +1,158 @@
+"""Choose files of a source by their names: --subset and --split."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from typing import Any
+
+from basics.errors import UserError, one_line, print_error
+
+SPLIT_WORDS = {  # in names of files and directories, as Hugging Face's datasets reads them
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}
+SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
+MAX_LISTED = 5  # names in an error line
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What --subset and --split say; empty if they are not given."""
+
+    subset: str = ""
+    split: str = ""
+
+    def label(self, source: str) -> str:
+        """Return the name of the source with this choice."""
+        return " ".join([source, *([self.subset] if self.subset else []),
+                         *([f"split {self.split}"] if self.split else [])])
+
+    def of_subset(self, names: Iterable[str], place: str,
+                  configs: Mapping[str, Sequence[str]] | None = None) -> dict[str, str]:
+        """Return the files of the subset: their names, each with its path inside the subset.
+
+        The pattern is compared with directories at any depth, then with the names of configs.
+
+        Args:
+            configs: the patterns of each config's files.
+
+        Raises:
+            UserError: none matches; lists what there is.
+        """
+        names = list(names)
+        if not self.subset:
+            return dict(zip(names, names, strict=True))
+        inside = {name: path for name in names if (path := self._path_inside(name)) is not None}
+        patterns = [pattern for name, patterns in (configs or {}).items()
+                    if _matches(name, self.subset) for pattern in patterns]
+        inside = inside or {name: name for name in names
+                            if any(_matches(name, pattern) for pattern in patterns)}
+        if not inside:
+            there_are = sorted({str(folder) for name in names for folder in _folders(name)
+                                if not folder.name.startswith(".")} | set(configs or {}))
+            raise UserError(f"{place}: --subset {self.subset} matches no directory; there are"
+                            f" {listed(there_are, like=self.subset)}")
+        return inside
+
+    def of_split(self, paths: Mapping[str, str], place: str) -> list[str]:
+        """Return the files of the split; without --split those named train if there are any.
+
+        Args:
+            paths: of the files inside the subset, by name.
+
+        Raises:
+            UserError: no file matches, or none is named train but several splits are.
+        """
+        splits: dict[str, list[str]] = {}
+        for name, path in paths.items():
+            splits.setdefault(split_of(path), []).append(name)
+        if self.split:
+            chosen = splits.get(SPLIT_WORDS.get(self.split, self.split), []) or [
+                name for name, path in paths.items()
+                if _matches(path, self.split) or _matches(PurePosixPath(path).name, self.split)]
+            if not chosen:
+                raise UserError(f"{place}: --split {self.split} matches no file; there are"
+                                f" {_counts(splits)}")
+            return chosen
+        return _default_split(splits, place)
+
+    def _path_inside(self, name: str) -> str | None:
+        for folder in _folders(name):
+            if _matches(str(folder), self.subset):
+                return str(PurePosixPath(name).relative_to(folder))
+        return None
+
+
+ALL = Choice()
+
+
+def split_of(path: str) -> str:
+    """Return train, validation or test if a file or one of its directories is named so, else
+    an empty text."""
+    for part in reversed(PurePosixPath(path.lower()).parts):
+        if found := SPLIT_WORD.search(part):
+            return SPLIT_WORDS[found[0]]
+    return ""
+
+
+def config_patterns(card_data: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the patterns of the files of each config in the front matter of a dataset card."""
+    found: dict[str, list[str]] = {}
+    configs = card_data.get("configs")
+    for config in configs if isinstance(configs, list) else []:
+        if isinstance(config, dict):
+            patterns = list(_strings(config.get("data_files")))
+            if isinstance(folder := config.get("data_dir"), str):
+                patterns = [f"{folder}/{pattern}" for pattern in patterns or ["*"]]
+            found[str(config.get("config_name"))] = patterns
+    return found
+
+
+def listed(names: Sequence[str], *, like: str = "") -> str:
+    """Join names for an error line; of many, those that are most similar to `like`."""
+    if len(names) > MAX_LISTED:
+        similar = difflib.get_close_matches(like, names, MAX_LISTED, cutoff=0)
+        return f"{', '.join(similar)} and {len(names) - MAX_LISTED} more"
+    return ", ".join(names) or "none"
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """Yield the paths in data_files: a text, a list, or objects with a key `path`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item.get("path") if isinstance(item, dict) else item)
+
+
+def _default_split(splits: Mapping[str, list[str]], place: str) -> list[str]:
+    if "train" not in splits and "" not in splits and len(splits) > 1:
+        raise UserError(f"{place}: has files of {' and '.join(sorted(splits))}, none of train;"
+                        " choose some with --split")
+    taken = next(split for split in ("train", "", *splits) if split in splits)
+    left_out = {split: names for split, names in splits.items() if split != taken}
+    if left_out or taken not in ("train", ""):
+        print_error(one_line(
+            f"{place}: taking {_counts({taken: splits[taken]})}"
+            + (f", leaving out {_counts(left_out)}; --split chooses others" if left_out else "")))
+    return splits[taken]
+
+
+def _counts(splits: Mapping[str, list[str]]) -> str:
+    return ", ".join(f"{split or 'other'} ({len(names):,} file{'s' * (len(names) > 1)})"
+                     for split, names in sorted(splits.items(), reverse=True)) or "none"
+
+
+def _folders(name: str) -> list[PurePosixPath]:
+    """Return the directories of a file, the outermost first, without the root."""
+    return list(PurePosixPath(name).parents)[-2::-1]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)

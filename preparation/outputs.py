@@ -1,0 +1,143 @@
+"""Where the tokens of a preparation go: to the files of the splits, or to one file, split later."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from basics.errors import UserError
+from preparation.document_table import DocumentTable, TokenStream
+from preparation.encoding import Encoded
+from preparation.journal import Journal, Progress, Request, SplitCount
+from preparation.token_file_writer import TokenFileWriter
+
+
+class Output(ABC):
+    """Token files that are being written."""
+
+    def __init__(self, journal: Journal, splits: tuple[str, ...]) -> None:
+        self._writers = {
+            split: TokenFileWriter(journal.token_path(split),
+                                   num_tokens=journal.progress.of(split).num_tokens)
+            for split in splits}
+
+    @abstractmethod
+    def write(self, encoded: Encoded, progress: Progress) -> Progress:
+        """Append documents; return the progress with the counts of the token files."""
+
+    def leave_out(self, num_documents: int, progress: Progress) -> None:  # noqa: B027
+        """Note documents that cannot be read."""
+
+    def truncate(self, progress: Progress) -> None:
+        """Remove everything that was written after this progress."""
+        for split, writer in self._writers.items():
+            writer.truncate(progress.of(split).num_tokens)
+
+    def sync(self) -> None:
+        """Write everything so far to the disk, with fsync."""
+        for writer in self._writers.values():
+            writer.sync()
+
+    def finish(self, progress: Progress, metadata: dict[str, str]) -> None:
+        """Write the headers of the token files, and close them."""
+        for split, writer in self._writers.items():
+            writer.finish(progress.of(split).metadata() | metadata)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+class SplitOutput(Output):
+    """Training documents, then validation documents: their numbers are known."""
+
+    def __init__(self, journal: Journal, *, num_train: int) -> None:
+        super().__init__(journal, ("train", "validation"))
+        self._num_train = num_train
+
+    def write(self, encoded: Encoded, progress: Progress) -> Progress:
+        num_train = min(max(self._num_train - progress.num_documents, 0), len(encoded.ends))
+        boundary = encoded.sizes.tolist()  # tokens, bytes, characters
+        if progress.num_documents + len(encoded.ends) >= self._num_train:
+            boundary = encoded.ends[num_train - 1].tolist() if num_train else [0, 0, 0]
+        num_bad = sum(place < num_train for place, _ in encoded.bad_files)
+        num_in = {"train": num_train - num_bad,
+                  "validation": len(encoded.ends) - num_train - len(encoded.bad_files) + num_bad}
+        parts = {"train": encoded.tokens[:boundary[0]], "validation": encoded.tokens[boundary[0]:]}
+        bytes_in = {"train": boundary[1], "validation": int(encoded.sizes[1]) - boundary[1]}
+        counts = {}
+        for split, tokens in parts.items():
+            self._writers[split].add(tokens)
+            counts[split] = progress.of(split).with_more(
+                tokens, num_documents=num_in[split], num_text_bytes=bytes_in[split])
+        return progress.model_copy(update=counts)
+
+
+class StreamOutput(Output):
+    """All documents in one file, with a table of their ends: their number is not known yet."""
+
+    def __init__(self, journal: Journal) -> None:
+        is_part = journal.request is not None and journal.request.part
+        super().__init__(journal, ("train",) if is_part else ("train", "validation"))
+        self._table = DocumentTable(journal.table_path,
+                                    num_documents=journal.progress.num_documents)
+
+    def write(self, encoded: Encoded, progress: Progress) -> Progress:
+        self._table.add(encoded.ends + _totals(progress))
+        self._writers["train"].add(encoded.tokens)
+        return progress.model_copy(update={"train": progress.train.with_more(
+            encoded.tokens, num_documents=len(encoded.ends) - len(encoded.bad_files),
+            num_text_bytes=int(encoded.sizes[1]))})
+
+    def leave_out(self, num_documents: int, progress: Progress) -> None:
+        self._table.add(np.tile(_totals(progress), (num_documents, 1)))
+
+    def truncate(self, progress: Progress) -> None:
+        super().truncate(progress)
+        self._table.truncate(progress.num_documents)
+
+    def sync(self) -> None:
+        super().sync()
+        self._table.sync()
+
+    def close(self) -> None:
+        super().close()
+        self._table.close()
+
+    def split(self, progress: Progress, *, num_train: int) -> Progress:
+        """Copy the validation documents to their file; return the counts of both.
+
+        `truncate` with these then removes them from the training file.
+        """
+        self.sync()
+        stream = TokenStream(self._writers["train"].path, self._table.path)
+        self._writers["validation"].truncate(0)
+        nothing = SplitCount(num_text_bytes=0)
+        return progress.model_copy(update={
+            "train": stream.copy(0, num_train, nothing),
+            "validation": stream.copy(num_train, progress.num_documents, nothing,
+                                      self._writers["validation"])})
+
+
+def token_metadata(request: Request, progress: Progress) -> dict[str, str]:
+    """Return the metadata of the token files, besides their counts."""
+    metadata = {"tokenizer": request.tokenizer, "source": request.source[:400],
+                "revision": request.revision[:100]}
+    if progress.num_bad_files:
+        metadata["num_bad_files"] = str(progress.num_bad_files)
+    return metadata
+
+
+def check_not_empty(progress: Progress, source: str) -> None:
+    """Refuse a dataset of which one split has no documents. Raises: UserError."""
+    for split in ("train", "validation"):
+        if not progress.of(split).num_tokens:
+            raise UserError(f"{source}: without the damaged shards, {split}.safetensors is empty;"
+                            " replace them")
+
+
+def _totals(progress: Progress) -> np.ndarray:
+    """Return tokens, bytes and characters so far, (3,) int64."""
+    return np.array([progress.train.num_tokens, progress.num_bytes, progress.num_characters],
+                    dtype=np.int64)

@@ -1,0 +1,156 @@
+"""--subset and --split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from basics.errors import UserError
+from preparation.choosing import Choice, config_patterns, listed, split_of
+from preparation.documents import find_documents
+from tests.support.hub_server import Hub, serving, used_in_this_process
+from tests.support.preparation import DOCUMENTS, prepare, write_source
+from tests.support.workplace import succeeded
+
+NAMES = ["data/en/a.parquet", "data/de/a.parquet", "sample/10BT/a.parquet", "sample/10BT/b.parquet"]
+
+
+@pytest.mark.parametrize(("subset", "wanted"), [
+    ("", NAMES), ("data", NAMES[:2]), ("data/en", NAMES[:1]), ("sample/*", NAMES[2:]),
+    ("*/??", NAMES[:2]), ("*BT", NAMES[2:]), ("data/[d]*", NAMES[1:2]), ("english", NAMES[:1]),
+    ("*glish", NAMES[:1]),
+])
+def test_a_subset_is_a_directory_a_config_or_a_pattern(subset: str, wanted: list[str]) -> None:
+    configs = {"english": ["data/en/*"], "10BT": ["nothing/*"]}
+    assert list(Choice(subset).of_subset(NAMES, "here", configs)) == wanted
+
+
+def test_a_subset_that_matches_nothing_lists_what_there_is() -> None:
+    with pytest.raises(UserError, match=r"^here: --subset fr matches no directory; there are data,"
+                                        r" data/de, data/en, sample, sample/10BT$"):
+        Choice("fr").of_subset(NAMES, "here")
+    names = [f"CC-{year}" for year in range(2000, 2030)]
+    assert listed(names, like="CC-2019").startswith("CC-2019, ")
+    assert listed(names, like="CC-2019").endswith(" and 25 more")
+
+
+def test_the_patterns_of_configs_in_every_form() -> None:
+    assert config_patterns({"configs": [
+        {"config_name": "a", "data_files": "a/*"},
+        {"config_name": "b", "data_files": [{"split": "train", "path": ["b/*", "c/*"]}]},
+        {"config_name": "c", "data_dir": "d"}, {"config_name": "d", "data_files": 7}, "noise",
+    ]}) == {"a": ["a/*"], "b": ["b/*", "c/*"], "c": ["d/*"], "d": []}
+    assert config_patterns({"configs": "noise"}) == config_patterns({}) == {}
+
+
+@pytest.mark.parametrize(("path", "split"), [
+    ("data/train-00000-of-00004.parquet", "train"), ("test.jsonl", "test"),
+    ("wiki_valid.jsonl", "validation"), ("dev/0.parquet", "validation"),
+    ("TRAIN/0.parquet", "train"), ("test/train-0.parquet", "train"),
+    ("train00.jsonl", "train"), ("contest.jsonl", ""), ("trains/a.jsonl", ""),
+    ("latest-0.parquet", ""), ("eval_0.jsonl", "test"),
+])
+def test_the_split_that_a_name_says(path: str, split: str) -> None:
+    assert split_of(path) == split
+
+
+@pytest.mark.parametrize(("names", "split", "wanted", "line"), [
+    (["train-0", "train-1", "test-0"], "", ["train-0", "train-1"],
+     "train (2 files), leaving out test (1 file); --split chooses others"),
+    (["train", "other", "dev"], "", ["train"], "leaving out validation (1 file), other (1 file)"),
+    (["a", "b", "test"], "", ["a", "b"], "taking other (2 files), leaving out test (1 file)"),
+    (["test-0", "test-1"], "", ["test-0", "test-1"], "taking test (2 files)"),
+    (["a", "b"], "", ["a", "b"], ""), (["train"], "", ["train"], ""),
+    (["train-0", "test-0"], "test", ["test-0"], ""),
+    (["train", "valid"], "validation", ["valid"], ""),
+    (["train", "valid"], "dev", ["valid"], ""),
+    (["x/train-0", "x/test-0"], "*-0", ["x/train-0", "x/test-0"], ""),
+    (["x/train-0", "y/train-1"], "train-1", ["y/train-1"], ""),
+])
+def test_the_split_that_is_taken(
+    names: list[str], split: str, wanted: list[str], line: str,
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Choice(split=split).of_split({name: name for name in names}, "here") == wanted
+    printed = capsys.readouterr().err
+    assert line in printed and printed.count("\n") == bool(line)
+
+
+@pytest.mark.parametrize(("names", "split", "message"), [
+    (["dev", "test"], "", "has files of test and validation, none of train; choose"),
+    (["train-0", "train-1", "a"], "test", r"--split test matches no file; there are train \(2"),
+])
+def test_a_split_that_there_is_not(names: list[str], split: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Choice(split=split).of_split({name: name for name in names}, "here")
+
+
+def test_a_local_directory_has_subsets_and_splits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("en/train-0", "en/test-0", "de/train-0"):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}\n")
+
+    def found(**choice: str) -> list[str]:
+        return [shard.name for shard in find_documents(tmp_path, choice=Choice(**choice)).shards]
+
+    assert found() == ["de/train-0.jsonl", "en/train-0.jsonl"]
+    assert "leaving out test (1 file)" in capsys.readouterr().err
+    assert found(subset="e*", split="test") == ["en/test-0.jsonl"]
+    assert find_documents(tmp_path, choice=Choice("en", "test")).name == f"{tmp_path} en split test"
+    pattern = find_documents(f"{tmp_path}/en/*.jsonl")  # it names the files itself
+    assert [shard.name for shard in pattern.shards] == ["test-0.jsonl", "train-0.jsonl"]
+    with pytest.raises(UserError, match="--subset needs a directory"):
+        find_documents(f"{tmp_path}/en/*.jsonl", choice=Choice("en"))
+    with pytest.raises(UserError, match="--subset x matches no directory; there are de, en"):
+        find_documents(tmp_path, choice=Choice("x"))
+
+
+def test_text_files_are_not_taken_for_splits(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.txt").write_text("text")
+    assert find_documents(tmp_path).shards[0].num_files == 2
+    assert find_documents(tmp_path, choice=Choice(split="test")).shards[0].num_files == 1
+
+
+def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path: Path) -> None:
+    def lines(name: str) -> bytes:
+        return "".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(9)).encode()
+
+    files = {f"{folder}/{split}-00000-of-00001.jsonl": lines(folder + split)
+             for folder in ("en", "de", "fr") for split in ("train", "test")}
+    card = {"configs": [{"config_name": "germanic", "data_files": ["en/*", "de/*"]}]}
+    with serving(Hub(files, card=card)) as hub, used_in_this_process(hub, tmp_path / "home"):
+        def prepared(number: int, *arguments: str) -> str:
+            hub.requests.clear()
+            result = succeeded(prepare(hub.repository, str(tmp_path / str(number)),
+                                       "--tokenizer", "bytes", *arguments))
+            return result.stdout + result.stderr
+
+        out = prepared(0, "--subset", "[ef]*")
+        assert "taking train (2 files), leaving out test (2 files); --split chooses others" in out
+        assert "18 documents" in out and not hub.downloads("test-00000-of-00001.jsonl")
+        out = prepared(1, "--subset", "germanic", "--split", "test")
+        assert "18 documents" in out and "taking" not in out
+        assert {path for _, path, _ in hub.requests if "/resolve/" in path} == {
+            f"/datasets/{hub.repository}/resolve/{hub.sha}/{folder}/test-00000-of-00001.jsonl"
+            for folder in ("en", "de")}
+        result = prepare(hub.repository, str(tmp_path / "3"), "--subset", "it")
+        assert result.returncode == 2 and result.stderr.count("\n") == 1
+        assert "it matches no directory; there are de, en, fr, germanic (and" in result.stderr
+
+
+def test_the_standard_library_has_no_subset(tmp_path: Path) -> None:
+    result = prepare("python-stdlib", str(tmp_path / "out"), "--split", "train")
+    assert result.returncode == 2 and "has no --subset and no --split" in result.stderr
+
+
+def test_a_subset_of_files_gives_their_documents(tmp_path: Path) -> None:
+    source = write_source("parquet", tmp_path / "source")
+    result = succeeded(prepare(str(source), str(tmp_path / "out"), "--tokenizer", "bytes",
+                               "--subset", "sample/*"))
+    assert f"{len(DOCUMENTS)} documents" in result.stdout
