@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from processes.command_line import Options
 from reporting.clock import PhaseClock
 from run_config import ModelConfig, TrainConfig
 from tests.support.fake_time import FakeTime
@@ -102,18 +104,16 @@ class Simulated(Stop):
         self.clock._now = lambda: self.now
         plan = BatchPlan(2, 1, 1, 16, num_steps=3000)
         prepared = SimpleNamespace(
-            first_step=0, num_steps=3000, plan=plan, options=SimpleNamespace(max_steps=None),
+            first_step=0, num_steps=3000, plan=plan, options=Options("simulated"),
             run=SimpleNamespace(train=train, model=ModelConfig(**TINY_MODEL)))
-        process = SimpleNamespace(device=torch.device("cpu"))
-        super().__init__(prepared, clock=self.clock, watchdog=SimpleNamespace(process=process),
-                         group=None, saver=self.saver)
+        process = SimpleNamespace(device=torch.device("cpu"), is_main=True)
+        watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
+        super().__init__(prepared, clock=self.clock, watchdog=watchdog, group=None,
+                         saver=self.saver)
         self._checkpoint_bytes = 12 * 10**8
 
-    def signal_received(self) -> bool:
-        return False
-
-    def _from_rank_0(self, number: int) -> int:
-        return number
+    def _share_largest(self, numbers: torch.Tensor) -> None:
+        pass
 
     def look_at_saver(self) -> None:
         if 0 < self.written_at <= self.now:
