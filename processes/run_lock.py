@@ -142,24 +142,35 @@ def handing_over() -> Iterator[None]:
     The socket has a name without a file, which nothing has to remove after a kill. Its server is a
     thread: torchrun closes all inherited files of the processes that it starts.
     """
-    if not _descriptors or sys.platform != "linux":
-        release_run()
+    name = f"ddp-train-{uuid.uuid4().hex}"
+    server = _listen(name) if _descriptors else None
+    if server is None:
+        release_run()  # rank 0 takes it, as under a torchrun of the user's own
         yield
         return
-    with socket.socket(socket.AF_UNIX) as server:
-        os.environ[HANDOVER] = f"ddp-train-{uuid.uuid4().hex}"
-        server.bind(f"\0{os.environ[HANDOVER]}")
+    threading.Thread(target=_serve, args=(server,), name="lock", daemon=True).start()
+    os.environ[HANDOVER] = name
+    try:
+        yield
+    finally:
+        del os.environ[HANDOVER]
+        server.shutdown(socket.SHUT_RDWR)  # ends the thread
+
+
+def _listen(name: str) -> socket.socket | None:
+    """Return a socket of that name; None on a system without such sockets."""
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(f"\0{name}")
         server.listen()
-        threading.Thread(target=_serve, args=(server,), name="lock", daemon=True).start()
-        try:
-            yield
-        finally:
-            del os.environ[HANDOVER]
-            server.shutdown(socket.SHUT_RDWR)  # ends the thread
+        return server
+    return None
 
 
 def _serve(server: socket.socket) -> None:
-    with suppress(OSError):
+    with server, suppress(OSError):
         while True:
             connection, _ = server.accept()
             with connection, suppress(OSError, psutil.Error):

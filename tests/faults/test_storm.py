@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -103,20 +104,21 @@ def test_a_command_typed_again_after_a_kill_is_not_refused(
     workplace.add_dataset(num_tokens=8000)
     undisturbed = workplace.add_run("undisturbed", train=SETTINGS)
     succeeded(workplace.torchrun(2, "undisturbed"))
-    killed, names = 0, (f"round-{number}" for number in range(1, 10**6))
+    killed, names = [], (f"round-{number}" for number in range(1, 10**6))
     with (workplace.root / "log").open("w+") as log:
-        while killed < num_relaunches:
+        while len(killed) < num_relaunches:
             run_dir = workplace.add_run(name := next(names), train=SETTINGS)
-            while killed < num_relaunches and kill_soon(workplace, name, killed, log):
-                killed += 1
+            while len(killed) < num_relaunches and (
+                    phase := kill_soon(workplace, name, len(killed), log)):
+                killed.append(phase)
                 time.sleep(0.5)
             process = launch(workplace, name, log)
             assert process.wait(timeout=200) == 0, Path(log.name).read_text()[-2000:]
             assert_is_as_undisturbed(run_dir, undisturbed)
         said = Path(log.name).read_text()
     assert "another launch" not in said
-    print(f"\n{killed} kills, {name}: 0 refused, 0 differing; {said.count('waiting for process')}"
-          " launches waited for orphans")
+    print(f"\n{len(killed)} kills {dict(Counter(killed))}, {name}: 0 refused, 0 differing;"
+          f" {said.count('waiting for process')} launches waited for orphans")
 
 
 def launch(workplace: Workplace, name: str, log: IO[str]) -> subprocess.Popen[bytes]:
@@ -126,8 +128,10 @@ def launch(workplace: Workplace, name: str, log: IO[str]) -> subprocess.Popen[by
         stdout=log, stderr=log, start_new_session=True)
 
 
-def kill_soon(workplace: Workplace, name: str, number: int, log: IO[str]) -> bool:
-    """Launch a run, and kill its process group or all of it; return False if it finished first."""
+def kill_soon(workplace: Workplace, name: str, number: int, log: IO[str]) -> str:
+    """Launch a run, and kill its process group or all of it; return when, "" if it ended first."""
+    beat = workplace.runs_dir / name / "heartbeat.json"
+    beat.unlink(missing_ok=True)
     process = launch(workplace, name, log)
     if number < 2:
         while process.poll() is None and not children_of(process.pid):
@@ -139,13 +143,14 @@ def kill_soon(workplace: Workplace, name: str, number: int, log: IO[str]) -> boo
             pass
     if process.poll() is not None:
         assert process.returncode == 0, Path(log.name).read_text()[-2000:]
-        return False
-    workers = children_of(process.pid) if number % 2 else []  # they have sessions of their own
-    for group in (process.pid, *workers):
+        return ""
+    workers = children_of(process.pid)
+    phase = ("training" if beat.exists() else "processes started" if workers else "launching")
+    for group in (process.pid, *(workers if number % 2 else [])):  # they have their own sessions
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
     process.wait()
-    return True
+    return phase
 
 
 @pytest.fixture
