@@ -26,9 +26,15 @@ from torch.optim import Optimizer
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
-from basics.manifest import add_to_manifest, find_damage, read_manifest, write_manifest
+from basics.manifest import (
+    Manifest,
+    add_to_manifest,
+    find_damage,
+    read_manifest,
+    write_manifest,
+)
 from basics.tensor_files import header_of, read_tensors
-from gpt import GPTModel
+from gpt import GPTModel, num_parameters
 from run_config import ModelConfig
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
@@ -37,6 +43,7 @@ WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
 AVERAGE = "average.safetensors"  # averaged weights, towards the end of a run with weight_average
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
 PARTIAL_PREFIX, LATEST, BEST = ".partial-", "latest", "best"
+ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
@@ -252,7 +259,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
     Args:
         thoroughly: read every byte and compare digests, about a second a GB.
     """
-    damage = find_damage(path, thoroughly=thoroughly)
+    damage = find_damage(path)
     if not damage:
         try:
             manifest = read_manifest(path)
@@ -262,12 +269,29 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
                 validation = Validation(loss=meta.loss)  # it was validated before it was saved
             if VALIDATION in manifest.files:
                 validation = Validation.model_validate_json(read_regular_file(path / VALIDATION))
-            if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
-                return Checkpoint(path, meta, validation, AVERAGE in manifest.files)
-            damage = f"{META} does not agree with the manifest"
+            checkpoint = Checkpoint(path, meta, validation, AVERAGE in manifest.files)
+            if (meta.global_step, meta.tokens) != (manifest.global_step, manifest.tokens):
+                damage = f"{META} does not agree with the manifest"
+            elif thoroughly:
+                damage = (_find_oversized(manifest, meta.model)
+                          or find_damage(path, thoroughly=True))
+            if not damage:
+                return checkpoint
         except (OSError, ValueError):
             damage = f"{META} or {VALIDATION} cannot be read"
     raise UserError(f"{path}: damaged: {damage}")
+
+
+def _find_oversized(manifest: Manifest, model: ModelConfig) -> str:
+    """Return which file is larger than a model's can be; empty if none is.
+
+    A sparse file of terabytes takes no room on the disk, and hours to read.
+    """
+    limit = 8 * num_parameters(model) + ROOM_BYTES  # AdamW's two moments, in float32
+    for name, facts in manifest.files.items():
+        if facts.bytes > limit:
+            return f"{name} has {facts.bytes:,} bytes, more than the model needs"
+    return ""
 
 
 def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:

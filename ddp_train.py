@@ -76,8 +76,8 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
         keep_freed_memory()
     if options.find_learning_rate:
         return find_learning_rate(options, process, agreement, wrap_in_ddp, microbatch_indices)
-    if agreement.is_torchrun_restart():
-        options = replace(options, fresh=False, checkpoint=None)
+    if (began_at := agreement.step_before_restart()) is not None:
+        options = replace(options, fresh=False, checkpoint=None, began_at=began_at)
     prepared = prepare_run(options, process, clock, agreement)
     agreement.require_same("run", prepared.identity())
     if prepared.is_finished:
@@ -88,7 +88,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     state = agreement.run("state", lambda: build_state(prepared, process))
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
                         heartbeat_path=prepared.run.heartbeat_path)
-    watchdog.start()
+    watchdog.start(prepared.run.train.hang_timeout_seconds)
     with watchdog, process_group(process, agreement.connect("group"), prepared.run.train) as group:
         Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
 
@@ -136,7 +136,7 @@ class Trainer:
         """Train to the end of the run, or as far as this launch may go. Every rank."""
         self.begin(agreement)
         microbatches, global_step = self.microbatches(), self.prepared.first_step - 1
-        ends = self.prepared.is_trained
+        ends = self.stop.is_over
         while not ends:
             global_step += 1
             self.watchdog.heartbeat(global_step)
@@ -158,7 +158,7 @@ class Trainer:
                                    waits=saves)
             if saves:
                 self.save_and_validate(global_step)
-                ends = self.stop.signal_received() or ends  # perhaps during the validation
+                ends = self.stop.is_asked() or ends  # perhaps during the validation
         microbatches.close()
         if self.process.is_main:
             is_due = self.stop.is_validation_due(global_step)
@@ -169,7 +169,7 @@ class Trainer:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
         self.reports.begin(self.state.model.num_parameters())
         if self.process.is_main:
-            agreement.record_training_began()
+            agreement.record_training_began(self.prepared.first_step)
         self.step = TrainingStep(self.state, self.config, self.process, wrap=wrap_in_ddp)
         self.reports.report_compilation(self.step)
         if self.prepared.lacks_validation:  # an earlier launch ended before it

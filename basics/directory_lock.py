@@ -26,6 +26,13 @@ def lock_directory(directory: Path) -> int:
         return _lock(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
 
+def is_lock_of(directory: Path, descriptor: int) -> bool:
+    """Return whether an open file is the one that `lock_directory` locks. Raises: OSError."""
+    opened = os.fstat(descriptor)
+    return any(path.exists() and os.path.samestat(path.stat(), opened)
+               for path in (directory, directory / LOCK_NAME))
+
+
 def _lock(path: Path, flags: int) -> int:
     descriptor = os.open(path, flags)
     try:

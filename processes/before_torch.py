@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from basics.errors import UserError, print_error
 from processes.command_line import read_command_line
-from processes.run_lock import LockedError, end_with_parent, lock_run
+from processes.run_lock import LockedError, end_with_torchrun, lock_run
 from run_config import load_run
 
 
@@ -24,7 +24,7 @@ def check_before_torch() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
     rank = os.environ.get("RANK")
     if rank is not None:
-        end_with_parent()
+        end_with_torchrun()
     if rank not in (None, "0"):
         return
     try:

@@ -29,6 +29,7 @@ class Options:
     find_learning_rate: bool = False
     save: bool = False
     memory_limit_gib: float | None = None
+    began_at: int | None = None  # after a restart by torchrun: the step at which the launch began
 
     def check(self) -> None:
         """Refuse options that contradict each other. Raises: UserError."""

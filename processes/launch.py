@@ -8,11 +8,12 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -109,6 +110,25 @@ def this_process() -> Process:
         world_size=int(os.environ["WORLD_SIZE"]),
         device=torch.device("cuda", local_rank) if found else torch.device("cpu"),
     )
+
+
+def spans_nodes() -> bool:
+    """Return whether several of torchrun's agents, each on a node, started this run."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+
+
+def end_torchrun(process: Process) -> None:
+    """End the torchrun of this node, if the run is on several, after a signal. Every rank.
+
+    The signal may have come to one node's torchrun, which leaves without the others. At their end
+    each of them would wait for it for 5 minutes, a time that cannot be set.
+    """
+    if not (process.is_main_of_node and spans_nodes()):
+        return
+    with suppress(psutil.Error, OSError):
+        parent = psutil.Process(os.getppid())
+        if "python" in os.path.basename(parent.exe()):  # not a script between the two
+            parent.terminate()
 
 
 @contextmanager

@@ -95,6 +95,14 @@ class Peers:
         """Publish that this process exits because it is done."""
         self._store.set(f"done/{self._rank}")
 
+    def is_done(self, rank: int) -> bool:
+        """Return whether a process exits, or has, because it is done."""
+        return self._store.has(f"done/{rank}")
+
+    def is_working(self, rank: int) -> bool:
+        """Return whether a process is not done; False if the store is down."""
+        return self._store.is_up and not self.is_done(rank)
+
     def heartbeat(self) -> None:
         """Show the other machines that this one can be reached."""
         self._store.add(f"heartbeats/{self._rank}", 1)
@@ -103,7 +111,7 @@ class Peers:
         """Return the ranks on this machine that have died since the last call."""
         self._locate()
         dead = [rank for rank, pid in self._local_pids.items()
-                if not psutil.pid_exists(pid) and not self._store.has(f"done/{rank}")]
+                if not psutil.pid_exists(pid) and not self.is_done(rank)]
         if not self._store.is_up:
             return []  # which of them were done, and which have died, is not known
         self._local_pids = {r: pid for r, pid in self._local_pids.items() if r not in dead}
@@ -121,7 +129,7 @@ class Peers:
             if self._seen.get(rank, (None, 0.0))[0] != heartbeats:
                 self._seen[rank] = heartbeats, now
             elif (now - self._seen[rank][1] > timeout_seconds
-                  and not self._store.has(f"done/{rank}")):
+                  and not self.is_done(rank)):
                 self._seen[rank] = heartbeats, float("inf")
                 lost.append(rank)
         return lost

@@ -1,4 +1,16 @@
-"""The lock on a run directory: one process at a time trains a run. Needs no torch."""
+"""The lock on a run directory: one launch at a time trains a run. Needs no torch.
+
+The kernel ties a lock to an open file, and releases it when no process has that file open any more,
+however they end. Under torchrun, rank 0 opens and locks the run directory. Without torchrun, the
+process that becomes torchrun locks it before it prepares the run, and hands the open file over to
+rank 0 through a socket. So
+
+- nobody can take the lock between the two: it is never released;
+- a kill of either leaves it with the other. An orphaned rank 0, which may still write, holds it
+  until its end, and the processes of a run cannot outlive the lock otherwise: the kernel sends them
+  SIGTERM when torchrun dies, and one that had not asked for that yet ends itself;
+- a launch that finds only such orphans behind the lock waits for them.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +20,33 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
-from contextlib import suppress
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from basics.directory_lock import LOCK_NAME, lock_directory
-from basics.errors import UserError
-from basics.files import read_regular_file
+from basics.directory_lock import LOCK_NAME, is_lock_of, lock_directory
+from basics.errors import UserError, print_line
+from basics.failpoints import failpoint
+from basics.files import read_regular_file, write_atomically
+from basics.json_files import to_json
+from processes.deadlines import Deadlines
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 # Name and value of an environment variable; without it, SIGUSR1 would kill torchrun.
 TORCHRUN_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT"
+HANDOVER = "DDP_TRAIN_LOCK"  # environment variable: the socket that hands the lock over
+HANDOVER_SECONDS = 20.0  # rank 0 waits for it; the other end may be busy starting processes
+ASK_SECONDS = 2.0  # for torchrun's store to answer
+POLL_SECONDS = 0.1  # between two tries to lock
+# A process that has just been killed keeps its files, and looks alive, for a moment.
+SETTLING_SECONDS = 0.5
 _descriptors: list[int] = []  # of the run directory that this process has locked, if any
 
 
@@ -28,31 +54,146 @@ class LockedError(UserError):
     """The run directory is locked by another process, or cannot be written to."""
 
 
-def end_with_parent() -> None:
-    """Have the system send SIGTERM to this process when its parent dies, torchrun. Linux only."""
+def end_with_parent(parent: int | None = None) -> None:
+    """Have the system send SIGTERM to this process when its parent dies. Linux only.
+
+    Args:
+        parent: its process id, if known from before: where it is gone, the signal comes now.
+    """
     if sys.platform == "linux":
+        parent = parent or os.getppid()
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_torchrun() -> None:
+    """End this process, which torchrun has started, when torchrun dies, or if it is dead already.
+
+    One that asks only after torchrun's death gets no signal, and its new parent tells nothing: in a
+    container torchrun itself may have the id 1.
+    """
+    failpoint("worker")
+    end_with_parent()
+    if torchrun_is_gone(os.environ):
+        sys.exit(128 + signal.SIGTERM)
+
+
+def torchrun_is_gone(environment: Mapping[str, str]) -> bool:
+    """Return whether the store of a process's torchrun refuses connections.
+
+    torchrun holds its store's socket to its end. False if it has none, or does not answer.
+    """
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    try:
+        address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        socket.create_connection(address, timeout=ASK_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, LookupError, ValueError, OverflowError):
+        return False
+    return False
 
 
 def lock_run(run_dir: Path) -> None:
     """Lock a run directory until `release_run` or the end of this process, however it ends.
 
-    Rank 0 calls it before anything is written there. Commands that only read need no lock.
+    Rank 0 calls it before anything is written there. Commands that only read need no lock. It waits
+    for processes that hold the lock, but have lost their torchrun: they are about to end.
 
     Raises:
-        LockedError: another process holds the lock, or the directory cannot be written to.
+        LockedError: another launch holds the lock, or the directory cannot be written to.
     """
     try:
         for path in (run_dir, run_dir / "checkpoints"):
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        _descriptors.append(lock_directory(run_dir))
-    except BlockingIOError:
-        raise LockedError(f"{run_dir}: another launch is training this run{_holder(run_dir)};"
-                          " stop it, or wait for its end") from None
+        descriptor = _take_over(run_dir)
+        _descriptors.append(_lock(run_dir) if descriptor is None else descriptor)
     except OSError as error:
         raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror});"
                           " a run writes its checkpoints and charts there") from None
+
+
+def _lock(run_dir: Path) -> int:
+    began, has_told = time.monotonic(), False
+    while True:
+        try:
+            return lock_directory(run_dir)
+        except BlockingIOError:
+            waited, holders = time.monotonic() - began, _holders(run_dir)
+        is_ending = bool(holders) and all(map(_is_ending, holders))
+        if waited > (Deadlines.read().orphans if is_ending else SETTLING_SECONDS):
+            raise LockedError(f"{run_dir}: another launch is training this run"
+                              f"{_describe(run_dir, holders)}; stop it, or wait for its end")
+        if is_ending and not has_told:
+            has_told = True
+            pids = ", ".join(map(str, holders))
+            print_line(f"{run_dir}: waiting for process {pids} of an earlier launch to end; its"
+                       " torchrun is gone")
+        time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def handing_over() -> Iterator[None]:
+    """Hand the lock over to rank 0, a child of this process, which torchrun starts meanwhile.
+
+    The socket has a name without a file, which nothing has to remove after a kill. Its server is a
+    thread: torchrun closes all inherited files of the processes that it starts.
+    """
+    name = f"ddp-train-{uuid.uuid4().hex}"
+    server = _listen(name) if _descriptors else None
+    if server is None:
+        release_run()  # rank 0 takes it, as under a torchrun of the user's own
+        yield
+        return
+    threading.Thread(target=_serve, args=(server,), name="lock", daemon=True).start()
+    os.environ[HANDOVER] = name
+    try:
+        yield
+    finally:
+        del os.environ[HANDOVER]
+        server.shutdown(socket.SHUT_RDWR)  # ends the thread
+
+
+def _listen(name: str) -> socket.socket | None:
+    """Return a socket of that name; None on a system without such sockets."""
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(f"\0{name}")
+        server.listen()
+        return server
+    return None
+
+
+def _serve(server: socket.socket) -> None:
+    with server, suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            with connection, suppress(OSError, psutil.Error):
+                peer, _, _ = struct.unpack("3i", connection.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+                if psutil.Process(peer).ppid() == os.getpid():
+                    socket.send_fds(connection, [b"\0"], _descriptors[:1])
+
+
+def _take_over(run_dir: Path) -> int | None:
+    """Return the open file with the lock that the parent of this process hands over, if it does."""
+    name = os.environ.get(HANDOVER)
+    if name is None:
+        return None
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # OSError: it has ended
+        connection.settimeout(HANDOVER_SECONDS)
+        connection.connect(f"\0{name}")
+        for found in socket.recv_fds(connection, 1, 1)[1]:
+            os.set_inheritable(found, False)
+            if is_lock_of(run_dir, found):
+                return found
+            os.close(found)
+    return None
 
 
 def release_run() -> None:
@@ -61,27 +202,53 @@ def release_run() -> None:
         os.close(_descriptors.pop())
 
 
-def _holder(run_dir: Path) -> str:
-    """Describe the process that holds the lock. The heartbeat may be that of a dead process."""
-    pid, host = _locking_pid(run_dir), socket.gethostname()
+def write_heartbeat(path: Path, *, phase: str, step: int | None) -> None:
+    """Show that the run makes progress: to people, and to a launch that finds it locked."""
+    write_atomically(path, to_json({
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "phase": phase,
+        "global_step": step, "pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+
+
+def _describe(run_dir: Path, holders: list[int]) -> str:
+    """Describe the processes that hold the lock. The heartbeat may be that of a dead process."""
+    host = socket.gethostname()
     with suppress(OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         beat = json.loads(read_regular_file(run_dir / "heartbeat.json"))
         if beat["host"] == host:
-            is_its_own = beat["pid"] == pid if pid else psutil.pid_exists(beat["pid"])
+            is_its_own = beat["pid"] in holders if holders else psutil.pid_exists(beat["pid"])
         else:
-            is_its_own = pid is None
+            is_its_own = not holders
         if is_its_own:
             return f": process {beat['pid']} on {beat['host']}, last heartbeat {beat['time']}"
-    return f": process {pid} on {host}, which has just begun" if pid else ", which has just begun"
+    return f": process {holders[0]} on {host}, which has just begun" if holders else (
+        ", which has just begun")
 
 
-def _locking_pid(run_dir: Path) -> int | None:
-    """Return the process on this machine that holds the lock, from the kernel's list of locks."""
-    with suppress(OSError, ValueError, IndexError):
-        inodes = {str(path.stat().st_ino) for path in (run_dir, run_dir / LOCK_NAME)
-                  if path.exists()}
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, _, _, pid, place, *_ = line.split()
-            if kind == "FLOCK" and place.split(":")[-1] in inodes:
-                return int(pid) if psutil.pid_exists(int(pid)) else None
-    return None
+def _holders(run_dir: Path) -> list[int]:
+    """Return the processes on this machine that hold the lock, as far as this user may see them.
+
+    /proc/locks names only the process that took the lock, not one that it was handed over to.
+    """
+    return [pid for pid in psutil.pids() if _holds(pid, run_dir)]
+
+
+def _holds(pid: int, run_dir: Path) -> bool:
+    places = {os.path.realpath(path) for path in (run_dir, run_dir / LOCK_NAME)}
+    with suppress(OSError):  # it has ended, or belongs to another user
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed since
+                if os.readlink(link) in places and (
+                        "FLOCK" in Path(f"/proc/{pid}/fdinfo/{link.name}").read_text()):
+                    return True
+    return False
+
+
+def _is_ending(pid: int) -> bool:
+    """Return whether a process has lost its torchrun, or exits already."""
+    try:
+        process = psutil.Process(pid)
+        return not process.cmdline() or torchrun_is_gone(process.environ())
+    except psutil.AccessDenied:
+        return False
+    except psutil.Error:
+        return True

@@ -95,14 +95,21 @@ class Agreement:
         self._store.wait(keys, STARTUP_TIMEOUT)
         return [self._store.get(key).decode() for key in keys]
 
-    def record_training_began(self) -> None:
-        """Record for the processes that torchrun may start after these. Rank 0."""
-        self._root_of_all_launches().set(TRAINING_BEGAN, "")
+    def record_training_began(self, first_step: int) -> None:
+        """Record the launch's first step for processes that torchrun may start later. Rank 0."""
+        self._root_of_all_launches().compare_set(TRAINING_BEGAN, "", str(first_step))
 
-    def is_torchrun_restart(self) -> bool:
-        """Return whether torchrun started these processes after others that trained. Every rank."""
-        return self.from_rank_0("is torchrun restart", lambda: str(
-            self._root_of_all_launches().check([TRAINING_BEGAN]))) == "True"
+    def step_before_restart(self) -> int | None:
+        """Return where the launch began to train; None before that. Every rank.
+
+        That is known in processes that torchrun has started after others, which had trained.
+        """
+        began_at = self.from_rank_0("step before restart", self._read_began_at)
+        return int(began_at) if began_at else None
+
+    def _read_began_at(self) -> str:
+        store = self._root_of_all_launches()
+        return store.get(TRAINING_BEGAN).decode() if store.check([TRAINING_BEGAN]) else ""
 
     def raise_flag(self, name: str) -> None:
         """Set a flag that the other processes can check at any time. Any rank."""

@@ -30,12 +30,11 @@ from basics.errors import (
     print_traceback,
 )
 from basics.failpoints import failpoint
-from basics.files import write_atomically
-from basics.json_files import to_json
 from basics.out_of_memory import is_out_of_gpu_memory
 from processes.deadlines import Deadlines
-from processes.launch import Process
+from processes.launch import Process, end_torchrun, spans_nodes
 from processes.peers import Peers, PeerStore, is_caused_by_peers
+from processes.run_lock import write_heartbeat
 from processes.startup_agreement import AgreedError
 
 NEVER = float("inf")
@@ -80,8 +79,12 @@ class Watchdog(AbstractContextManager):
         else:
             self.fail(error)
 
-    def start(self) -> None:
-        """Start watching, and handle stop signals. Call it in the main thread."""
+    def start(self, hang_timeout_seconds: float = 0.0) -> None:
+        """Start watching, and handle stop signals. Call it in the main thread.
+
+        The first step, which compiles, may take an hour, or as long as the others if that is more.
+        """
+        self._hang_seconds = max(self.deadlines.first_step, hang_timeout_seconds)
         self._peers.announce()
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -100,7 +103,7 @@ class Watchdog(AbstractContextManager):
             self._step, self._num_heartbeats = global_step, 0
 
     def start_hang_detection(self, timeout_seconds: float) -> None:
-        """From now on, end the run if a process has no heartbeat for this long."""
+        """Allow this long between heartbeats from now on: the first step is done."""
         self.heartbeat()
         self._hang_seconds = timeout_seconds
 
@@ -121,6 +124,8 @@ class Watchdog(AbstractContextManager):
     def stop(self) -> None:
         """Stop watching: this process is done."""
         self._peers.announce_exit()
+        while self.stop_signal and spans_nodes() and self._peers.is_working(0):
+            time.sleep(self.deadlines.tick)  # until rank 0 has saved, or the deadline
         self._done.set()
         self._wakeup.send(b"\0")
         self._thread.join()
@@ -129,6 +134,8 @@ class Watchdog(AbstractContextManager):
         self._store.close()
         if self.process.is_main and self._heartbeat_path:
             self._heartbeat_path.unlink(missing_ok=True)
+        if self.stop_signal:
+            end_torchrun(self.process)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Exit because of an error; one rank prints one line for the whole run."""
@@ -167,6 +174,7 @@ class Watchdog(AbstractContextManager):
         try:
             self.before_exit("stopped", STOP_SIGNALS[self.stop_signal])
         finally:
+            end_torchrun(self.process)
             os._exit(128 + self.stop_signal)
 
     def _record_failure(self, status: int, reason: str) -> tuple[int, str]:
@@ -284,10 +292,7 @@ class Watchdog(AbstractContextManager):
                                              f" has not answered for {timeout_seconds:.0f} s")
         if self.process.is_main and self._heartbeat_path:
             with suppress(OSError):  # a full disk is reported by what needs it more
-                write_atomically(self._heartbeat_path, to_json({
-                    "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                    "phase": self._phase(), "global_step": self._step,
-                    "pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+                write_heartbeat(self._heartbeat_path, phase=self._phase(), step=self._step)
 
     def _position(self) -> str:
         step = "" if self._step is None else f" at step {self._step + 1}"

@@ -247,6 +247,28 @@ def test_a_wrong_loss_scale_is_damage(tmp_path: Path, loss_scale: dict) -> None:
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_sparse_file_of_terabytes_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also where the manifest says the same size."""
+    first, second = save(tmp_path, 3), save(tmp_path, 4)
+    os.truncate(second.path / name, 4 * 2**40)
+    with pytest.raises(UserError, match=f"{name} has 4,398,046,511,104 bytes, not "):
+        open_checkpoint(second.path, thoroughly=True)
+    manifest = json.loads((second.path / MANIFEST).read_text())
+    manifest["files"][name]["bytes"] = 4 * 2**40
+    (second.path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    hashed = []
+    monkeypatch.setattr("basics.manifest._sha256", lambda path: hashed.append(path.name))
+    with pytest.raises(UserError, match=f"{name} has 4,398,046,511,104 bytes, more than the model"):
+        open_checkpoint(second.path, thoroughly=True)
+    assert hashed == []
+    monkeypatch.undo()
+    found, (warning,) = newest_whole(tmp_path)
+    assert found.name == first.name and "more than the model needs" in warning
+
+
 def test_a_validation_joins_its_checkpoint_and_decides_which_is_best(tmp_path: Path) -> None:
     first, second = save(tmp_path, 3, None), save(tmp_path, 4, None)
     assert os.readlink(tmp_path / "best") == second.name  # no loss is known

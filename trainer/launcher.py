@@ -9,7 +9,7 @@ import torch
 from basics.errors import print_line
 from processes.command_line import Options
 from processes.launch import Process, default_num_processes, start_torchrun
-from processes.run_lock import release_run
+from processes.run_lock import handing_over
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
@@ -24,15 +24,17 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
     """
     num_processes = options.nproc_per_node or default_num_processes()
     if options.find_max_microbatch or options.find_learning_rate:  # the processes check the run
-        release_run()
-        return start_torchrun(script, sys.argv[1:], num_processes=num_processes)
+        return _start(script, num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
     prepared = prepare_run(options, process, clock, agreement)
     if prepared.is_finished:
         print_line(prepared.finished_line())
         return 0
-    release_run()  # for rank 0, which takes the lock
     clock.export_to_children()
-    status = start_torchrun(script, sys.argv[1:], num_processes=num_processes)
-    return final_status(prepared.run, status)
+    return final_status(prepared.run, _start(script, num_processes))
+
+
+def _start(script: str, num_processes: int) -> int:
+    with handing_over():
+        return start_torchrun(script, sys.argv[1:], num_processes=num_processes)

@@ -44,32 +44,54 @@ class Stop:
         self.num_steps = prepared.num_steps
         self.reason = "--max-steps" if prepared.options.max_steps else None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps of the launch are done before it begins. Not a collective.
+
+        Earlier launches may have trained them all, or this one, before torchrun's restart.
+        """
+        return self._prepared.first_step > self._last_step()
+
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
         """Return whether the launch ends with this step. Budgets are checked at reports."""
-        if self.signal_received():
-            return True
-        checks_budget = is_report_due or self.is_save_due(global_step)
+        is_spent, checks_budget = False, is_report_due or self.is_save_due(global_step)
         if checks_budget and self._budget.is_limited and global_step < self._last_step():
-            if self._fits_next and self._watchdog.process.device.type == "cuda":
-                torch.cuda.synchronize()  # the pace must include steps that are still queued
-            pace = self.pace(global_step - self._prepared.first_step)
-            if self._config.fit_budget:
-                self.num_steps = self._from_rank_0(self._fitting_steps(global_step, pace))
-            if self._from_rank_0(int(self._is_spent_after(global_step, pace))):
-                self.reason = self._budget.nearest_limit()
-                return True
+            is_spent = self._watchdog.process.is_main and self._check_budget(global_step)
+        if self.is_asked(is_spent=is_spent):
+            return True
         if self.is_save_due(global_step):
             self._fits_next = self._config.fit_budget  # the cost of a save is known by then
         return global_step >= self._last_step()
 
-    def signal_received(self) -> bool:
-        """Return whether any process has received a signal to stop."""
-        asked = torch.tensor(self._watchdog.stop_signal)
+    def is_asked(self, *, is_spent: bool = False) -> bool:
+        """Return whether a signal to any process, or rank 0's budget, ends the launch here.
+
+        Args:
+            is_spent: whether the budget is, on rank 0, which also shares the schedule's length.
+        """
+        is_main = self._watchdog.process.is_main
+        shared = torch.tensor([self._watchdog.stop_signal, int(is_spent),
+                               self.num_steps if is_main else 0])
         with self._watchdog.suspended():
-            dist.all_reduce(asked, dist.ReduceOp.MAX, self._group)
-        if asked:
-            self.reason = STOP_SIGNALS[int(asked)]
-        return bool(asked)
+            self._share_largest(shared)
+        number, is_spent, self.num_steps = shared.tolist()
+        if number:
+            self.reason = STOP_SIGNALS[number]
+        elif is_spent:
+            self.reason = self._budget.nearest_limit()
+        return bool(number or is_spent)
+
+    def _share_largest(self, numbers: torch.Tensor) -> None:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
+
+    def _check_budget(self, global_step: int) -> bool:
+        """Fit the schedule into the budget; return whether that will be spent. Rank 0."""
+        if self._fits_next and self._watchdog.process.device.type == "cuda":
+            torch.cuda.synchronize()  # the pace must include steps that are still queued
+        pace = self.pace(global_step - self._prepared.first_step)
+        if self._config.fit_budget:
+            self.num_steps = self._fitting_steps(global_step, pace)
+        return self._is_spent_after(global_step, pace)
 
     def is_validation_due(self, global_step: int) -> bool:
         """Return whether a validation is due after this step. Not a collective."""
@@ -89,13 +111,10 @@ class Stop:
         return is_due(global_step, interval, num_steps=self.num_steps)
 
     def _last_step(self) -> int:
-        max_steps = self._prepared.options.max_steps or self.num_steps
-        return min(self.num_steps, self._prepared.first_step + max_steps) - 1
-
-    def _from_rank_0(self, number: int) -> int:
-        decided = torch.tensor(number)
-        dist.broadcast(decided, src=0, group=self._group)
-        return int(decided)
+        options, began_at = self._prepared.options, self._prepared.first_step
+        if options.began_at is not None:
+            began_at = options.began_at
+        return min(self.num_steps, began_at + (options.max_steps or self.num_steps)) - 1
 
     def pace(self, num_steps: int) -> Pace:
         """Return the measured pace of this launch's last `num_steps`."""

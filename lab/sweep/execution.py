@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from basics.errors import STOP_SIGNALS, print_line
@@ -119,7 +120,8 @@ def start(command: list[str]) -> subprocess.Popen:
     Its process group is its own: Ctrl-C in a terminal reaches it once, through this process.
     """
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0,
-                            env=dict([TORCHRUN_SIGNALS]) | os.environ, preexec_fn=end_with_parent)
+                            env=dict([TORCHRUN_SIGNALS]) | os.environ, 
+                            preexec_fn=partial(end_with_parent, os.getpid()))
 
 
 class Execution:

@@ -411,6 +411,23 @@ def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(
     assert len(list((run_dir / "set-aside").iterdir())) == 1
 
 
+# Before the sixth of eight steps is saved; and after the eighth is, where nothing is left to train.
+@pytest.mark.parametrize("fault", ["train:kill:rank=1:hit=7", "save.links:kill:hit=2"])
+def test_max_steps_counts_over_a_restart(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, fault: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        result = ended(*start_forked(
+            "ddp_train.py", workplace.arguments("tiny", "--max-steps", "8"), num_processes=2,
+            folder=Path(folder), max_restarts=2, environment={VARIABLE: f"{fault}:attempt=0"}))
+    assert result.returncode == 0, result.stderr
+    assert "resuming from " in result.stdout
+    assert newest_whole(run_dir / "checkpoints")[0].meta.global_step == 7
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["reason"]) == ("stopped", "--max-steps")
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
+
+
 def test_a_crash_has_the_status_of_its_signal(workplace: Workplace, run_dir: Path) -> None:
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
                                  **{VARIABLE: "train:signal:number=4:rank=1:hit=7"})

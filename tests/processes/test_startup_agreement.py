@@ -77,16 +77,17 @@ def test_a_value_that_differs_is_an_error_on_all_ranks() -> None:
 
 def test_a_later_launch_finds_no_keys_of_an_earlier_one() -> None:
     def work(agreement: Agreement, rank: int) -> tuple:
-        has_flag, is_restart = agreement.is_flagged("done"), agreement.is_torchrun_restart()
+        has_flag, began_at = agreement.is_flagged("done"), agreement.step_before_restart()
         agreement.gather("all have looked", "")
         agreement.raise_flag("done")
         if rank == 0:
-            agreement.record_training_began()
-        return agreement.name, has_flag, is_restart, agreement.is_flagged("done")
+            agreement.record_training_began(20 if began_at is None else 30)
+        return agreement.name, has_flag, began_at, agreement.is_flagged("done")
 
     first, second = on_each_rank(work), on_each_rank(work)
     assert len(set(first)) == len(set(second)) == 1 and first[0][0] != second[0][0]
-    assert first[0][1:] == (False, False, True) and second[0][1:] == (False, True, True)
+    assert first[0][1:] == (False, None, True) and second[0][1:] == (False, 20, True)
+    assert on_each_rank(work)[0][2] == 20  # of the launch, not of its first restart
 
 
 def test_one_process_agrees_with_itself_without_torchrun(capsys: pytest.CaptureFixture) -> None:
@@ -94,7 +95,7 @@ def test_one_process_agrees_with_itself_without_torchrun(capsys: pytest.CaptureF
     assert agreement.run("step", lambda: 7) == 7
     assert agreement.from_rank_0("text", lambda: "a") == "a"
     agreement.require_same("value", 1.5)
-    assert not agreement.is_torchrun_restart()
+    assert agreement.step_before_restart() is None
     with pytest.raises(AgreedError, match=r"runs/\\udcff: not UTF-8"):
         agreement.run("path", lambda: fail_with(UserError("runs/\udcff: not UTF-8")))
     agreement.report_once("Error: once")

@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -114,6 +115,24 @@ def test_a_hang_before_the_first_step_is_reported_with_status_5(
     assert summary_of(run_dir)["status"] == "failed"
     if rank == 0:
         succeeded(workplace.torchrun(2, "tiny"))
+
+
+def test_a_hang_of_all_ranks_before_the_first_step_is_reported_with_status_5(
+    workplace: Workplace, patient_dir: Path
+) -> None:
+    train_path = patient_dir / "train.json"  # the limit is never shorter than for a later step
+    train_path.write_text(train_path.read_text().replace(
+        '"hang_timeout_seconds": 600.0', '"hang_timeout_seconds": 2.0'))
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
+                                 **{VARIABLE: "compile:hang"} | with_deadlines(first_step=4))
+    assert result.returncode == 5, result.stderr
+    assert re.match(r"Error: rank 0 and 1 hung in compile: no heartbeat for \d+ s",
+                    last_line_of_ours(result)), result.stderr
+    assert summary_of(patient_dir)["status"] == "failed"
+
+
+def test_the_first_step_may_take_an_hour_or_as_long_as_the_others() -> None:
+    assert Deadlines().first_step == 3600
 
 
 @pytest.mark.parametrize(("fault", "status"), [("hang", 5), ("raise", 1)])

@@ -40,7 +40,7 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
         patch.setattr(os, "_exit", _raise_exited)
         patch.setattr(torch.distributed.run, "run", _refuse_to_train)
         patch.setattr(Watchdog, "start", _refuse_to_train)
-        patch.setattr(before_torch, "end_with_parent", lambda: None)
+        patch.setattr(before_torch, "end_with_torchrun", lambda: None)
         patch.setattr(memory_meters, "keep_freed_memory", lambda: None)
         if under_torchrun:
             store = dist.HashStore()

@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
 from basics import failpoints
-from processes.run_lock import PARENT_DEATH_SIGNAL
+from processes.run_lock import PARENT_DEATH_SIGNAL, release_run
 from reporting import chart_process, charts
 from reporting.metrics_file import read_metrics
 
@@ -222,6 +222,7 @@ def _run_worker(script: str, arguments: list[str]) -> None:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 os.close(int(descriptor))
+    release_run()  # nor is its lock: it is handed over
     _run_script(script, arguments)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from processes.command_line import Options
 from reporting.clock import PhaseClock
 from run_config import ModelConfig, TrainConfig
 from tests.support.fake_time import FakeTime
@@ -102,18 +104,16 @@ class Simulated(Stop):
         self.clock._now = lambda: self.now
         plan = BatchPlan(2, 1, 1, 16, num_steps=3000)
         prepared = SimpleNamespace(
-            first_step=0, num_steps=3000, plan=plan, options=SimpleNamespace(max_steps=None),
+            first_step=0, num_steps=3000, plan=plan, options=Options("simulated"),
             run=SimpleNamespace(train=train, model=ModelConfig(**TINY_MODEL)))
-        process = SimpleNamespace(device=torch.device("cpu"))
-        super().__init__(prepared, clock=self.clock, watchdog=SimpleNamespace(process=process),
-                         group=None, saver=self.saver)
+        process = SimpleNamespace(device=torch.device("cpu"), is_main=True)
+        watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
+        super().__init__(prepared, clock=self.clock, watchdog=watchdog, group=None,
+                         saver=self.saver)
         self._checkpoint_bytes = 12 * 10**8
 
-    def signal_received(self) -> bool:
-        return False
-
-    def _from_rank_0(self, number: int) -> int:
-        return number
+    def _share_largest(self, numbers: torch.Tensor) -> None:
+        pass
 
     def look_at_saver(self) -> None:
         if 0 < self.written_at <= self.now:
@@ -163,6 +163,38 @@ def test_no_limit_is_exceeded(
     taken = trainer.run()
     assert taken <= limit
     assert taken > 0.5 * limit
+
+
+@pytest.mark.parametrize(("shared", "reason"), [
+    ([15, 0, 900], "SIGTERM"), ([15, 1, 900], "SIGTERM"), ([0, 1, 900], "max_hours is 1, and "),
+    ([0, 0, 900], None)])
+def test_all_ranks_end_for_what_any_of_them_knows(shared: list[int], reason: str | None) -> None:
+    """A signal to any rank, the budget and the schedule of rank 0: one agreement for all."""
+    stop = Simulated({}, limit=3600, fit_budget=True)
+    stop._watchdog.process.is_main = False
+    offered = []
+
+    def share(numbers: torch.Tensor) -> None:
+        offered.append(numbers.tolist())
+        numbers.copy_(torch.tensor(shared))
+
+    stop._share_largest = share
+    assert stop.after(9, is_report_due=True) == (reason is not None)
+    assert offered == [[0, 0, 0]] and stop.num_steps == 900
+    assert (stop.reason or "").startswith(reason or "")
+
+
+@pytest.mark.parametrize(("began_at", "first_step", "is_over", "last_step"), [
+    (None, 20, False, 27),  # steps 20 to 27, or 12 to 19 with a restart in between
+    (12, 15, False, 19), (12, 20, True, 19), (12, 99, True, 19), (0, 0, False, 7),
+])
+def test_max_steps_counts_from_the_beginning_of_the_launch(
+    began_at: int | None, first_step: int, is_over: bool, last_step: int
+) -> None:
+    stop = Simulated({}, limit=3600, fit_budget=False)
+    stop._prepared.first_step = first_step
+    stop._prepared.options = Options("simulated", max_steps=8, began_at=began_at)
+    assert (stop.is_over, stop._last_step()) == (is_over, last_step)
 
 
 @pytest.mark.parametrize(("changes", "global_step", "longest"), [
