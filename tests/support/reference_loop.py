@@ -1,7 +1,7 @@
 """Training written down a second time, from the papers' formulas: a second opinion on the trainer.
 
-All of it is float64, and plain: no modules, no kernels, no chunks, no processes, no optimizer
-classes. Only the coefficients of Muon's polynomials are the trainer's. Shapes as in `gpt.py`.
+Everything is float64 and plain: no modules, kernels, chunks, processes or optimizer classes. Only
+the coefficients of Muon's polynomials are the trainer's. Shapes as in `gpt.py`.
 
 Sources: Radford et al. 2019 for the model; Loshchilov and Hutter 2019, algorithm 2, for AdamW; Chen
 et al. 2025, algorithm 1, for cautious decay; Jordan et al. 2024 and Amsel et al. 2025, algorithm 1,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from ops.orthogonalise import POLYNOMIALS, SAFETY
 from run_config import ModelConfig, TrainConfig
 
 Weights = dict[str, Tensor]
-LARGEST_STEP = 4.0  # of AdamW, in learning rates: more than its update can differ by
+FLOAT32 = 2.0**-22  # relative rounding of a few operations in float32
+LARGEST_UPDATE = 4.0  # of AdamW, before the learning rate, if rounding decides it
 
 
 def forward(weights: Weights, model: ModelConfig, ids: Tensor, *, drops: bool = False) -> Tensor:
@@ -81,6 +83,21 @@ def momentum(train: TrainConfig, step: int, num_steps: int) -> float:
     return start + (train.momentum - start) * min(1.0, step / warmup if warmup else 1.0)
 
 
+def options_of(name: str, train: TrainConfig) -> dict[str, Any]:
+    """Return the optimizer's options for a parameter."""
+    group = "vector" if name.endswith("bias") or "norm" in name else (
+        "embedding" if "embedding" in name else "head" if name == "head.weight" else "matrix")
+    is_muon = train.optimizer == "muon" and group == "matrix"
+    options = {key: getattr(train, key)
+               for key in ("learning_rate", "weight_decay", "beta1", "beta2")}
+    if is_muon:
+        options["learning_rate"] = 0.02
+    if group == "vector" and not train.decay_norms_and_biases:
+        options["weight_decay"] = 0.0
+    own = {key: getattr(train, f"{group}_{key}") for key in options}
+    return options | {"is_muon": is_muon} | {k: v for k, v in own.items() if v is not None}
+
+
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return Muon's update of a moving average (out, in), before the learning rate."""
     x = matrix / (matrix.norm() * SAFETY + 1e-7)
@@ -97,115 +114,120 @@ class ReferenceLoop:
         weights: the initial ones.
         tokens: of the training file, (N,) int64.
         sequences: of a global step.
-        rounding: how far rounding moves an element of a gradient, relative to the tensor's largest.
+        rounding: how far rounding moves an element of a gradient, relative to the largest of its
+            tensor, and to the largest of all: what a small sum of large terms, such as a bias's
+            gradient, has lost.
 
     Attributes:
-        slack: how far rounding of the gradients may have moved each weight: a gradient that is
-            itself as small as the rounding may have moved it by the learning rate either way.
+        slack: how far rounding of the gradient may have moved each weight in the last step: where
+            the gradient is as small as the rounding, by the learning rate either way.
+        total_slack: the same in all steps.
     """
 
-    def __init__(self, model: ModelConfig, train: TrainConfig, weights: Weights, tokens: Tensor, *,
-                 sequences: int, rounding: float) -> None:
+    def __init__(self, model: ModelConfig, train: TrainConfig, weights: Mapping[str, Tensor], *,
+                 tokens: Tensor, sequences: int, rounding: tuple[float, float]) -> None:
         self.model, self.train, self.tokens, self.rounding = model, train, tokens, rounding
         self.step_tokens = sequences * model.context_length
         self.num_steps = (len(tokens) - train.start_train_token - 1) // self.step_tokens
         if train.min_train_tokens != -1:
             self.num_steps = math.ceil(train.min_train_tokens / self.step_tokens)
-        self.weights = {name: weight.detach().double().requires_grad_()
-                        for name, weight in weights.items()}
-        self.slack, self.first, self.second = ({
-            name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        self.initial = {name: weight.detach().double() for name, weight in weights.items()}
+        self.weights = {name: weight.clone().requires_grad_()
+                        for name, weight in self.initial.items()}
+        self.first, self.second, self.total_slack = (
+            {name: torch.zeros_like(weight) for name, weight in self.initial.items()}
             for _ in range(3))
         self.average: Weights = {}
-        self.num_updates = self.num_averaged = 0
+        self.num_updates = self.num_skipped = self.num_averaged = 0
 
     def take(self, step: int, *, skips: bool = False) -> tuple[Tensor, Tensor]:
         """Take a global step, or skip it; return its loss and its gradient's norm, () each."""
         loss, gradients = self._gradients(step)
-        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+        every = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        norm, self.largest = every.norm(), every.abs().max()
+        self.slack = {name: torch.zeros_like(weight) for name, weight in self.initial.items()}
+        self.num_skipped += skips
+        self.num_updates += not skips
         if not skips:
-            self.num_updates += 1
             limit = self.train.clipping_max_norm or math.inf
             for name, gradient in gradients.items():
                 self._update(name, gradient * min(1.0, limit / (norm + 1e-6)), step)
-        self._add_to_average(step)
         return loss, norm
 
-    def _gradients(self, step: int) -> tuple[Tensor, Weights]:
-        size = self.train.microbatch_size * self.model.context_length
-        indices = range(step * self.step_tokens // size, (step + 1) * self.step_tokens // size)
-        losses = []
-        for index in indices:
-            start = self.train.start_train_token + index * size
-            ids, targets = (self.tokens[start + shift : start + shift + size].view(
-                -1, self.model.context_length) for shift in (0, 1))
-            seed = hashlib.blake2b(f"{self.train.random_seed}/{index}".encode(), digest_size=7)
-            torch.manual_seed(int.from_bytes(seed.digest()))
-            logits = forward(self.weights, self.model, ids, drops=True)
-            losses.append((logits.logsumexp(-1) - logits.gather(-1, targets[..., None])[..., 0])
-                          .mean())
-        loss = sum(losses) / len(losses)
-        gradients = torch.autograd.grad(loss, list(self.weights.values()))
-        return loss.detach(), dict(zip(self.weights, gradients, strict=True))
-
     @torch.no_grad()
-    def _update(self, name: str, gradient: Tensor, step: int) -> None:
-        options = self.options(name)
-        rate = learning_rate(self.train, step, self.num_steps)
-        rate *= options["learning_rate"] / self.train.learning_rate
-        update, slack = (self._muon(name, gradient, step) if options["is_muon"] else
-                         self._adamw(name, gradient, options))
-        weight, decay = self.weights[name], options["weight_decay"] * self.weights[name]
-        if self.train.cautious_weight_decay:
-            self.slack[name] += rate * decay.abs() * (update.abs() <= slack + 1e-7 * weight.abs())
-            decay = decay * (update * weight > 0)
-        weight -= rate * (update + decay)
-        self.slack[name] += rate * slack
-
-    def _adamw(self, name: str, gradient: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        (beta1, beta2), t = options["betas"], self.num_updates
-        first, second = self.first[name], self.second[name]
-        first.copy_(beta1 * first + (1 - beta1) * gradient)
-        second.copy_(beta2 * second + (1 - beta2) * gradient**2)
-        scale = (second / (1 - beta2**t)).sqrt() + self.train.epsilon
-        slack = self.rounding * gradient.abs().max() / scale
-        return first / (1 - beta1**t) / scale, slack.clamp(max=LARGEST_STEP)
-
-    def _muon(self, name: str, gradient: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        mu = momentum(self.train, step, self.num_steps)
-        average = self.first[name].copy_(mu * self.first[name] + (1 - mu) * gradient)
-        parts = (mu * average + (1 - mu) * gradient).chunk(3 if ".qkv." in name else 1)
-        updates = [orthogonal(part) for part in parts]
-        return torch.cat(updates), torch.cat([self._muon_slack(part) for part in parts])
-
-    def _muon_slack(self, matrix: Tensor) -> Tensor:
-        """Singular vectors whose value is as small as the rounding may point anywhere."""
-        values = torch.linalg.svdvals(matrix)
-        angles = (self.rounding * matrix.norm() / values.clamp(min=1e-300)).clamp(max=2.0)
-        scale = math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
-        return torch.full_like(matrix, scale * angles.norm().item() / math.sqrt(matrix.numel()))
-
-    def options(self, name: str) -> dict[str, Any]:
-        """Return the optimizer's options for a parameter."""
-        group = "vector" if name.endswith("bias") or "norm" in name else (
-            "embedding" if "embedding" in name else "head" if name == "head.weight" else "matrix")
-        is_muon = self.train.optimizer == "muon" and group == "matrix"
-        own = {key: getattr(self.train, f"{group}_{key}")
-               for key in ("learning_rate", "weight_decay", "beta1", "beta2")}
-        default = {key: getattr(self.train, key) for key in own}
-        if is_muon:
-            default["learning_rate"] = 0.02
-        if group == "vector" and not self.train.decay_norms_and_biases:
-            default["weight_decay"] = 0.0
-        found = {key: default[key] if own[key] is None else own[key] for key in own}
-        return found | {"is_muon": is_muon, "betas": (found["beta1"], found["beta2"])}
-
-    def _add_to_average(self, step: int) -> None:
+    def follow(self, weights: Mapping[str, Tensor], step: int) -> None:
+        """Go on from other weights than those after this step; add them to the average."""
+        for name, weight in weights.items():
+            self.weights[name].copy_(weight)
         horizon = self.train.weight_average
         if horizon is None or step < self.num_steps - 5 * horizon:
             return
         self.num_averaged += 1
         share = max(1 / self.num_averaged, 1 / horizon)
         for name, weight in self.weights.items():
-            old = self.average.get(name, torch.zeros_like(weight))
-            self.average[name] = ((1 - share) * old + share * weight).detach()
+            self.average[name] = share * weight + (1 - share) * self.average.get(name, 0.0)
+
+    def noise(self, gradient: Tensor) -> Tensor:
+        """Return how far rounding may move an element of a gradient, or of an average of them."""
+        return self.rounding[0] * gradient.abs().max() + self.rounding[1] * self.largest
+
+    def _gradients(self, step: int) -> tuple[Tensor, Weights]:
+        T, B = self.model.context_length, self.train.microbatch_size
+        losses = []
+        for index in range(step * self.step_tokens // (B * T), (step + 1) * self.step_tokens
+                           // (B * T)):
+            start = self.train.start_train_token + index * B * T
+            ids, targets = (self.tokens[first : first + B * T].view(B, T)
+                            for first in (start, start + 1))
+            seed = hashlib.blake2b(f"{self.train.random_seed}/{index}".encode(), digest_size=7)
+            torch.manual_seed(int.from_bytes(seed.digest()))
+            logits = forward(self.weights, self.model, ids, drops=True)
+            correct = logits.gather(-1, targets[..., None])[..., 0]
+            losses.append((logits.logsumexp(-1) - correct).mean())
+        loss = sum(losses) / len(losses)
+        gradients = torch.autograd.grad(loss, list(self.weights.values()))
+        return loss.detach(), dict(zip(self.weights, gradients, strict=True))
+
+    @torch.no_grad()
+    def _update(self, name: str, gradient: Tensor, step: int) -> None:
+        options, weight = options_of(name, self.train), self.weights[name]
+        rate = learning_rate(self.train, step, self.num_steps)
+        rate *= options["learning_rate"] / self.train.learning_rate
+        update, slack = (self._muon(name, gradient, step) if options["is_muon"] else
+                         self._adamw(name, gradient, options))
+        decay = options["weight_decay"] * weight
+        if self.train.cautious_weight_decay:
+            is_unclear = rate * (update.abs() - slack) < FLOAT32 * weight.abs()
+            slack = slack + decay.abs() * is_unclear
+            decay = decay * (update * weight > 0)
+        self.slack[name] = rate * slack + FLOAT32 * (weight.abs() + rate * update.abs())
+        self.total_slack[name] += self.slack[name]
+        weight -= rate * (update + decay)
+
+    def _adamw(self, name: str, gradient: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        beta1, beta2, t = options["beta1"], options["beta2"], self.num_updates
+        first, second = self.first[name], self.second[name]
+        first.copy_(beta1 * first + (1 - beta1) * gradient)
+        second.copy_(beta2 * second + (1 - beta2) * gradient**2)
+        scale = (second / (1 - beta2**t)).sqrt() + self.train.epsilon
+        slack = (self.noise(gradient) / scale).clamp(max=LARGEST_UPDATE)
+        return first / (1 - beta1**t) / scale, slack
+
+    def _muon(self, name: str, gradient: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        mu = momentum(self.train, step, self.num_steps)
+        average = self.first[name].copy_(mu * self.first[name] + (1 - mu) * gradient)
+        parts = (mu * average + (1 - mu) * gradient).chunk(3 if ".qkv." in name else 1)
+        return (torch.cat([orthogonal(part) for part in parts]),
+                torch.cat([self._muon_slack(part) for part in parts]))
+
+    def _muon_slack(self, matrix: Tensor) -> Tensor:
+        """Return the slack of a matrix: 4 standard deviations of its elements.
+
+        Rounding turns each singular vector by an angle; any whose value is as small as the
+        rounding may point anywhere.
+        """
+        noise = self.noise(matrix) * math.sqrt(max(matrix.shape))
+        values = torch.linalg.svdvals(matrix).clamp(min=1e-300)
+        angles = (noise / values).clamp(max=2.0)
+        scale = math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
+        return torch.full_like(matrix, 4 * scale * angles.norm() / math.sqrt(matrix.numel()))
