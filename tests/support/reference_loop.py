@@ -20,10 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.orthogonalise import POLYNOMIALS, SAFETY
-from run_config import ModelConfig, TrainConfig
+from run_config import ModelConfig, Precision, TrainConfig
+from trainer.precision import autocast
 
 Weights = dict[str, Tensor]
 FLOAT32 = 2.0**-22  # relative rounding of a few operations in float32
+NOISE = 1.0
+LOSS_SCALE = 2.0**10  # keeps the gradients of fp16 from vanishing
 LARGEST_UPDATE = 4.0  # of AdamW, before the learning rate, if rounding decides it
 
 
@@ -114,19 +117,18 @@ class ReferenceLoop:
         weights: the initial ones.
         tokens: of the training file, (N,) int64.
         sequences: of a global step.
-        rounding: how far rounding moves an element of a gradient, relative to the largest of its
-            tensor, and to the largest of all: what a small sum of large terms, such as a bias's
-            gradient, has lost.
+        precision: computes each gradient again in this one, to know what rounding does to it.
 
     Attributes:
-        slack: how far rounding of the gradient may have moved each weight in the last step: where
-            the gradient is as small as the rounding, by the learning rate either way.
-        total_slack: the same in all steps.
+        noise: how far rounding may move an element of each parameter's gradient in the last step;
+            `first_noise` and `second_noise`: of the moving averages of it and of its square.
+        slack: how far that may move each weight: where the gradient is as small as the noise, by
+            the learning rate either way. `total_slack`: in all steps.
     """
 
     def __init__(self, model: ModelConfig, train: TrainConfig, weights: Mapping[str, Tensor], *,
-                 tokens: Tensor, sequences: int, rounding: tuple[float, float]) -> None:
-        self.model, self.train, self.tokens, self.rounding = model, train, tokens, rounding
+                 tokens: Tensor, sequences: int, precision: Precision | None = None) -> None:
+        self.model, self.train, self.tokens, self.precision = model, train, tokens, precision
         self.step_tokens = sequences * model.context_length
         self.num_steps = (len(tokens) - train.start_train_token - 1) // self.step_tokens
         if train.min_train_tokens != -1:
@@ -137,21 +139,21 @@ class ReferenceLoop:
         self.first, self.second, self.total_slack = (
             {name: torch.zeros_like(weight) for name, weight in self.initial.items()}
             for _ in range(3))
+        self.first_noise, self.second_noise = (dict.fromkeys(self.initial, 0.0) for _ in range(2))
         self.average: Weights = {}
         self.num_updates = self.num_skipped = self.num_averaged = 0
 
     def take(self, step: int, *, skips: bool = False) -> tuple[Tensor, Tensor]:
         """Take a global step, or skip it; return its loss and its gradient's norm, () each."""
-        loss, gradients = self._gradients(step)
-        every = torch.cat([gradient.flatten() for gradient in gradients.values()])
-        norm, self.largest = every.norm(), every.abs().max()
+        loss, norm, gradients = self._gradients(step, self.weights)
+        self.noise = dict.fromkeys(gradients, 0.0)
         self.slack = {name: torch.zeros_like(weight) for name, weight in self.initial.items()}
+        if self.precision is not None:
+            self._measure_noise(step, gradients)
         self.num_skipped += skips
         self.num_updates += not skips
-        if not skips:
-            limit = self.train.clipping_max_norm or math.inf
-            for name, gradient in gradients.items():
-                self._update(name, gradient * min(1.0, limit / (norm + 1e-6)), step)
+        for name, gradient in ({} if skips else gradients).items():
+            self._update(name, gradient, step)
         return loss, norm
 
     @torch.no_grad()
@@ -167,11 +169,8 @@ class ReferenceLoop:
         for name, weight in self.weights.items():
             self.average[name] = share * weight + (1 - share) * self.average.get(name, 0.0)
 
-    def noise(self, gradient: Tensor) -> Tensor:
-        """Return how far rounding may move an element of a gradient, or of an average of them."""
-        return self.rounding[0] * gradient.abs().max() + self.rounding[1] * self.largest
-
-    def _gradients(self, step: int) -> tuple[Tensor, Weights]:
+    def _gradients(self, step: int, weights: Weights) -> tuple[Tensor, Tensor, Weights]:
+        """Return loss and gradient norm of a step, () each, and the clipped gradients."""
         T, B = self.model.context_length, self.train.microbatch_size
         losses = []
         for index in range(step * self.step_tokens // (B * T), (step + 1) * self.step_tokens
@@ -181,19 +180,36 @@ class ReferenceLoop:
                             for first in (start, start + 1))
             seed = hashlib.blake2b(f"{self.train.random_seed}/{index}".encode(), digest_size=7)
             torch.manual_seed(int.from_bytes(seed.digest()))
-            logits = forward(self.weights, self.model, ids, drops=True)
+            logits = forward(weights, self.model, ids, drops=True)
+            logits = logits.to(weights["final_norm.weight"].dtype)  # for sums not in 16 bits
             correct = logits.gather(-1, targets[..., None])[..., 0]
             losses.append((logits.logsumexp(-1) - correct).mean())
         loss = sum(losses) / len(losses)
-        gradients = torch.autograd.grad(loss, list(self.weights.values()))
-        return loss.detach(), dict(zip(self.weights, gradients, strict=True))
+        gradients = torch.autograd.grad(loss * LOSS_SCALE, list(weights.values()))
+        gradients = [gradient / LOSS_SCALE for gradient in gradients]
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        factor = min(1.0, (self.train.clipping_max_norm or math.inf) / (norm + 1e-6))
+        return loss.detach(), norm, {name: gradient * factor for name, gradient
+                                     in zip(weights, gradients, strict=True)}
+
+    def _measure_noise(self, step: int, gradients: Weights) -> None:
+        weights = {name: weight.detach().float().requires_grad_()
+                   for name, weight in self.weights.items()}
+        with autocast(self.precision, torch.device("cpu")):
+            rounded = self._gradients(step, weights)[2]
+        for name, gradient in gradients.items():
+            self.noise[name] = (NOISE * (rounded[name] - gradient).abs().max()
+                                + FLOAT32 * gradient.abs().max()).item()
 
     @torch.no_grad()
     def _update(self, name: str, gradient: Tensor, step: int) -> None:
         options, weight = options_of(name, self.train), self.weights[name]
         rate = learning_rate(self.train, step, self.num_steps)
         rate *= options["learning_rate"] / self.train.learning_rate
-        update, slack = (self._muon(name, gradient, step) if options["is_muon"] else
+        mu = momentum(self.train, step, self.num_steps) if options["is_muon"] else options["beta1"]
+        self.first[name].copy_(mu * self.first[name] + (1 - mu) * gradient)
+        self.first_noise[name] = mu * self.first_noise[name] + (1 - mu) * self.noise[name]
+        update, slack = (self._muon(name, gradient, mu) if options["is_muon"] else
                          self._adamw(name, gradient, options))
         decay = options["weight_decay"] * weight
         if self.train.cautious_weight_decay:
@@ -206,28 +222,28 @@ class ReferenceLoop:
 
     def _adamw(self, name: str, gradient: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         beta1, beta2, t = options["beta1"], options["beta2"], self.num_updates
-        first, second = self.first[name], self.second[name]
-        first.copy_(beta1 * first + (1 - beta1) * gradient)
-        second.copy_(beta2 * second + (1 - beta2) * gradient**2)
+        second = self.second[name].copy_(beta2 * self.second[name] + (1 - beta2) * gradient**2)
+        self.second_noise[name] = beta2 * self.second_noise[name] + (
+            2 * (1 - beta2) * gradient.abs().max().item() * self.noise[name])
         scale = (second / (1 - beta2**t)).sqrt() + self.train.epsilon
-        slack = (self.noise(gradient) / scale).clamp(max=LARGEST_UPDATE)
-        return first / (1 - beta1**t) / scale, slack
+        slack = (self.noise[name] / scale).clamp(max=LARGEST_UPDATE)
+        return self.first[name] / (1 - beta1**t) / scale, slack
 
-    def _muon(self, name: str, gradient: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        mu = momentum(self.train, step, self.num_steps)
-        average = self.first[name].copy_(mu * self.first[name] + (1 - mu) * gradient)
-        parts = (mu * average + (1 - mu) * gradient).chunk(3 if ".qkv." in name else 1)
+    def _muon(self, name: str, gradient: Tensor, mu: float) -> tuple[Tensor, Tensor]:
+        parts = (mu * self.first[name] + (1 - mu) * gradient).chunk(3 if ".qkv." in name else 1)
+        noise = mu * self.first_noise[name] + (1 - mu) * self.noise[name]
         return (torch.cat([orthogonal(part) for part in parts]),
-                torch.cat([self._muon_slack(part) for part in parts]))
+                torch.cat([muon_slack(part, noise, self.precision) for part in parts]))
 
-    def _muon_slack(self, matrix: Tensor) -> Tensor:
-        """Return the slack of a matrix: 4 standard deviations of its elements.
 
-        Rounding turns each singular vector by an angle; any whose value is as small as the
-        rounding may point anywhere.
-        """
-        noise = self.noise(matrix) * math.sqrt(max(matrix.shape))
-        values = torch.linalg.svdvals(matrix).clamp(min=1e-300)
-        angles = (noise / values).clamp(max=2.0)
-        scale = math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
-        return torch.full_like(matrix, 4 * scale * angles.norm() / math.sqrt(matrix.numel()))
+def muon_slack(matrix: Tensor, noise: float, precision: Precision | None) -> Tensor:
+    """Return the slack of an orthogonalised matrix, 4 standard deviations of its elements.
+
+    Noise turns each singular vector by an angle; one whose value is as small as the noise may
+    point anywhere. In bf16 the orthogonalisation itself rounds too.
+    """
+    own = 2.0**-7 if precision == "bf16" else FLOAT32
+    values = torch.linalg.svdvals(matrix).clamp(min=1e-300)
+    angles = ((noise * math.sqrt(max(matrix.shape)) + own * values.max()) / values).clamp(max=2.0)
+    scale = math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
+    return torch.full_like(matrix, 4 * scale * angles.norm() / math.sqrt(matrix.numel()))
