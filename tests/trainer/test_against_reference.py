@@ -1,0 +1,460 @@
+"""Random run configurations train three steps as a plain reference loop does.
+
+20 configurations, or 500 with --thorough. A failure prints the configuration, the smallest one that
+still fails, and how to run it alone. With `-s` the largest differences are printed at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from basics.errors import UserError
+from basics.failpoints import VARIABLE
+from basics.tensor_files import read_tensors
+from checkpointing import (
+    AVERAGE,
+    OPTIMIZER,
+    WEIGHTS,
+    CheckpointMeta,
+    Snapshot,
+    SnapshotBuffers,
+    list_checkpoints,
+    save_checkpoint,
+)
+from ddp_train import microbatch_indices
+from lab.publish.export import write_export
+from processes.command_line import Options
+from processes.startup_agreement import Agreement
+from reporting.clock import PhaseClock
+from run_config import GROUPS
+from tests.support.checkpoints import ONE_PROCESS
+from tests.support.reference_loop import (
+    FLOAT32,
+    LOSS_SCALE,
+    ReferenceLoop,
+    forward,
+    learning_rate,
+    momentum,
+)
+from tests.support.thorough import thorough_but
+from tests.support.workplace import Workplace, succeeded, write_tokens
+from tokens.batches import prefetch
+from trainer.schedule import learning_rate_at, momentum_at
+from trainer.startup import PreparedRun, build_state, prepare_run
+from trainer.step import TrainingStep
+from trainer.targets import load_target
+from trainer.weight_average import update_average
+
+NUM_CONFIGURATIONS, SAMPLE, STEPS = 500, 20, 3
+# The loss and the gradient's norm, relative to themselves.
+LOSS = {"fp32": 1e-6, "tf32": 1e-3, "bf16": 4e-3, "fp16": 1e-3}
+NORM = {"fp32": 5e-6, "tf32": 5e-3, "bf16": 2e-2, "fp16": 5e-3}
+# The change of the weights in all steps by themselves, where rounding does not decide it.
+CHANGE = {"fp32": 5e-3, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2}
+Configuration = dict[str, dict[str, Any]]
+
+
+def configuration(number: int) -> Configuration:
+    """Draw a run: its two files, and what happens in it. Each number is always the same run."""
+    draw = random.Random(number)
+    model = draw_model(draw)
+    train = draw_batch(draw) | draw_precision(draw, model) | draw_optimizer(draw)
+    sequences = train.get("global_batch_size") or (
+        train["microbatch_size"] * train.get("gradient_accumulation_steps", 1))
+    step_tokens = sequences * model["context_length"]
+    num_steps = draw.choice([3, 3, 3, 3, 4, 6, 12])
+    start = draw.choice([0, 0, draw.randrange(200)])
+    train |= {"dataset": "tiny", "checkpoint_interval": 1, "start_train_token": start,
+              "random_seed": draw.choice([42, draw.randrange(2**63)])}
+    spare = draw.randrange(step_tokens)
+    if draw.random() < 0.5:  # else the file's length decides
+        train["min_train_tokens"] = num_steps * step_tokens - spare
+        spare = draw.randrange(5 * step_tokens)
+    return {"model": model, "train": train, "run": {
+        "file_tokens": start + num_steps * step_tokens + 1 + spare,
+        "saved_after": draw.choice([1, 2]),
+        "skipped_step": draw.choice([None, None, None, 0, 1, 2])}}
+
+
+def draw_model(draw: random.Random) -> dict[str, Any]:
+    n_heads = draw.choice([1, 2, 3, 4])
+    return {
+        "vocab_size": draw.choice([11, 61, 257, 300]),
+        "context_length": draw.choice([2, 5, 8, 16, 33]),
+        "n_heads": n_heads, "emb_dim": n_heads * draw.choice([8, 8, 12, 16]),
+        "n_layers": draw.choice([1, 2, 3]),
+        "drop_rate": draw.choice([0.0, 0.0, 0.1, 0.4]),
+        "qkv_bias": draw.random() < 0.5, "tie_weights": draw.random() < 0.5,
+        "init": draw.choice(["gpt2", "gpt2", "torch", "zero_projections"]),
+    }
+
+
+def draw_batch(draw: random.Random) -> dict[str, Any]:
+    microbatch_size, accumulation = draw.choice([1, 2, 3]), draw.choice([1, 2, 3])
+    if draw.random() < 0.3:
+        return {"microbatch_size": microbatch_size,
+                "global_batch_size": microbatch_size * accumulation}
+    return {"microbatch_size": microbatch_size, "gradient_accumulation_steps": accumulation}
+
+
+def draw_precision(draw: random.Random, model: dict[str, Any]) -> dict[str, Any]:
+    options = draw.choice([{"precision": "fp32"}] * 8 + [
+        {"use_amp": False}, {"precision": "tf32"}, {"precision": "tf32"}, {"precision": "fp16"},
+        {"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16"},
+        {"precision": "bf16", "residual_dtype": "bf16"}])
+    # Without a GPU PyTorch has no flash kernel that can drop.
+    kernels = ["auto", "math"] + ["flash"] * (not model["drop_rate"])
+    return options | sometimes(
+        draw, attention=draw.choice(kernels), head_chunks=draw.choice([1, 2, 3, 7]),
+        activation_checkpointing=True)
+
+
+def draw_optimizer(draw: random.Random) -> dict[str, Any]:
+    kind = draw.choice([None, "constant", "cosine", "linear", "wsd"])
+    schedule = {"schedule_learning_rate": draw.random() < 0.5} if kind is None else {
+        "schedule": kind}
+    percent = draw.choice([10, 33.4, 50])
+    groups = sometimes(draw, **{f"{group}_{key}": value for group in GROUPS for key, value in (
+        ("learning_rate", 10 ** draw.uniform(-4, -2)), ("weight_decay", draw.choice([0.0, 0.3])),
+        ("beta1", draw.choice([0.0, 0.8])), ("beta2", draw.choice([0.9, 0.95])))})
+    if draw.random() < 0.3:
+        groups = {k: v for k, v in groups.items() if k != "vector_weight_decay"} | {
+            "decay_norms_and_biases": True}
+    return schedule | groups | {"learning_rate": 10 ** draw.uniform(-4, -2)} | sometimes(
+        draw, optimizer="muon", weight_decay=draw.choice([0.0, 0.5]),
+        cautious_weight_decay=True, beta1=draw.choice([0.0, 0.8]), beta2=draw.choice([0.9, 0.99]),
+        epsilon=draw.choice([1e-6, 1e-10]), momentum=draw.choice([0.0, 0.5, 0.9]),
+        momentum_warmup_percent=draw.choice([40, 70, 100]),
+        clipping_max_norm=10 ** draw.uniform(-2, 0.5), warmup_period_percent=percent,
+        decay_period_percent=draw.choice([20, 40, 50]),
+        final_learning_rate_fraction=draw.choice([0.0, 0.2, 1.0]),
+        weight_average=draw.choice([1, 2, 5]))
+
+
+def sometimes(draw: random.Random, **options: Any) -> dict[str, Any]:
+    """Keep each option with a probability of 0.4."""
+    return {key: value for key, value in options.items() if draw.random() < 0.4}
+
+
+class Differences:
+    """The largest differences from the reference."""
+
+    def __init__(self) -> None:
+        self.in_slacks: dict[str, float] = {}  # 1 is what rounding explains
+        self.relative: dict[str, float] = {}  # to the largest element of the reference's tensor
+
+    def add(self, what: str, found: Tensor, wanted: Tensor, slack: Tensor | float) -> None:
+        """Compare tensors of one shape; a difference up to `slack` is rounding."""
+        difference = (found.double() - wanted).abs()
+        for record, value in ((self.in_slacks, difference / (slack + 1e-30)),
+                              (self.relative, difference / (wanted.abs().max() + 1e-30))):
+            largest = torch.nan_to_num(value, math.inf).max().item()
+            record[what] = max(record.get(what, 0.0), largest)
+
+    def report(self) -> str:
+        """Return what differs by more than rounding, the worst first; empty if nothing does."""
+        wrong = sorted((-value, what) for what, value in self.in_slacks.items() if value > 1)
+        return ", ".join(f"{what} by {-value:.3g} times of what rounding explains"
+                         for value, what in wrong)
+
+
+class Training:
+    """A run in a folder, trained in this process."""
+
+    def __init__(self, root: Path, configuration: Configuration) -> None:
+        self.place, self.options = Workplace(root), configuration["run"]
+        self.tokens = np.random.default_rng(0).integers(
+            configuration["model"]["vocab_size"], size=self.options["file_tokens"],
+            dtype=np.uint16)
+        run_dir = self.place.runs_dir / "tiny"
+        run_dir.mkdir(parents=True)
+        for name in ("model", "train"):
+            (run_dir / f"{name}.json").write_text(json.dumps(configuration[name]))
+        for split in ("train", "validation"):
+            write_tokens(self.place.datasets_dir / "tiny" / f"{split}.safetensors", self.tokens)
+        self.prepared = self.prepare()
+        self.config, self.plan = self.prepared.train, self.prepared.plan
+
+    def prepare(self) -> PreparedRun:
+        """Read the run anew, and find its newest checkpoint."""
+        options = Options("tiny", runs_dir=self.place.runs_dir,
+                          datasets_dir=self.place.datasets_dir)
+        prepared = prepare_run(options, ONE_PROCESS, PhaseClock(), Agreement.in_one_process())
+        return prepared.for_device(ONE_PROCESS.device)
+
+    def build(self) -> TrainingStep:
+        """Return a step with the state of the newest checkpoint; without one the initial state."""
+        prepared = self.prepare()
+        state = build_state(prepared, ONE_PROCESS)
+        if state.scaler.is_enabled() and not prepared.first_step:
+            state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": LOSS_SCALE})
+        return TrainingStep(state, prepared.train, ONE_PROCESS)
+
+    def train(self, step: TrainingStep, *, first: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Take global steps as ddp_train.py does; yield each one, its loss and gradient norm."""
+        indices = itertools.islice(microbatch_indices(self.plan, 0, first_step=first),
+                                   (STEPS - first) * self.plan.gradient_accumulation_steps)
+        microbatches = prefetch(self.prepared.data.train, indices, device=ONE_PROCESS.device)
+        for global_step in range(first, STEPS):
+            rates = [at(self.config, global_step, num_steps=self.plan.num_steps)
+                     for at in (learning_rate_at, momentum_at)]
+            with pytest.MonkeyPatch.context() as patch:
+                if self.skips(global_step):
+                    patch.setenv(VARIABLE, "gradient:nan")
+                loss, norm = step.take(
+                    microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
+                    learning_rate=rates[0], momentum=rates[1])
+            update_average(step.state, self.config, global_step, num_steps=self.plan.num_steps)
+            yield global_step, loss, norm
+
+    def skips(self, global_step: int) -> bool:
+        """Return whether the gradient of a step is to be NaN."""
+        return global_step == self.options["skipped_step"]
+
+    def save(self, step: TrainingStep, global_step: int) -> None:
+        run = self.prepared.run
+        save_checkpoint(run.checkpoints_dir, SnapshotBuffers().take(step.state), CheckpointMeta(
+            global_step=global_step, tokens=(global_step + 1) * self.plan.tokens_per_step,
+            loss=None, train_loss=None, seconds={}, optimizer=run.train.optimizer, tokenizer=None,
+            loss_scale=step.state.loss_scale(), model=run.model, random_seed=run.train.random_seed,
+            data=self.prepared.data.fingerprints))
+
+    def reference(self, weights: dict[str, Tensor], **options: Any) -> ReferenceLoop:
+        train = self.config
+        return ReferenceLoop(
+            self.prepared.run.model, train, weights, **options,
+            tokens=torch.from_numpy(self.tokens.astype(np.int64)),
+            sequences=train.global_batch_size
+            or train.microbatch_size * train.gradient_accumulation_steps)
+
+
+def compare(configuration: Configuration, root: Path) -> Differences:
+    """Train a configuration and its reference, resume it, export it.
+
+    Two references take each step: one goes on from the trainer's weights after they have been
+    compared, so that what rounding decides in one step is no difference in the next; the other one
+    trains by itself.
+
+    Raises:
+        AssertionError: what must be equal is not, such as a bit of the resumed run.
+    """
+    training, differences = Training(root, configuration), Differences()
+    step, buffers = training.build(), SnapshotBuffers()
+    precision, weights = training.config.precision, buffers.take(step.state).weights
+    reference, alone = training.reference(weights, precision=precision), training.reference(weights)
+    assert training.plan.num_steps == reference.num_steps
+    compare_schedules(reference, differences)
+    for global_step, loss, norm in training.train(step):
+        skips = training.skips(global_step)
+        wanted_loss, wanted_norm = reference.take(global_step, skips=skips)
+        alone.take(global_step, skips=skips)
+        if skips:
+            assert loss.isnan() and not norm.isfinite()
+        else:
+            differences.add("loss", loss, wanted_loss, LOSS[precision] * wanted_loss)
+            differences.add("norm", norm, wanted_norm, NORM[precision] * wanted_norm)
+        compare_state(buffers.take(step.state), global_step, reference, differences)
+        if step.state.scaler.is_enabled():
+            assert step.state.scaler.get_scale() == LOSS_SCALE / 2**reference.num_skipped
+        if global_step + 1 == training.options["saved_after"]:
+            training.save(step, global_step)
+    alone.total_slack = reference.total_slack
+    compare_change(buffers.take(step.state).weights, alone, CHANGE[precision], differences)
+    resumed = training.build()
+    for _ in training.train(resumed, first=training.options["saved_after"]):
+        pass
+    assert_same_bits(step, resumed)
+    training.save(resumed, STEPS - 1)
+    compare_export(training, step, differences)
+    return differences
+
+
+def compare_schedules(reference: ReferenceLoop, differences: Differences) -> None:
+    train, num_steps = reference.train, reference.num_steps
+    for ours, theirs in ((learning_rate_at, learning_rate), (momentum_at, momentum)):
+        found = [ours(train, step, num_steps=num_steps) for step in range(num_steps)]
+        wanted = [theirs(train, step, num_steps) for step in range(num_steps)]
+        differences.add(ours.__name__, *(torch.tensor(values, dtype=torch.float64)
+                                         for values in (found, wanted)), 1e-12)
+
+
+def compare_state(found: Snapshot, global_step: int, reference: ReferenceLoop,
+                  differences: Differences) -> None:
+    """Compare a state after a step; let the reference go on from its weights."""
+    assert found.weights.keys() == reference.weights.keys()
+    for name, weight in found.weights.items():
+        differences.add("weights", weight, reference.weights[name].detach(), reference.slack[name])
+    for key, moment in found.moments.items():
+        kind, name = key.split("/")
+        if kind == "step":
+            assert moment == reference.num_updates
+        elif kind == "exp_avg_sq":
+            wanted = reference.second[name]
+            differences.add(kind, moment, wanted, reference.second_noise[name])
+        else:
+            wanted = reference.first[name]
+            differences.add(kind, moment, wanted, reference.first_noise[name])
+    reference.follow(found.weights, global_step)
+    assert found.average.keys() == reference.average.keys()
+    for name, wanted in reference.average.items():
+        differences.add("average", found.average[name], wanted, FLOAT32 * wanted.abs().max())
+
+
+def compare_change(weights: dict[str, Tensor], alone: ReferenceLoop, slack: float,
+                   differences: Differences) -> None:
+    """Compare the weights, as one vector, with those of a reference that trained by itself."""
+    found, wanted, start, unclear = (
+        torch.cat([each[name].detach().flatten() for name in alone.weights])
+        for each in (weights, alone.weights, alone.initial, alone.total_slack))
+    is_clear = unclear < 0.1 * (wanted - start).abs()
+    change = (wanted - start)[is_clear].norm()
+    differences.add("change", change + (found - wanted)[is_clear].norm(), change, slack * change)
+
+
+def assert_same_bits(step: TrainingStep, resumed: TrainingStep) -> None:
+    found, wanted = (SnapshotBuffers().take(each.state) for each in (resumed, step))
+    for kind, tensors in vars(wanted).items():
+        assert tensors.keys() == vars(found)[kind].keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, vars(found)[kind][name]), f"resumed: {kind} {name}"
+    assert resumed.state.loss_scale() == step.state.loss_scale()
+
+
+@torch.no_grad()
+def compare_export(training: Training, step: TrainingStep, differences: Differences) -> Path:
+    """Compare the logits of the exported weights with a plain forward pass of the trained ones."""
+    runs_dir, model = training.place.runs_dir, training.prepared.run.model
+    target = load_target("tiny", runs_dir=runs_dir, checkpoint_name="latest")
+    directory = write_export(target, training.place.root / "export", "")
+    ids = torch.from_numpy(training.tokens[: model.context_length].astype(np.int64))[None]
+    logits = load_target(str(directory), runs_dir=runs_dir).model(ids)
+    assert torch.equal(logits, target.model(ids)), "exported: other logits"
+    trained = step.state.average or dict(step.state.model.named_parameters())
+    wanted = forward({name: weight.double() for name, weight in trained.items()}, model, ids)
+    differences.add("logits", logits, wanted, 2e-6 * wanted.abs().max())
+    return directory
+
+
+def disagreement(configuration: Configuration, root: Path) -> str:
+    """Return what is wrong with a configuration; empty if nothing is."""
+    try:
+        return compare(configuration, root).report()
+    except UserError:  # of a smaller configuration that the trainer refuses
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def smallest(configuration: Configuration, fails: Callable[[Configuration], bool]) -> Configuration:
+    """Drop keys, and choose simpler values, as long as a configuration fails."""
+    needed = ("dataset", "microbatch_size", "checkpoint_interval")
+    changes = [("train", key, None) for key in configuration["train"] if key not in needed]
+    changes += [("run", "skipped_step", None), *(("model", key, value) for key, value in (
+        ("drop_rate", 0.0), ("n_layers", 1), ("init", "gpt2"), ("tie_weights", False),
+        ("qkv_bias", False), ("n_heads", 1), ("vocab_size", 11)))]
+    for part, key, value in changes:
+        candidate = copy.deepcopy(configuration)
+        candidate[part][key] = value
+        if value is None and part == "train":
+            del candidate[part][key]
+        if fails(candidate):
+            configuration = candidate
+    return configuration
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "number" in metafunc.fixturenames:
+        is_thorough = metafunc.config.getoption("--thorough")
+        metafunc.parametrize("number", range(NUM_CONFIGURATIONS if is_thorough else SAMPLE))
+
+
+@pytest.fixture(scope="module")
+def largest() -> Iterator[dict[str, dict[str, float]]]:
+    """The largest relative differences by precision; printed at the end."""
+    found, start = {}, time.perf_counter()
+    yield found
+    print(f"\n{time.perf_counter() - start:.0f} s")
+    for precision, relative in sorted(found.items()):
+        print(f"{precision}: {relative.pop('count')} agree;",
+              ", ".join(f"{what} {value:.1e}" for what, value in sorted(relative.items())))
+
+
+def test_a_configuration_trains_resumes_and_exports_as_the_reference(
+    number: int, tmp_path: Path, largest: dict[str, dict[str, float]],
+    request: pytest.FixtureRequest
+) -> None:
+    drawn, counter = configuration(number), itertools.count()
+
+    def fails(candidate: Configuration) -> bool:
+        return bool(disagreement(candidate, tmp_path / str(next(counter))))
+
+    try:
+        differences = compare(drawn, tmp_path / "run")
+        wrong = differences.report()
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+    if wrong:
+        small = smallest(drawn, fails)
+        pytest.fail(f"{wrong}\n{json.dumps(drawn)}\nthe smallest that fails:"
+                    f" {disagreement(small, tmp_path / 'small')}\n{json.dumps(small)}\nalone:"
+                    f" pytest --thorough '{request.node.nodeid}'", pytrace=False)
+    kept = largest.setdefault(drawn["train"].get("precision", "fp32"), {"count": 0})
+    kept["count"] += 1
+    for what, value in differences.relative.items():
+        kept[what] = max(kept.get(what, 0.0), value)
+
+
+@pytest.mark.parametrize("chosen", thorough_but([1], range(10)))
+def test_transformers_computes_the_same_logits(chosen: int, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    compare(configuration(chosen), tmp_path)
+    ours = load_target(str(tmp_path / "export"), runs_dir=tmp_path / "runs").model
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "export").eval()
+    ids = torch.arange(ours.config.context_length)[None] % ours.config.vocab_size
+    with torch.no_grad():
+        found, wanted = theirs(ids).logits, ours(ids)
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def on_two_processes(configuration: Configuration) -> Configuration:
+    """Return a configuration whose global batch two processes can share."""
+    model, train = configuration["model"], configuration["train"]
+    train.pop("min_train_tokens", None)
+    sequences = 2 * train["microbatch_size"] * (train.pop("gradient_accumulation_steps", 0) or 2)
+    train |= {"global_batch_size": sequences}
+    num_tokens = train["start_train_token"] + STEPS * sequences * model["context_length"] + 1
+    return configuration | {"run": {"file_tokens": num_tokens, "skipped_step": None}}
+
+
+@pytest.mark.parametrize("chosen", thorough_but([9], range(12)))
+def test_two_processes_train_as_the_reference(chosen: int, tmp_path: Path) -> None:
+    drawn = configuration(chosen)
+    if drawn["train"].get("precision") == "fp16":
+        pytest.skip("its loss scale begins where steps overflow")
+    training, differences = Training(tmp_path, on_two_processes(drawn)), Differences()
+    reference = training.reference(SnapshotBuffers().take(training.build().state).weights,
+                                   precision=training.config.precision)
+    succeeded(training.place.torchrun(2, "tiny"))
+    checkpoints = list_checkpoints(training.prepared.run.checkpoints_dir)
+    assert [checkpoint.meta.global_step for checkpoint in checkpoints] == list(range(STEPS))
+    for global_step, checkpoint in enumerate(checkpoints):
+        reference.take(global_step)
+        average = read_tensors(checkpoint.path / AVERAGE) if checkpoint.has_average else {}
+        compare_state(Snapshot(read_tensors(checkpoint.path / WEIGHTS),
+                               read_tensors(checkpoint.path / OPTIMIZER), average),
+                      global_step, reference, differences)
+    assert not differences.report(), json.dumps(drawn)
