@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -174,26 +175,20 @@ def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(
     assert card.data.base_model == "someone/gpt" and "# gpt-tuned" in card.text
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as the command that is killed: sums are rounded by threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("fault", ["tune.saved:kill:hit=2", "tune.rename:kill:hit=2"])
 def test_a_kill_resumes_at_the_last_epoch_bit_for_bit(
-    one_thread: None, with_dropout: Workplace, fault: str
+    with_dropout: Workplace, fault: str
 ) -> None:
-    succeeded(tune(with_dropout, *EPOCHS))
+    def run(**environment: str) -> CompletedProcess[str]:  # all with as many threads
+        return forked("lab/__main__.py", tune_arguments(with_dropout, *EPOCHS),
+                      environment=environment | {"CUDA_VISIBLE_DEVICES": ""})
+
+    assert run().returncode == 0
     wanted = result_of(with_dropout)
-    killed = forked("lab/__main__.py", tune_arguments(with_dropout, *EPOCHS), environment={
-        failpoints.VARIABLE: fault, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    killed = run(**{failpoints.VARIABLE: fault})
     assert killed.returncode == -9, killed.stderr
     assert (progress_dir(with_dropout) / "state.safetensors").is_file()
-    lines = succeeded(tune(with_dropout, *EPOCHS)).stdout.splitlines()
+    lines = run().stdout.splitlines()
     number = 2 if "saved" in fault else 1
     assert lines[1] == f"continuing after epoch {number}, which an earlier command has finished"
     assert lines[2].startswith(f"epoch {number + 1}: train loss ")
