@@ -36,6 +36,7 @@ class Process:
     local_rank: int
     world_size: int
     device: torch.device
+    torchrun_pid: int = 0  # its parent when it began
 
     @property
     def is_main(self) -> bool:
@@ -109,6 +110,7 @@ def this_process() -> Process:
         local_rank=local_rank,
         world_size=int(os.environ["WORLD_SIZE"]),
         device=torch.device("cuda", local_rank) if found else torch.device("cpu"),
+        torchrun_pid=os.getppid(),
     )
 
 
@@ -123,10 +125,10 @@ def end_torchrun(process: Process) -> None:
     The signal may have come to one node's torchrun, which leaves without the others. At their end
     each of them would wait for it for 5 minutes, a time that cannot be set.
     """
-    if not (process.is_main_of_node and spans_nodes()):
+    if not (process.is_main_of_node and spans_nodes()) or os.getppid() != process.torchrun_pid:
         return
     with suppress(psutil.Error, OSError):
-        parent = psutil.Process(os.getppid())
+        parent = psutil.Process(process.torchrun_pid)
         if "python" in os.path.basename(parent.exe()):  # not a script between the two
             parent.terminate()
 

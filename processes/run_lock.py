@@ -117,16 +117,20 @@ def lock_run(run_dir: Path) -> None:
 
 
 def _lock(run_dir: Path) -> int:
-    began, has_told = time.monotonic(), False
+    began = last_ending = time.monotonic()
+    has_told = False
     while True:
         try:
             return lock_directory(run_dir)
         except BlockingIOError:
-            waited, holders = time.monotonic() - began, _holders(run_dir)
+            now, holders = time.monotonic(), _holders(run_dir)
         is_ending = bool(holders) and all(map(_is_ending, holders))
-        if waited > (Deadlines.read().orphans if is_ending else SETTLING_SECONDS):
+        if now > began + Deadlines.read().orphans or (
+                not is_ending and now > last_ending + SETTLING_SECONDS):
             raise LockedError(f"{run_dir}: another launch is training this run"
                               f"{_describe(run_dir, holders)}; stop it, or wait for its end")
+        if is_ending:  # if it has ended since, the next try to lock succeeds
+            last_ending = time.monotonic()
         if is_ending and not has_told:
             has_told = True
             pids = ", ".join(map(str, holders))

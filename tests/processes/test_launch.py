@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from basics.errors import UserError
-from processes.launch import Process, share_cpu_cores, this_process, throttling
+from processes.launch import Process, end_torchrun, share_cpu_cores, this_process, throttling
 from tests.support.workplace import Workplace, forked, succeeded
 
 CPU = torch.device("cpu")
@@ -80,3 +82,18 @@ def test_gradients_are_reduced_only_with_the_last_microbatch(workplace: Workplac
     assert found["all_reduces"][:3] == [0, 0, 0]
     assert found["all_reduces"][3] > 0
     assert found["keeps_gradients"] == [True, False]  # with two microbatches, with one
+
+
+@pytest.mark.parametrize(("nodes", "local_rank", "parent_is_torchrun", "ends"), [
+    (2, 0, True, True), (1, 0, True, False), (2, 1, True, False), (2, 0, False, False)])
+def test_only_a_torchrun_that_is_one_of_several_is_ended(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, local_rank: int, parent_is_torchrun: bool,
+    ends: bool
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+    monkeypatch.setattr(psutil.Process, "exe", lambda self: "/usr/bin/python3.12")
+    ended: list[int] = []
+    monkeypatch.setattr(psutil.Process, "terminate", lambda self: ended.append(self.pid))
+    parent = os.getppid()
+    end_torchrun(Process(2, local_rank, 4, CPU, torchrun_pid=parent if parent_is_torchrun else 1))
+    assert ended == ([parent] if ends else [])

@@ -124,6 +124,29 @@ def test_a_launch_waits_for_a_holder_that_has_lost_its_torchrun(
                     " its torchrun is gone"]
 
 
+def test_a_holder_that_ends_while_it_is_looked_for_is_no_reason_to_refuse(
+    run_dir: Path, torchrun: Torchrun, started: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = start(started, LOCKS, str(run_dir), **torchrun.environment())
+    torchrun.socket.close()
+    answers = []
+
+    def find(run_dir: Path) -> list[int]:
+        if answers:
+            holder.kill()
+            holder.wait()
+        answers.append([] if answers else [holder.pid])
+        return answers[-1]
+
+    monkeypatch.setattr(run_lock, "_holders", find)
+    monkeypatch.setattr(run_lock, "SETTLING_SECONDS", 1.5)
+    monkeypatch.setattr(run_lock, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(run_lock, "_is_ending", lambda pid: time.sleep(1.6) or True)
+    lock_run(run_dir)
+    assert answers == [[holder.pid], []]
+
+
 def test_a_launch_that_has_waited_in_vain_is_refused(
     run_dir: Path, torchrun: Torchrun, started: list[subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch
