@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from basics.errors import one_line
 from preparation.documents import Source
 from preparation.journal import Progress, Request
 from tokens.tokenizer import end_of_text_of, file_beside
@@ -110,5 +111,5 @@ def _notes(source: Source, progress: Progress) -> str:
                   " those of the source.\n")
     if progress.bad_shards:
         notes += (f"\nLeft out because they could not be read: {len(progress.bad_shards)} shards"
-                  f" ({', '.join(progress.bad_shards[:10])}).\n")
+                  f" ({', '.join(map(one_line, progress.bad_shards[:10]))}).\n")
     return notes

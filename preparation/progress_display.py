@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
 
 from tqdm import tqdm
 
+from basics.errors import one_line, print_error
 from preparation.journal import Progress, Request
 
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt} documents [{elapsed}<{remaining}{postfix}]"
@@ -23,8 +23,7 @@ class ProgressDisplay:
         self._first_tokens: int | None = None
         self._started = self._last_line = time.monotonic()
         if num_documents:
-            print(f"continuing after document {num_documents:,} of {self._total:,}",
-                  file=sys.stderr)
+            print_error(f"continuing after document {num_documents:,} of {self._total:,}")
         self._bar = tqdm(total=request.num_documents, initial=num_documents, disable=None,
                          dynamic_ncols=True, bar_format=BAR)
 
@@ -49,8 +48,8 @@ class ProgressDisplay:
             self._last_line = now
             done = num_documents - self._first_document
             left = (now - self._started) / max(done, 1) * (self._total - num_documents)
-            print(f"{num_documents:,} of {self._total:,} documents, {text},"
-                  f" {tqdm.format_interval(left)} left", file=sys.stderr, flush=True)
+            print_error(f"{num_documents:,} of {self._total:,} documents, {text},"
+                        f" {tqdm.format_interval(left)} left")
 
 
 def summary(output_dir: Path, progress: Progress) -> str:
@@ -67,5 +66,5 @@ def summary(output_dir: Path, progress: Progress) -> str:
                      f" {path.stat().st_size:,} bytes")
     if progress.bad_shards:
         lines.append(f"skipped: {len(progress.bad_shards)} damaged shards,"
-                     f" {', '.join(progress.bad_shards[:5])}")
+                     f" {', '.join(map(one_line, progress.bad_shards[:5]))}")
     return "\n".join(lines)

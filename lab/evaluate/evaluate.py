@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from basics.errors import visible
+
 
 @click.command()
 @click.argument("targets", nargs=-1, required=True)
@@ -44,5 +46,5 @@ def command(**options: Any) -> None:
     request, share = Request(**options), join_processes()
     rows = score_all(request, share) if request.benchmark else evaluate_all(request, share)
     if share.process.is_main:
-        click.echo(tabulate(rows, headers="keys", disable_numparse=True,
-                            colalign=["left"] + ["right"] * (len(rows[0]) - 1)))
+        click.echo(visible(tabulate(rows, headers="keys", disable_numparse=True,
+                                    colalign=["left"] + ["right"] * (len(rows[0]) - 1))))

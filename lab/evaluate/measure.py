@@ -8,9 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
-from basics.errors import UserError
+from basics.errors import UserError, print_error
 from basics.files import append_whole
 from basics.json_files import to_json
 from lab.evaluate.held_out import (
@@ -197,5 +195,5 @@ def _record(target: Target, measured: dict[str, object], share: Share) -> None:
     try:
         append_whole(target.run.evaluations_path, to_json(record) + "\n")
     except OSError as error:
-        click.echo(f"warning: result not saved: {target.run.evaluations_path}:"
-                   f" {error.strerror or error}", err=True)
+        print_error(f"warning: result not saved: {target.run.evaluations_path}:"
+                    f" {error.strerror or error}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.errors import UserError
+from basics.errors import UserError, visible
 from lab.instruct.instructions import (
     AnsweredEntry,
     Entry,
@@ -96,7 +96,7 @@ def command(target_name: str, checkpoint: str, data: Path | None, output: Path |
         "best_epoch": tuner.best.number,
         "answers": [answer.model_dump() for answer in answers],
     })
-    click.echo(f"{len(answers)} answers in {output}")
+    click.echo(visible(f"{len(answers)} answers in {output}"))
 
 
 def default_output(target: Target) -> Path:
@@ -163,8 +163,8 @@ def _counts(target: Target, data: Path, train: Examples, validation: Examples, *
     counts = {"train": len(train.examples), "validation": len(validation.examples),
               "test": num_test, "cut": train.num_cut + validation.num_cut,
               "skipped": train.num_skipped + validation.num_skipped}
-    click.echo(f"{target.name}: {counts['train']} entries for training, {counts['validation']} for"
-               f" validation, {counts['test']} for the test")
+    click.echo(visible(f"{target.name}: {counts['train']} entries for training,"
+                       f" {counts['validation']} for validation, {counts['test']} for the test"))
     if counts["cut"] or counts["skipped"]:
         click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
                    f" {counts['skipped']} skipped because the prompt alone is longer")
@@ -173,8 +173,8 @@ def _counts(target: Target, data: Path, train: Examples, validation: Examples, *
 
 def _report(epoch: Epoch) -> None:
     train = "before training" if epoch.train_loss is None else f"train loss {epoch.train_loss:.4f}"
-    click.echo(f"epoch {epoch.number}: {train}, validation loss {epoch.validation_loss:.4f} nats"
-               " per token")
+    click.echo(visible(f"epoch {epoch.number}: {train}, validation loss"
+                       f" {epoch.validation_loss:.4f} nats per token"))
 
 
 def _answer(target: Target, entries: list[Entry], options: TuneOptions) -> list[AnsweredEntry]:

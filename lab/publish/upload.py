@@ -9,7 +9,7 @@ import click
 import torch
 from huggingface_hub import HfApi, get_token
 
-from basics.errors import UserError
+from basics.errors import UserError, visible
 from lab.publish.export import check_output, write_export
 from lab.publish.model_card import CardFacts, model_card
 from preparation.ensure_dataset import is_complete
@@ -112,4 +112,4 @@ def send(upload: Upload, repository: str, *, is_public: bool) -> None:
         **about, folder_path=upload.folder, allow_patterns=upload.files,
         commit_message=f"Upload {upload.folder.name} with lab publish"), pauses=(1,))
     click.echo(f"uploaded to the Hugging Face hub, {'public' if is_public else 'private'}:"
-               f" {commit.repo_url.url}")
+               f" {visible(commit.repo_url.url)}")
