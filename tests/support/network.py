@@ -17,14 +17,18 @@ _log: list[Path] = []  # of the context that is active
 @contextmanager
 def refused_network(log: Path) -> Iterator[None]:
     """Refuse all but the loopback in this process, and write what was asked for to a file."""
-    if not hasattr(refused_network, "is_hooked"):
-        refused_network.is_hooked = True  # a hook can never be removed
-        sys.addaudithook(_refuse)
-    _log.append(log)
+    refuse_network(log)
     try:
         yield
     finally:
         _log.clear()
+
+
+def refuse_network(log: Path) -> None:
+    """Do the same until the end of the process."""
+    if not _log:
+        sys.addaudithook(_refuse)  # a hook can never be removed; without a log it does nothing
+    _log.append(log)
 
 
 def environment_of_refusal(folder: Path, log: Path) -> dict[str, str]:
@@ -32,7 +36,7 @@ def environment_of_refusal(folder: Path, log: Path) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "from pathlib import Path\nfrom tests.support import network\n"
-        f"network.refused_network(Path({str(log)!r})).__enter__()\n")
+        f"network.refuse_network(Path({str(log)!r}))\n")
     project = Path(__file__).parents[2]
     return {"PYTHONPATH": f"{folder}{os.pathsep}{project}"}
 
