@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import socket
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
+from lab import __main__ as lab_main
 from lab.instruct.judging import _reason
 from preparation.hub import RawFiles, fetch_dataset, hub_source
 from preparation.journal import Progress
@@ -35,8 +37,8 @@ from tests.support.workplace import PROJECT_DIR, Workplace, run_command, train_t
 DOCUMENT = (PROJECT_DIR / "SECURITY.md").read_text()
 TOKEN = "hf_marker0123456789abcdefghijklmnop"
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\r\x9b31m\u202eb\u2066\x00"
-# The version in which the last known vulnerability of each package was fixed; those without a
-# known one are absent. Written down in November 2026.
+# The version that fixed the last vulnerability of each package that was known when this was
+# written; packages without one are absent. No list of advisories was queried.
 FIXED = {"filelock": "3.20.3", "psutil": "5.6.6", "pyarrow": "23.0.1", "pydantic": "2.4.0",
          "pytest": "9.0.3", "torch": "2.10.0", "tqdm": "4.66.3", "transformers": "5.0.0"}
 PRINTERS = {"click.echo", "print", "tqdm.write"}
@@ -97,6 +99,20 @@ def test_lines_and_errors_are_inert(show, capsys: pytest.CaptureFixture) -> None
     assert is_inert(captured.out + captured.err)
     assert r"\x1b[2J" in (captured.err if show is print_error else captured.out)
     assert UserError(HOSTILE).line().isprintable()
+
+
+def test_the_traceback_of_a_verb_is_inert(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail(**_: object) -> None:
+        raise ValueError(HOSTILE)
+
+    monkeypatch.setattr(lab_main, "cli", fail)
+    with pytest.raises(SystemExit) as caught:
+        lab_main.main()
+    err = capsys.readouterr().err
+    assert caught.value.code == 1 and is_inert(err)
+    assert err.startswith("Traceback") and r"\x1b[2J" in err
 
 
 def test_the_console_of_a_run_shows_hostile_names_and_samples(
@@ -183,6 +199,12 @@ def test_a_judge_that_repeats_the_key_does_not_get_it_printed() -> None:
     assert _reason(error({"message": "none of these"}, "none")) == "none of these"
 
 
+def test_a_refused_connection_is_recorded(tmp_path: Path) -> None:
+    with refused_network(tmp_path / "log"), pytest.raises(OSError, match="no network in this"):
+        socket.create_connection(("192.0.2.1", 9), timeout=1)
+    assert "192.0.2.1" in (tmp_path / "log").read_text()
+
+
 @pytest.fixture(scope="module")
 def trained_place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return train_tiny(tmp_path_factory.mktemp("trained"))
@@ -231,7 +253,7 @@ def requirements() -> Iterator[Requirement]:
         yield Requirement(text)
 
 
-def test_no_lower_bound_has_a_known_vulnerability() -> None:
+def test_no_lower_bound_is_below_a_known_fix() -> None:
     lowest = {each.name: Version(bound.version) for each in requirements()
               for bound in each.specifier if bound.operator == ">="}
     for name, fixed in FIXED.items():
