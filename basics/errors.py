@@ -18,6 +18,8 @@ FAILED, BAD_INPUT, NON_FINITE, DISK_FULL, HANG = 1, 2, 3, 4, 5
 STOP_SIGNALS = {int(number): number.name
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
 MAX_LINE_LENGTH = 190  # characters of a printed message
+OBEYED = re.compile(  # controls but newline and tab, changes of direction, lone surrogates
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
 
 
@@ -56,13 +58,14 @@ def as_os_error(error: Exception) -> OSError:
 def print_error(line: str) -> None:
     """Print a line to stderr; a full disk or a closed pipe there is no failure."""
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(visible(line), file=sys.stderr, flush=True)
 
 
 def print_traceback(error: BaseException) -> None:
     """Print an error's traceback to stderr, as far as stderr accepts it."""
     with suppress(OSError):
-        traceback.print_exception(error)
+        print(visible("".join(traceback.format_exception(error))), file=sys.stderr, end="",
+              flush=True)
 
 
 def print_stacks(head: str) -> None:
@@ -81,7 +84,7 @@ def describe(error: BaseException) -> str:
 def print_line(line: str) -> None:
     """Print a line to stdout; a full disk or a closed pipe there is no failure."""
     with suppress(OSError):
-        print(line, flush=True)
+        print(visible(line), flush=True)
 
 
 def drop_unwritable_output() -> None:
@@ -96,6 +99,11 @@ def drop_unwritable_output() -> None:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 120 characters, or its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+
+
+def visible(text: str) -> str:
+    """Escape what a terminal would obey instead of showing it; newlines and tabs stay."""
+    return OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def one_line(message: str) -> str:

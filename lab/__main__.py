@@ -9,7 +9,7 @@ import time
 
 import click
 
-from basics.errors import BAD_INPUT, UserError, print_error
+from basics.errors import BAD_INPUT, FAILED, UserError, print_error, print_traceback
 from basics.out_of_memory import is_out_of_memory
 
 MODULES = {
@@ -50,9 +50,10 @@ def main() -> None:
             time.sleep(5)  # rank 0 prints the same error; torchrun then stops this process
         print_error(error.line())
         sys.exit(error.status)
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
         if not is_out_of_memory(error):
-            raise
+            print_traceback(error)  # not Python's own: a terminal would obey what it prints
+            sys.exit(FAILED)
         print_error(UserError("out of memory; set a smaller --microbatch-size, --batch-size or"
                               " --samples").line())
         sys.exit(BAD_INPUT)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.errors import UserError
+from basics.errors import UserError, visible
 
 if TYPE_CHECKING:
     from reporting.sampling import SamplingOptions
@@ -55,16 +55,17 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
     options = SamplingOptions(**sampling)
     pieces = stream_texts(model, prompt, options, stops=stops)
     if options.num_samples == 1:
-        click.echo(prompt, nl=False)
+        click.echo(visible(prompt), nl=False)
         for piece, in pieces:
-            click.echo(piece, nl=False)
+            click.echo(visible(piece), nl=False)
         click.echo()
         return
     texts = [prompt] * options.num_samples
     for step in pieces:
         texts = [text + piece for text, piece in zip(texts, step, strict=True)]
     for number, text in enumerate(texts, start=1):
-        click.echo(f"--- {number} of {len(texts)}, seed {options.seed + number - 1}\n{text}")
+        head = f"--- {number} of {len(texts)}, seed {options.seed + number - 1}"
+        click.echo(f"{head}\n{visible(text)}")
 
 
 def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,

@@ -54,9 +54,10 @@ def command(source: str, output: Path, **options: Any) -> None:
         raise cannot_be_written(output_dir, error) from None
     finally:
         shutil.rmtree(partial_dir, ignore_errors=True)
-    click.echo(f"{vocab_size:,} entries, from {reader.num_bytes:,} bytes of text, in {output}\n"
-               f"prepare a dataset with it: {_next_command(source, output, options)}\n"
-               f'and set "vocab_size": {vocab_size} in model.json')
+    click.echo(visible(
+        f"{vocab_size:,} entries, from {reader.num_bytes:,} bytes of text, in {output}\n"
+        f"prepare a dataset with it: {_next_command(source, output, options)}\n"
+        f'and set "vocab_size": {vocab_size} in model.json'))
 
 
 def _next_command(source: str, output: Path, options: dict[str, str]) -> str:

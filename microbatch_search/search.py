@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from basics.curve_fits import Line, fit_line
-from basics.errors import UserError
+from basics.errors import UserError, print_line
 from basics.files import write_atomically
 from microbatch_search.trial import Trial, Trials
 from processes.command_line import Options
@@ -197,7 +197,7 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
     agreement.run("memory limit", lambda: _check_limit(process, options.memory_limit_gib))
     if options.save:
         agreement.run("batch", lambda: _check_batch(run, process.world_size))
-    print_on_main = print if process.is_main else (lambda *_, **__: None)
+    print_on_main = print_line if process.is_main else (lambda _: None)
     trials = Trials(run, process, agreement,
                     memory_limit_gib=options.memory_limit_gib, wrap=wrap)
 
@@ -205,20 +205,20 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
 
     def train(microbatch_size: int) -> Trial:
         trial = trials.train(microbatch_size)
-        print_on_main(table_row(trial), flush=True)
+        print_on_main(table_row(trial))
         if trial.why_eager and not any(one.why_eager for one in tried):
             print_on_main("warning: not compiled, so memory and speed are those of eager code:"
-                          f" {trial.why_eager}", flush=True)
+                          f" {trial.why_eager}")
         tried.append(trial)
         return trial
 
-    print_on_main(table_head(), flush=True)
+    print_on_main(table_head())
     find_max_microbatch(train)
     agreement.run("smallest", lambda: _check_one_fits(run, tried))
     found = Found(tried)
     print_on_main("\n".join(found.lines()))
     if options.save:
-        agreement.run("save", lambda: process.is_main and print(
+        agreement.run("save", lambda: process.is_main and print_line(
             save_microbatch(run, found.largest.microbatch_size, world_size=process.world_size)))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from filelock import FileLock
-from huggingface_hub import HfApi, HfFileSystem, hf_hub_download
+from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -153,7 +153,8 @@ class HubShard(Shard):
         if not are_progress_bars_disabled():
             disable_progress_bars()  # there is one already
         if not (self.raw_files.dir / self.name).exists():
-            tqdm.write(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB", file=sys.stderr)
+            tqdm.write(one_line(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB"),
+                       file=sys.stderr)
         _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_files.dir)
 
     def tasks(self) -> Iterator[Task]:
@@ -195,7 +196,7 @@ def ask_hub(subject: str, action: Callable[[], T], *,
                 raise
             reason = _permanent_reason(error)
             if reason or pause is None:
-                reason = reason or (f"{first_line(error)}; check the network, then run the same"
+                reason = reason or (f"{_said(error)}; check the network, then run the same"
                                     " command again")
                 raise UserError(f"{subject} on the Hugging Face hub: {reason}") from None
         time.sleep(pause)
@@ -211,14 +212,28 @@ def _permanent_reason(error: Exception) -> str:
         return ("there is no such repository, or it is private: check the name, or set HF_TOKEN to"
                 " a token that may read it (`uv run hf auth login` stores one)")
     if isinstance(error, RevisionNotFoundError):
-        return f"there is no such revision: {first_line(error)}"
+        return f"there is no such revision: {_said(error)}"
     if isinstance(error, LocalEntryNotFoundError):  # raised if the hub does not answer
         return ""
     if isinstance(error, EntryNotFoundError):
-        return f"there is no such file: {first_line(error)}"
+        return f"there is no such file: {_said(error)}"
     if isinstance(error, HfHubHTTPError):
-        return "" if status in TRANSIENT else first_line(error)
-    return "" if isinstance(error, HTTPError | OSError) else first_line(error)
+        return "" if status in TRANSIENT else _said(error)
+    return "" if isinstance(error, HTTPError | OSError) else _said(error)
+
+
+def _said(error: Exception) -> str:
+    """Return the first line of an error; a server may repeat the request's token in it."""
+    token = get_token()
+    return first_line(Exception(str(error).replace(token, "***")) if token else error)
+
+
+def _check_names(repository: str, files: Sequence[RepoFile]) -> None:
+    """Check that all files stay inside the download directory. Raises: UserError."""
+    for file in files:
+        if ".." in file.path.split("/") or file.path.startswith("/"):
+            raise UserError(f"{repository} on the hub: {file.path[:60]!r} is no name inside a"
+                            " repository; use another dataset")
 
 
 def _download(repository: str, name: str, *, revision: str, local_dir: Path) -> None:

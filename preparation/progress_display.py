@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
 
 from tqdm import tqdm
 
+from basics.errors import one_line, print_error
 from preparation.journal import Progress, Request
 from preparation.parts import PART_FILE
 

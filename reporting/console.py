@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from basics.errors import visible
 from basics.failpoints import failpoint
 from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
@@ -55,7 +56,7 @@ class Console:
         """Print one line without tearing the bar."""
         if self.is_active:
             with suppress(OSError):  # a log on a full disk or a closed pipe must not end the run
-                tqdm.write(line, file=sys.stdout)
+                tqdm.write(visible(line), file=sys.stdout)
                 sys.stdout.flush()
 
     def warn(self, what: str, failure: str) -> None:

@@ -27,7 +27,8 @@ from tests.support.workplace import PROJECT_DIR, read_lines, run_command, succee
 README = (PROJECT_DIR / "README.md").read_text()
 CONFIGURATION = (PROJECT_DIR / "docs/configuration.md").read_text()
 DOCUMENTS = [PROJECT_DIR / "README.md", *sorted((PROJECT_DIR / "docs").glob("*.md")),
-             PROJECT_DIR / "RELIABILITY.md", PROJECT_DIR / "benchmarks/README.md"]
+             PROJECT_DIR / "RELIABILITY.md", PROJECT_DIR / "SECURITY.md",
+             PROJECT_DIR / "benchmarks/README.md"]
 NO_HUB = "http://127.0.0.1:9"  # refuses connections
 NOT_CODE = ("tests", "benchmarks", "docs", "runs", "datasets")
 

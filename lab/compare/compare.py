@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from basics.errors import UserError
+from basics.errors import UserError, visible
 
 if TYPE_CHECKING:
     from lab.compare.rows import Comparison
@@ -50,9 +50,9 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
     comparison = compare(_results(runs_dir, runs, published=published))
     to_loss = tokens_to_loss(comparison, to_loss_of)
     if form == "csv":
-        click.echo(csv_table(comparison, to_loss), nl=False)
+        click.echo(visible(csv_table(comparison, to_loss)), nl=False)
     else:
-        click.echo(_tables(comparison, to_loss, form))
+        click.echo(visible(_tables(comparison, to_loss, form)))
     if form and not (html_path or charts_dir):
         return
     from lab.compare.charts import draw_comparison
@@ -64,7 +64,7 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
         with _write_errors_reported(html_path, "--html"):
             html_path.write_text(html_page(comparison, charts, to_loss), encoding="utf-8")
     for line in [*missing, *(f"written: {path}" for path in [*charts, html_path] if path)]:
-        click.echo(line, err=True)  # stdout may be redirected to a file with the table
+        click.echo(visible(line), err=True)  # stdout may be redirected to a file with the table
 
 
 def _tables(comparison: Comparison, to_loss: TokensToLoss | None, form: str | None) -> str:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from basics.errors import UserError, one_line
+from basics.errors import UserError, one_line, visible
 from lab.instruct.comparison import Comparison, UnusableReplyError, compare
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
 from lab.instruct.judgements import Judgements
@@ -59,7 +59,7 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
         judge.check_reachable()
         reason = judge_all(judge, missing.values(), judgements, concurrency=concurrency)
     for line in _report(comparisons, judgements, model=model, reason=reason, seed=seed):
-        click.echo(line)
+        click.echo(visible(line))
 
 
 def _new_judge(base_url: str | None, model: str) -> Judge:

@@ -110,5 +110,8 @@ class Judge:
 def _reason(error: APIStatusError) -> str:
     """Return the server's error message without the client's prefix."""
     body = error.body
-    message = body.get("message") if isinstance(body, dict) else None
-    return " ".join(str(message or error.message).split())[:60]
+    message = str((body.get("message") if isinstance(body, dict) else None) or error.message)
+    key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
+    if key not in ("", "none"):  # some servers repeat it
+        message = message.replace(key, "***")
+    return " ".join(message.split())[:60]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from basics.errors import UserError
+from basics.errors import UserError, visible
 from lab.plan.estimate import bytes_of_checkpoint, estimate
 from lab.plan.machines import known_machines, parse_machine
 from lab.plan.setting import num_parameters
@@ -49,7 +49,7 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
                         for machine in table), key=lambda found: found.usd.expected)
     sections = [_run_lines(loaded, tokens), memory_lines(loaded), card_lines(loaded),
                 batch_lines(loaded, estimates), cost_lines(loaded, estimates, budget=budget)]
-    click.echo("\n\n".join("\n".join(lines) for lines in sections))
+    click.echo(visible("\n\n".join("\n".join(lines) for lines in sections)))
 
 
 def _run_lines(run: Run, tokens: int | None) -> list[str]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from basics.errors import visible
+
 
 @click.command()
 @click.argument("source")
@@ -47,12 +49,13 @@ def command(**options: Any) -> None:
         check_repository(request.repository)
     upload = find_dataset(request) or export_model(request)
     for line in upload.file_list():
-        click.echo(line)
+        click.echo(visible(line))
     if request.repository is None:
-        click.echo(f"written to {upload.folder}")
+        click.echo(visible(f"written to {upload.folder}"))
     elif request.is_dry_run:
         kind = "public" if request.is_public else "private"
-        click.echo(f"dry run, nothing uploaded: would upload to the {kind} {upload.kind} repository"
-                   f" {request.repository} on the Hugging Face hub")
+        click.echo("dry run, nothing uploaded: would upload to the"
+                   f" {kind} {visible(upload.kind)} repository"
+                   f" {visible(request.repository)} on the Hugging Face hub")
     else:
         send(upload, request.repository, is_public=request.is_public)

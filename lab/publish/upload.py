@@ -142,4 +142,4 @@ def send(upload: Upload, repository: str, *, is_public: bool) -> None:
         **about, folder_path=upload.folder, allow_patterns=upload.files,
         commit_message=f"Upload {upload.folder.name} with lab publish"), pauses=(1,))
     click.echo(f"uploaded to the Hugging Face hub, {'public' if is_public else 'private'}:"
-               f" {commit.repo_url.url}")
+               f" {visible(commit.repo_url.url)}")

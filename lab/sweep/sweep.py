@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, cannot_be_written, visible
 
 if TYPE_CHECKING:
     from lab.sweep.changes import Changes
@@ -142,7 +142,7 @@ def _train(sweep: Sweep, execution: Execution, *, stack: bool) -> Sweep:
     execution.train(sweep)
     if stack and not execution.stop_reason:
         sweep, lines = with_stack(sweep, entries_of(sweep, execution.statuses))
-        click.echo("\n".join(lines))
+        click.echo(visible("\n".join(lines)))
         sweep.write()
         execution.train(sweep)
     return sweep
@@ -155,14 +155,15 @@ def _report(sweep: Sweep, execution: Execution) -> None:
     from lab.sweep.table import notes_of, terminal_table, write_markdown
 
     entries = entries_of(sweep, execution.statuses)
-    click.echo(f"\n{terminal_table(entries)}\n")  # first: whatever fails below, it is seen
-    click.echo("\n".join(notes_of(sweep, entries)))
+    click.echo(visible(f"\n{terminal_table(entries)}\n"))  # first: whatever fails below, it is seen
+    click.echo(visible("\n".join(notes_of(sweep, entries))))
     try:
         charts = draw_sweep(sweep, entries)
         written = [write_markdown(sweep, entries, charts), *charts]
     except OSError as error:
         raise cannot_be_written(sweep.sweep_dir, error) from None
-    click.echo("\n".join(f"written: {path}" for path in written), err=True)
+    click.echo(visible("\n".join(f"written: {path}" for path in written)), err=True)
     if execution.stop_reason:
         more = " with a larger budget" if execution.stop_reason.startswith("budget") else ""
-        click.echo(f"sweep stopped: {execution.stop_reason}; the same command{more} continues it")
+        click.echo(visible(
+            f"sweep stopped: {execution.stop_reason}; the same command{more} continues it"))

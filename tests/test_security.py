@@ -1,0 +1,272 @@
+"""The promises of SECURITY.md that no other test shows: printing, tokens, and the network."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import socket
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import get_token
+from huggingface_hub.hf_api import RepoFile
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
+from lab import __main__ as lab_main
+from lab.instruct.judging import _reason
+from preparation.hub import RawFiles, fetch_dataset, hub_source
+from preparation.journal import Progress
+from preparation.progress_display import summary
+from reporting.console import Console
+from tests.support import workplace
+from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
+from tests.support.lab_cli import run_lab, succeeded
+from tests.support.network import environment_of_refusal, refused_network
+from tests.support.preparation import prepare
+from tests.support.workplace import PROJECT_DIR, Workplace, run_command, train_tiny
+
+DOCUMENT = (PROJECT_DIR / "SECURITY.md").read_text()
+TOKEN = "hf_marker0123456789abcdefghijklmnop"
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\r\x9b31m\u202eb\u2066\x00"
+# The version that fixed the last vulnerability of each package that was known when this was
+# written; packages without one are absent. No list of advisories was queried.
+FIXED = {"filelock": "3.20.3", "psutil": "5.6.6", "pyarrow": "23.0.1", "pydantic": "2.4.0",
+         "pytest": "9.0.3", "torch": "2.10.0", "tqdm": "4.66.3", "transformers": "5.0.0"}
+PRINTERS = {"click.echo", "print", "tqdm.write"}
+OWN = ("tests", "benchmarks", ".venv")  # print nothing from outside, or to developers
+
+
+def is_inert(text: str) -> bool:
+    """Return whether a terminal shows all of a text, and obeys none of it but line ends."""
+    return all(c.isprintable() or c in "\n\t" for c in text)
+
+
+def test_text_keeps_its_lines_and_characters_and_loses_its_orders() -> None:
+    text = "Grüße, 世界\u3000\U0001f469\u200d\U0001f4bb\n\tx\n"
+    assert visible(text) == text
+    assert visible("\x1b[31m\r\n\x9b\u202e\ud800") == r"\x1b[31m\r" + "\n" + r"\x9b\u202e\ud800"
+    assert is_inert(visible(HOSTILE)) and "\n" not in one_line("a\nb")
+    for code in (*range(32), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)):
+        assert chr(code) in "\n\t" or chr(code) not in visible(f"a{chr(code)}b")
+
+
+def prints_only_its_own(call: ast.Call) -> bool:
+    """Return whether all that a call prints is its own text, numbers, or made visible."""
+    def is_safe(node: ast.expr) -> bool:
+        if isinstance(node, ast.Constant):
+            return True
+        if isinstance(node, ast.Call):
+            return ast.unparse(node.func) in ("visible", "one_line", "len")
+        if isinstance(node, ast.IfExp):
+            return is_safe(node.body) and is_safe(node.orelse)
+        if isinstance(node, ast.JoinedStr):
+            return all(map(is_safe, node.values))
+        if isinstance(node, ast.FormattedValue):
+            return node.format_spec is not None or is_safe(node.value)
+        return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and bool(
+            re.search(r"num_|number$|length$|counts\[|^head$|^kind$", ast.unparse(node)))
+
+    return all(map(is_safe, call.args))
+
+
+def test_what_is_printed_is_made_visible() -> None:
+    found = []
+    for pattern in ("*.py", "[a-z]*/*.py", "[a-z]*/*/*.py"):
+        for path in PROJECT_DIR.glob(pattern):
+            if path.relative_to(PROJECT_DIR).parts[0] not in OWN:
+                found += [(path, node) for node in ast.walk(ast.parse(path.read_text()))
+                          if isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTERS]
+    assert len(found) > 20
+    for path, node in found:
+        assert prints_only_its_own(node), (
+            f"{path}:{node.lineno}: print text from outside through basics.errors.visible")
+
+
+@pytest.mark.parametrize("show", [print_line, print_error])
+def test_lines_and_errors_are_inert(show, capsys: pytest.CaptureFixture) -> None:
+    show(HOSTILE)
+    print_traceback(RuntimeError(HOSTILE))
+    captured = capsys.readouterr()
+    assert is_inert(captured.out + captured.err)
+    assert r"\x1b[2J" in (captured.err if show is print_error else captured.out)
+    assert UserError(HOSTILE).line().isprintable()
+
+
+def test_the_traceback_of_a_verb_is_inert(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail(**_: object) -> None:
+        raise ValueError(HOSTILE)
+
+    monkeypatch.setattr(lab_main, "cli", fail)
+    with pytest.raises(SystemExit) as caught:
+        lab_main.main()
+    err = capsys.readouterr().err
+    assert caught.value.code == 1 and is_inert(err)
+    assert err.startswith("Traceback") and r"\x1b[2J" in err
+
+
+def test_the_console_of_a_run_shows_hostile_names_and_samples(
+    capsys: pytest.CaptureFixture
+) -> None:
+    Console.say(SimpleNamespace(is_active=True), f"sample:\n{HOSTILE}")
+    out = capsys.readouterr().out
+    assert is_inert(out) and out.startswith("sample:\na") and r"\u202e" in out
+
+
+def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.targets.load_target", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "lab.generate.stream_texts",
+        lambda _, __, options, **___: iter([[f"{HOSTILE}\n\tx"] * options.num_samples]))
+    for arguments in (("--samples", "2"), ("--prompt", HOSTILE.replace("\0", ""))):
+        result = succeeded(run_lab("generate", "x", *arguments))
+        assert is_inert(result.output) and "\n\tx" in result.output
+        assert r"\x1b[2J" in result.output
+
+
+def test_names_from_the_hub_are_shown_in_the_summary_of_a_preparation(tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.safetensors").write_bytes(b"")
+    progress = Progress.model_validate({"bad_shards": [HOSTILE + "\nforged"]} | {
+        split: {"num_documents": 1, "num_tokens": 1, "num_text_bytes": 1}
+        for split in ("train", "validation")})
+    text = summary(tmp_path, progress)
+    assert r"\nforged" in text and is_inert(visible(text))
+
+
+@pytest.mark.parametrize("name", ["../outside.jsonl", "a/../../outside.jsonl", "/etc/x.jsonl"])
+def test_hub_files_outside_of_their_repository_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    file = RepoFile(path=name, size=1, oid="0" * 40)
+    monkeypatch.setattr("preparation.hub._entries", lambda *_: [file])
+    with serving(Hub({})) as hub, used_in_this_process(hub, tmp_path / "home"):
+        with pytest.raises(UserError, match="is no name inside a repository"):
+            hub_source(hub.repository, "", text_column="text", raw_files=RawFiles(tmp_path))
+
+
+ECHO = {"X-Error-Message": f"Authorization: Bearer {TOKEN}", "X-Request-Id": TOKEN,
+        "X-Error-Code": TOKEN}
+ANSWERS = {
+    "rejected": [Fault("/api/", times=-1, status=400, headers=ECHO)],
+    "forbidden": [Fault("/api/", times=-1, status=403, headers=ECHO)],
+    "busy": [Fault("/api/", times=-1, status=503, headers=ECHO)],
+    "redirected": [Fault("/api/", times=-1, status=307, headers={"Location": f"/at/{TOKEN}"}),
+                   Fault("/at/", times=-1, status=418, headers=ECHO)],
+    "no revision": [Fault("/api/", times=-1, status=404, headers=ECHO | {
+        "X-Error-Code": "RevisionNotFound"})],
+}
+
+
+@pytest.mark.parametrize("place", ["environment", "file"])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_hub_that_repeats_the_token_does_not_get_it_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, place: str
+) -> None:
+    said, hub_of_answer = io.StringIO(), Hub({}, faults=[*map(replace, ANSWERS[answer])])
+    with serving(hub_of_answer) as hub, used_in_this_process(hub, tmp_path / "home"):
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "token").write_text(TOKEN if place == "file" else "")
+        monkeypatch.setenv("HF_TOKEN", TOKEN if place == "environment" else "")
+        assert get_token() == TOKEN
+        with redirect_stderr(said), redirect_stdout(said), pytest.raises(UserError) as caught:
+            fetch_dataset(tmp_path / "data", hub.repository)
+        with redirect_stderr(said):
+            print_traceback(caught.value)
+            print_error(caught.value.line())
+    assert TOKEN[:14] not in str(caught.value) + said.getvalue()
+    assert all(TOKEN.encode() not in path.read_bytes()
+               for path in (tmp_path / "data").rglob("*") if path.is_file())
+
+
+def test_a_judge_that_repeats_the_key_does_not_get_it_printed() -> None:
+    def error(body: object, key: str) -> SimpleNamespace:
+        request = SimpleNamespace(headers={"Authorization": f"Bearer {key}"})
+        return SimpleNamespace(body=body, message=f"wrong: {key}", request=request)
+
+    assert _reason(error({"message": f"wrong key {TOKEN}"}, TOKEN)) == "wrong key ***"
+    assert _reason(error(None, TOKEN)) == "wrong: ***"
+    assert _reason(error({"message": "none of these"}, "none")) == "none of these"
+
+
+def test_a_refused_connection_is_recorded(tmp_path: Path) -> None:
+    with refused_network(tmp_path / "log"), pytest.raises(OSError, match="no network in this"):
+        socket.create_connection(("192.0.2.1", 9), timeout=1)
+    assert "192.0.2.1" in (tmp_path / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def trained_place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return train_tiny(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.parametrize("verb", [
+    ("plan", "tiny"), ("compare",), ("compare", "--published", "--csv"),
+    ("evaluate", "tiny", "--tokens", "64"), ("generate", "tiny", "--max-new-tokens", "3"),
+    ("publish", "tiny")])
+def test_the_lab_asks_no_other_machine(
+    trained_place: Workplace, tmp_path: Path, verb: tuple[str, ...]
+) -> None:
+    datasets = ["--datasets-dir", str(trained_place.datasets_dir)] if "evaluate" in verb else []
+    with refused_network(tmp_path / "log"):
+        succeeded(run_lab(*verb, "--runs-dir", str(trained_place.runs_dir), *datasets))
+    assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
+
+
+def test_preparing_own_files_asks_no_other_machine(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 50)
+    (tmp_path / "b.txt").write_text("other text\n" * 50)
+    with refused_network(tmp_path / "log"):
+        workplace.succeeded(prepare(str(tmp_path / "*.txt"), str(tmp_path / "out"),
+                                    "--validation-fraction", "0.5"))  # GPT-2's vocabulary
+    assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
+
+
+def test_training_asks_no_other_machine(tmp_path: Path) -> None:
+    place = Workplace(tmp_path)
+    place.add_run(train={"min_train_tokens": 128, "validation_batches": 1, "compile": False})
+    place.add_dataset()
+    environment = environment_of_refusal(tmp_path / "site", tmp_path / "log")
+    probe = run_command(sys.executable, "-c", "import socket; socket.create_connection(('a.b', 1))",
+                        **environment)
+    assert "no network in this test" in probe.stderr and (tmp_path / "log").exists()
+    (tmp_path / "log").unlink()
+    workplace.succeeded(run_command(
+        sys.executable, "ddp_train.py", *place.arguments("tiny", "--nproc-per-node", "2"),
+        **environment))
+    assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
+
+
+def requirements() -> Iterator[Requirement]:
+    project = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
+    for text in (*project["project"]["dependencies"], *project["dependency-groups"]["test"]):
+        yield Requirement(text)
+
+
+def test_no_lower_bound_is_below_a_known_fix() -> None:
+    lowest = {each.name: Version(bound.version) for each in requirements()
+              for bound in each.specifier if bound.operator == ">="}
+    for name, fixed in FIXED.items():
+        assert lowest[name] >= Version(fixed), name
+
+
+def test_every_test_named_in_the_document_exists() -> None:
+    found = re.findall(r"`(tests/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", DOCUMENT)
+    assert len(found) > 10
+    for path, names in found:
+        functions = {node.name for node in ast.parse((PROJECT_DIR / path).read_text()).body
+                     if isinstance(node, ast.FunctionDef)}
+        for name in re.findall(r"`(\w+)`", names):
+            assert name in functions, f"{path} has no {name}"
+    named = {name for _, names in found for name in re.findall(r"`(\w+)`", names)}
+    assert named == set(re.findall(r"`(test_\w+)`", DOCUMENT))
