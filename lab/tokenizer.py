@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from basics.errors import UserError, cannot_be_written, one_line, print_error
+from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 
 SMALLEST = 257  # the 256 bytes and the end of text
 

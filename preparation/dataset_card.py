@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from basics.errors import one_line
 from preparation.documents import Source
 from preparation.journal import Origin, Progress, Request
 from preparation.progress_display import left_out

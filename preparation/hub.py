@@ -27,7 +27,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from tqdm import tqdm
 
-from basics.errors import UserError, cannot_be_written, first_line
+from basics.errors import UserError, cannot_be_written, first_line, one_line
 from preparation.choosing import Choice, config_patterns
 from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
@@ -88,6 +88,7 @@ def hub_source(repository: str, choice: Choice, *, text_column: str, raw_files: 
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository, revision=revision))
     card = info.card_data
     entries = ask_hub(repository, lambda: _files(repository, choice.subset, info.sha))
+    _check_names(repository, entries)
     files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
     place = f"{repository} on the hub"
     found = choice.of_subset(files, place, config_patterns(card.to_dict() if card else {}))

@@ -27,7 +27,7 @@ class ProgressDisplay:
         self._started = self._last_line = time.monotonic()
         if num_documents:
             of_all = "" if self._total is None else f" of {self._total:,}"
-            print(f"continuing after document {num_documents:,}{of_all}", file=sys.stderr)
+            print_error(f"continuing after document {num_documents:,}{of_all}")
         self._bar = tqdm(total=request.num_documents, initial=num_documents, disable=None,
                          dynamic_ncols=True,
                          bar_format=BAR if self._total else BAR_WITHOUT_TOTAL)
@@ -53,7 +53,7 @@ class ProgressDisplay:
         self._bar.update(num_documents - self._bar.n)
         if self._bar.disable and now - self._last_line > LINE_INTERVAL:
             self._last_line = now
-            print(self._done(num_documents, now, text), file=sys.stderr, flush=True)
+            print_error(self._done(num_documents, now, text))
 
     def _done(self, num_documents: int, now: float, text: str) -> str:
         if self._total is None:
@@ -68,7 +68,8 @@ def left_out(progress: Progress) -> str:
     """Name the files that could not be read."""
     more = progress.num_bad_files - len(progress.bad_files)
     return (f"left out because they could not be read: {progress.num_bad_files:,}"
-            f" ({', '.join(progress.bad_files)}{f' and {more:,} more' * bool(more)})")
+            f" ({', '.join(map(one_line, progress.bad_files))}"
+            f"{f' and {more:,} more' * bool(more)})")
 
 
 def summary(output_dir: Path, progress: Progress) -> str:

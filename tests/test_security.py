@@ -23,6 +23,7 @@ from packaging.version import Version
 from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
 from lab import __main__ as lab_main
 from lab.instruct.judging import _reason
+from preparation.choosing import Choice
 from preparation.hub import RawFiles, fetch_dataset, hub_source
 from preparation.journal import Progress
 from preparation.progress_display import summary
@@ -137,7 +138,7 @@ def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch: pytest.MonkeyP
 def test_names_from_the_hub_are_shown_in_the_summary_of_a_preparation(tmp_path: Path) -> None:
     for split in ("train", "validation"):
         (tmp_path / f"{split}.safetensors").write_bytes(b"")
-    progress = Progress.model_validate({"bad_shards": [HOSTILE + "\nforged"]} | {
+    progress = Progress.model_validate({"bad_files": [HOSTILE + "\nforged"], "num_bad_files": 1} | {
         split: {"num_documents": 1, "num_tokens": 1, "num_text_bytes": 1}
         for split in ("train", "validation")})
     text = summary(tmp_path, progress)
@@ -149,10 +150,10 @@ def test_hub_files_outside_of_their_repository_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     file = RepoFile(path=name, size=1, oid="0" * 40)
-    monkeypatch.setattr("preparation.hub._entries", lambda *_: [file])
+    monkeypatch.setattr("preparation.hub._files", lambda *_: [file])
     with serving(Hub({})) as hub, used_in_this_process(hub, tmp_path / "home"):
         with pytest.raises(UserError, match="is no name inside a repository"):
-            hub_source(hub.repository, "", text_column="text", raw_files=RawFiles(tmp_path))
+            hub_source(hub.repository, Choice(), text_column="text", raw_files=RawFiles(tmp_path))
 
 
 ECHO = {"X-Error-Message": f"Authorization: Bearer {TOKEN}", "X-Request-Id": TOKEN,

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from basics.errors import visible
+
 NAMES = ["hellaswag", "lambada", "arc_easy", "piqa", "blimp"]
 
 
@@ -59,6 +61,6 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     share = join_processes()
     tables = measure_all(request, share)
     if share.process.is_main:
-        click.echo("\n\n".join(
+        click.echo(visible("\n\n".join(
             tabulate(rows, headers="keys", disable_numparse=True,
-                     colalign=["left"] + ["right"] * (len(rows[0]) - 1)) for rows in tables))
+                     colalign=["left"] + ["right"] * (len(rows[0]) - 1)) for rows in tables)))

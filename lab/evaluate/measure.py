@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 from dataclasses import astuple, dataclass
 
-import click
-
+from basics.errors import print_error
 from basics.files import append_whole
 from basics.json_files import to_json
 from lab.evaluate.charts import draw_over_tokens
@@ -76,8 +75,8 @@ def _measure(target: Target, work: Work, share: Share) -> Result:
         scored = score(target, quiz.questions, microbatch_size=work.microbatch_size, share=share)
         found = result.tasks[quiz.name] = TaskResult.of(quiz, scored)
         if scored.num_cut and share.process.is_main:
-            click.echo(f"warning: {quiz.name}: {scored.num_cut:,} texts are longer than the context"
-                       f" of {target.name} and lost their beginning, as in lm-eval", err=True)
+            print_error(f"warning: {quiz.name}: {scored.num_cut:,} texts are longer than the"
+                        f" context of {target.name} and lost their beginning, as in lm-eval")
         _record(target, found.as_record(), share)
     return result
 
@@ -111,14 +110,14 @@ def _record(target: Target, measured: dict[str, object], share: Share) -> None:
     try:
         append_whole(target.run.evaluations_path, to_json(record) + "\n")
     except OSError as error:
-        click.echo(f"warning: result not saved: {target.run.evaluations_path}:"
-                   f" {error.strerror or error}", err=True)
+        print_error(f"warning: result not saved: {target.run.evaluations_path}:"
+                    f" {error.strerror or error}")
 
 
 def _draw(results: list[Result]) -> None:
     """Draw the charts of runs with several results; a failure is only a warning."""
     try:
         for path in draw_over_tokens(results):
-            click.echo(f"chart: {path}", err=True)
+            print_error(f"chart: {path}")
     except OSError as error:
-        click.echo(f"warning: no chart: {error}", err=True)
+        print_error(f"warning: no chart: {error}")

@@ -15,7 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from basics.directory_lock import lock_directory
-from basics.errors import UserError, as_os_error, cannot_be_written, first_line
+from basics.errors import (
+    UserError,
+    as_os_error,
+    cannot_be_written,
+    first_line,
+    visible,
+)
 from basics.failpoints import failpoint
 from basics.files import check_tensor_header, fsync
 from basics.tensor_files import header_of, read_tensors
@@ -59,11 +65,11 @@ class Progress:
                 tuner.restore(record.epochs, read_tensors(
                     path, wanted=header_of(tuner.state_shapes()), least=_least))
         except DAMAGE as error:
-            click.echo(f"{path}: cannot be used ({first_line(error)}): starting anew")
+            click.echo(visible(f"{path}: cannot be used ({first_line(error)}): starting anew"))
             return
         if record.identity != self.identity:
-            click.echo(f"{path}: is of a tuning with another {_differences(record, self)}:"
-                       " starting anew")
+            click.echo(visible(f"{path}: is of a tuning with another {_differences(record, self)}:"
+                               " starting anew"))
             return
         click.echo(f"continuing after epoch {record.epochs[-1].number}, which an earlier command"
                    " has finished")

@@ -98,7 +98,7 @@ def _run(job: Job) -> None:
     with opened(job.progress_dir, job.identity()) as progress:
         tuner = _fine_tune(job, train, validation, progress)
         write_tuned(job, tuner, counts)
-        click.echo(f"tuned model in {job.model_output}")
+        click.echo(visible(f"tuned model in {job.model_output}"))
         answers = _answer(job)
         _write(job.output, {
             "model": job.target.name,
@@ -110,7 +110,7 @@ def _run(job: Job) -> None:
             "answers": [answer.model_dump() for answer in answers],
         })
         progress.remove()
-    click.echo(f"{len(answers)} answers in {job.output}")
+    click.echo(visible(f"{len(answers)} answers in {job.output}"))
 
 
 def _job(target: Target, *, data: Path | None, output: Path | None, model_output: Path | None,
@@ -212,8 +212,8 @@ def _counts(job: Job, train: Examples, validation: Examples) -> dict[str, int]:
     counts = {"train": len(train.examples), "validation": len(validation.examples),
               "test": len(job.entries.test), "cut": train.num_cut + validation.num_cut,
               "skipped": train.num_skipped + validation.num_skipped}
-    click.echo(f"{name}: {counts['train']} entries for training, {counts['validation']} for"
-               f" validation, {counts['test']} for the test")
+    click.echo(visible(f"{name}: {counts['train']} entries for training,"
+                       f" {counts['validation']} for validation, {counts['test']} for the test"))
     if counts["cut"] or counts["skipped"]:
         click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
                    f" {counts['skipped']} skipped because the prompt alone is longer")

@@ -9,7 +9,7 @@ import click
 import torch
 from huggingface_hub import HfApi, get_token
 
-from basics.errors import UserError
+from basics.errors import UserError, visible
 from lab.publish.export import (
     Extras,
     chat_template_of,

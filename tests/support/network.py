@@ -47,7 +47,8 @@ def _refuse(event: str, arguments: tuple) -> None:
     place = arguments[0] if event.startswith("socket.gethost") or "addrinfo" in event else (
         arguments[1])
     host = place[0] if isinstance(place, tuple) else place
-    is_file = "/" in str(host) or isinstance(host, bytes)  # a socket of this machine
+    # A socket of this machine: a file, or a name that begins with NUL.
+    is_file = "/" in str(host) or isinstance(host, bytes) or str(host).startswith("\0")
     if not is_file and host not in (*LOCAL, socket.gethostname()):
         with _log[0].open("a") as file:
             file.write(f"{event} {place}\n")
