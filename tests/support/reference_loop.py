@@ -27,7 +27,7 @@ Weights = dict[str, Tensor]
 FLOAT32 = 2.0**-22  # relative rounding of a few operations in float32
 # Largest rounding of the trainer's gradients in units of this loop's own in the same precision, and
 # twice what 500 configurations have shown: in bf16 the trainer's attention rounds its scores too.
-NOISE = {"fp32": 6.0, "tf32": 6.0, "bf16": 18.0, "fp16": 9.0}
+NOISE = {"fp32": 12.0, "tf32": 12.0, "bf16": 18.0, "fp16": 12.0}
 LOSS_SCALE = 2.0**10  # keeps the gradients of fp16 from vanishing
 LARGEST_UPDATE = 4.0  # of AdamW, before the learning rate, if rounding decides it
 
@@ -241,11 +241,12 @@ class ReferenceLoop:
 def muon_slack(matrix: Tensor, noise: float, precision: Precision | None) -> Tensor:
     """Return the slack of an orthogonalised matrix, 4 standard deviations of its elements.
 
-    Noise turns each singular vector by an angle; one whose value is as small as the noise may
-    point anywhere. In bf16 the orthogonalisation itself rounds too.
+    Noise turns each singular vector by an angle, the more the smaller its value is, up to where the
+    polynomials do not raise it to 1. In bf16 the orthogonalisation itself rounds too.
     """
+    growth = math.prod(a for a, _, _ in POLYNOMIALS) / SAFETY  # of the smallest values
     own = 2.0**-7 if precision == "bf16" else FLOAT32
-    values = torch.linalg.svdvals(matrix).clamp(min=1e-300)
+    values = torch.linalg.svdvals(matrix).clamp(min=matrix.norm() / growth + 1e-300)
     angles = ((noise * math.sqrt(max(matrix.shape)) + own * values.max()) / values).clamp(max=2.0)
     scale = math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1]))
     return torch.full_like(matrix, 4 * scale * angles.norm() / math.sqrt(matrix.numel()))
