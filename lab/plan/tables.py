@@ -64,8 +64,8 @@ def card_lines(run: Run) -> list[str]:
     sizes = [[f"{card} GiB", *(str(largest_microbatch(setting, usable_gib(card)) or "none")
                                for setting in settings)] for card in CARDS_GIB]
     return [*_table([["largest microbatch, by card", "one GPU", "several GPUs"], *sizes]),
-            "computed with the activations of code that is not compiled, which needs more;"
-            " ddp_train.py --find-max-microbatch measures the code that will run"]
+            "computed with the activations of code that is not compiled, which needs more;",
+            "ddp_train.py --find-max-microbatch measures the code that will run"]
 
 
 def _table(rows: list[list[str]], *, left: tuple[int, ...] = ()) -> list[str]:

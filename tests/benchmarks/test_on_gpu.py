@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -73,7 +74,7 @@ def test_a_command_is_killed_at_its_limit_with_all_that_it_started(tmp_path: Pat
     script = f"setsid sleep 300 & echo $! > {tmp_path}/pid; echo begun; sleep 300"
     status = run_to_limit(["sh", "-c", script], 2, tmp_path / "log", dict(os.environ))
     assert status is None
-    assert (tmp_path / "log").read_text() == "begun\n"
+    assert (tmp_path / "log").read_text().startswith("begun\n")  # a shell may add "Killed"
     pid = int((tmp_path / "pid").read_text())
     deadline = time.monotonic() + 60
     while is_alive(pid) and time.monotonic() < deadline:
@@ -229,7 +230,12 @@ def add_wheel(folder: Path) -> None:
         wheel.writestr("carried-1.0.dist-info/RECORD", "")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
+def has_pip() -> bool:
+    """Look for pip without its import machinery, which would keep setuptools from working."""
+    return any(found.name == "pip" for found in importlib.metadata.distributions())
+
+
+@pytest.mark.skipif(not has_pip(), reason="this Python has no pip")
 def test_wheels_are_installed_for_the_stages(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))

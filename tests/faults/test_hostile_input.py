@@ -160,9 +160,10 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an unknown tokenizer": ("meta.json", lambda p: p.write_text("{}")),
 }
 FOUND_OUT_BY = {
-    "optimizer.safetensors": ["cannot be loaded: "], "meta.json": ["damaged: meta.json"],
+    "optimizer.safetensors": ["cannot be loaded: ", "more than the model needs"],
+    "meta.json": ["damaged: meta.json"],
     "model.safetensors": ["not a whole safetensors file", "but model.json makes it",
-                          "cannot be loaded: "],
+                          "cannot be loaded: ", "more than the model needs"],
 }
 NAMES = ["../tiny", "/etc", "a/b", "", ".", "..", "tiny\n", "t\x1b[31m", "x" * 300, "tiny/", "~",
          "-tiny", "tiny\t", "\u202etiny"]
