@@ -382,6 +382,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("number", range(NUM_CONFIGURATIONS if is_thorough else SAMPLE))
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compute with one thread: tensors this small gain nothing from more."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr("trainer.step.share_cpu_cores", lambda process: None)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="module")
 def largest() -> Iterator[dict[str, dict[str, float]]]:
     """The largest relative differences by precision; printed at the end."""
