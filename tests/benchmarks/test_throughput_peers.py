@@ -69,7 +69,8 @@ for step in range(1, 3375):
 """
 
 
-@pytest.mark.parametrize("vocab_size, expected", [(50257, 50304), (257, 257)])
+@pytest.mark.parametrize("vocab_size, expected", [
+    pytest.param(50257, 50304, marks=pytest.mark.thorough), (257, 257)])
 def test_nanogpt_trains_on_the_benchmarks_tokens(
     tmp_path: Path, vocab_size: int, expected: int
 ) -> None:

@@ -138,6 +138,7 @@ def test_steps_are_timed_in_three_blocks_after_a_warm_up() -> None:
                                  "blocks": [1000, 200, 500]}
 
 
+@pytest.mark.thorough  # tests/trainer compares two processes with one
 def test_two_processes_have_the_curve_of_one(
     rows: dict[str, list[dict[str, Any]]], tokens_path: Path, tmp_path: Path
 ) -> None:

@@ -261,9 +261,10 @@ def test_two_machines_that_lose_their_connection_end_and_resume_later(
         agent.kill()  # torchrun itself waits for minutes
     lines = [[line for line in agent.communicate()[1].splitlines() if line.startswith("Error: ")]
              for agent in agents]
-    assert [len(found) for found in lines] == [1, 1]
-    assert all(re.match(r"Error: rank 1 (is lost|lost the others|hung) in .* at step ", line)
-               for line, in lines)
+    # A second line may follow: on a busy machine the store answers too late for a rank to know that
+    # it has already said why it ends.
+    assert all(found and re.match(r"Error: rank 1 (is lost|lost the others|hung) in .* at step ",
+                                  found[0]) for found in lines), lines
     for result in cluster.train():
         succeeded(result)
     assert_is_complete(cluster, undisturbed)

@@ -276,8 +276,11 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch,
         assert caught.value.code == 2
         assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller")
     monkeypatch.setattr(__main__, "cli", lambda **_: raise_(RuntimeError("another")))
-    with pytest.raises(RuntimeError, match="another"):
+    with pytest.raises(SystemExit) as caught:
         __main__.main()
+    assert caught.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback") and error.endswith("RuntimeError: another\n")
 
 
 def test_a_directory_needs_a_dataset(trained: Workplace, tmp_path: Path) -> None:

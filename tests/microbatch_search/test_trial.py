@@ -339,7 +339,8 @@ def torchruns_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("device", [
-    "cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+    pytest.param("cpu", marks=pytest.mark.thorough),  # others fork, which takes a tenth
+    pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_fresh_process_trains_or_runs_out_of_memory(
     workplace: Workplace, torchruns_store: None, device: str
 ) -> None:

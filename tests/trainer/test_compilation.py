@@ -313,6 +313,7 @@ def test_compiled_code_draws_the_dropout_of_eager_code(layout: type) -> None:
     assert not torch.allclose(losses[0], model(*tokens), rtol=1e-4)
 
 
+@pytest.mark.thorough  # test_attention.py compiles attention alone
 @pytest.mark.parametrize(("layout", "checkpoints"), [
     (compilation.Whole, True), (compilation.ByLayer, False)])
 def test_compiled_code_computes_attention_with_the_chosen_kernel(
