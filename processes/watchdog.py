@@ -67,7 +67,7 @@ class Watchdog(AbstractContextManager):
         self._step: int | None = None  # once it trains
         self._hang_seconds = NEVER
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step
-        self._is_suspended, self._has_dumped = False, False
+        self._is_suspended = self._has_dumped = self._has_reported = False
         self._stopped_at, self._stop_by, self._fail_by = -NEVER, NEVER, NEVER
         self._publish_at = 0.0
         self._exiting, self._done = threading.Lock(), threading.Event()
@@ -180,8 +180,9 @@ class Watchdog(AbstractContextManager):
     def _record_failure(self, status: int, reason: str) -> tuple[int, str]:
         """Record and print why the run fails; the first recorded failure wins and is returned."""
         own = f"{status} {self.process.rank} {reason}"
-        first = self._store.set_if_missing("failure", own)
-        if first == own:
+        first = self._store.set_if_missing("failure", own)  # its own again if the store is down
+        if first == own and not self._has_reported:
+            self._has_reported = True
             print_error(f"Error: {one_line(reason)}")
         first_status, _, first_reason = first.split(" ", 2)
         return int(first_status), first_reason
