@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from basics.errors import UserError, cannot_be_written
 
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 
@@ -24,6 +28,29 @@ def lock_directory(directory: Path) -> int:
         raise
     except OSError:
         return _lock(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+
+
+@contextmanager
+def locked(directory: Path, *, busy: str) -> Iterator[None]:
+    """Create a directory if it is missing, and lock it while the block runs.
+
+    Args:
+        busy: the message if another process holds the lock.
+
+    Raises:
+        UserError: another process holds it, or it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = lock_directory(directory)
+    except BlockingIOError:
+        raise UserError(busy) from None
+    except OSError as error:
+        raise cannot_be_written(directory, error) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def is_lock_of(directory: Path, descriptor: int) -> bool:

@@ -173,7 +173,7 @@ def kernels(values: Values) -> list[str]:
 
 
 def search(values: Values) -> list[str]:
-    """Set the search beside what `lab plan` expects, which is for code that is not compiled."""
+    """Set the search beside what `lab plan` expects, whose activations are those of eager code."""
     rows = [["largest microbatch", text_of(values.get("largest")),
              text_of(values.get("planned_largest"))],
             ["GiB without sequences", number(values.get("fixed_gib"), 2),
@@ -183,7 +183,7 @@ def search(values: Values) -> list[str]:
             ["fastest microbatch", text_of(values.get("fastest")), MISSING],
             ["seconds", number(values.get("seconds")), MISSING],
             ["trials", text_of(values.get("trials")), MISSING]]
-    return pipe(rows, ["", "measured", "`lab plan` (not compiled)"])
+    return pipe(rows, ["", "measured", "`lab plan` (activations as in eager code)"])
 
 
 def precision(values: Values) -> list[str]:

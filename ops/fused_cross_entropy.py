@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 
-@torch.library.custom_op("ddp_train::fused_losses_", mutates_args=("logits",))
+@custom_op("ddp_train::fused_losses_", mutates_args=("logits",))
 def fused_losses_(logits: Tensor, targets: Tensor, vocab_size: int, *,
                   with_gradients: bool) -> Tensor:
     """Compute the cross-entropy of each row, (N,) float32; write its gradients over the logits.

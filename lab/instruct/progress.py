@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from basics.directory_lock import lock_directory
+from basics.directory_lock import locked
 from basics.errors import (
-    UserError,
     as_os_error,
     cannot_be_written,
     first_line,
@@ -102,18 +100,12 @@ def opened(directory: Path, identity: dict[str, str]) -> Iterator[Progress]:
     Raises:
         UserError: another command uses it, or it cannot be made.
     """
+    busy = (f"{directory}: another lab tune is at work here; wait for its end, or name another"
+            " directory with --model-output")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = lock_directory(directory)
-    except BlockingIOError:
-        raise UserError(f"{directory}: another lab tune is at work here; wait for its end, or name"
-                        " another directory with --model-output") from None
-    except OSError as error:
-        raise cannot_be_written(directory, error) from None
-    try:
-        yield Progress(directory, identity)
+        with locked(directory, busy=busy):
+            yield Progress(directory, identity)
     finally:
-        os.close(lock)
         with suppress(OSError):  # it holds a state, or is removed
             directory.rmdir()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from basics.config_files import describe
-from basics.directory_lock import lock_directory
+from basics.directory_lock import locked
 from basics.errors import UserError, cannot_be_written, print_line
 from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
@@ -191,7 +190,9 @@ def open_sweep(new: Sweep, changes: list[Changes], num_seeds: int | None) -> Ite
     if not changes and num_seeds in (None, 1) and not (sweep_dir / PLAN_NAME).exists():
         raise UserError(f"{sweep_dir}: no such sweep yet; name at least one --change or --range,"
                         " or several --seeds")
-    with _locked(sweep_dir):
+    busy = (f"{sweep_dir}: another sweep runs in this directory; wait for its end, or set another"
+            " --name")
+    with locked(sweep_dir, busy=busy):
         sweep = replace(new, plan=_read_plan(base, sweep_dir))
         for change in changes:
             before, sweep = sweep, sweep.with_variant(change)
@@ -200,23 +201,6 @@ def open_sweep(new: Sweep, changes: list[Changes], num_seeds: int | None) -> Ite
         sweep = sweep.with_seeds(num_seeds or 1)
         sweep.write()
         yield sweep
-
-
-@contextmanager
-def _locked(sweep_dir: Path) -> Iterator[None]:
-    """Create and lock a directory. Raises: UserError."""
-    try:
-        sweep_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = lock_directory(sweep_dir)
-    except BlockingIOError:
-        raise UserError(f"{sweep_dir}: another sweep runs in this directory; wait for its end, or"
-                        " set another --name") from None
-    except OSError as error:
-        raise cannot_be_written(sweep_dir, error) from None
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _new_plan(base: Run) -> Plan:

@@ -85,12 +85,17 @@ def local_result(tmp_path: Path) -> dict[str, np.ndarray]:
     return tokens_in(tmp_path / "local-out")
 
 
-def test_a_subset_is_downloaded_shard_by_shard_and_deleted(texts_hub: Hub, tmp_path: Path) -> None:
-    result = succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT"))
-    assert "downloading sample/10BT/000_00000.parquet, 0.00 GB" in result.stderr
+def assert_tokens_as_local(tmp_path: Path) -> None:
+    """Compare the tokens in tmp_path/out with those of the same texts as local files."""
     expected = local_result(tmp_path)
     for split, tokens in tokens_in(tmp_path / "out").items():
         assert np.array_equal(tokens, expected[split])
+
+
+def test_a_subset_is_downloaded_shard_by_shard_and_deleted(texts_hub: Hub, tmp_path: Path) -> None:
+    result = succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT"))
+    assert "downloading sample/10BT/000_00000.parquet, 0.00 GB" in result.stderr
+    assert_tokens_as_local(tmp_path)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "README.md", "train.safetensors", "validation.safetensors"]
     left = {path for path in tmp_path.rglob("*.parquet") if "local" not in path.parts}
@@ -145,9 +150,7 @@ def test_json_lines_on_the_hub_are_downloaded_once(lines_hub: Hub, tmp_path: Pat
     result = succeeded(prepare_from(lines_hub, tmp_path))
     assert "900 documents" in result.stdout
     assert [len(lines_hub.downloads(name)) for name in lines_hub.files] == [1, 1, 1]
-    expected = local_result(tmp_path)
-    for split, tokens in tokens_in(tmp_path / "out").items():
-        assert np.array_equal(tokens, expected[split])
+    assert_tokens_as_local(tmp_path)
     with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
         assert file.metadata()["num_documents"] == "891"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -183,9 +186,7 @@ def test_json_lines_are_not_downloaded_again_after_a_failure(
     result = succeeded(prepare_from(lines_hub, tmp_path))
     assert "continuing after document 600\n" in result.stderr
     assert [len(lines_hub.downloads(name)) for name in lines_hub.files] == [0, 0, 1]
-    expected = local_result(tmp_path)
-    for split, tokens in tokens_in(tmp_path / "out").items():
-        assert np.array_equal(tokens, expected[split])
+    assert_tokens_as_local(tmp_path)
 
 
 def test_killed_during_a_download_it_continues_with_the_same_commit(
@@ -210,9 +211,7 @@ def test_killed_during_a_download_it_continues_with_the_same_commit(
     texts_hub.faults, texts_hub.requests = [], []
     succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT"))
     assert not texts_hub.downloads("000_00000.parquet"), "a finished shard was downloaded again"
-    expected = local_result(tmp_path)
-    for split, tokens in tokens_in(tmp_path / "out").items():
-        assert np.array_equal(tokens, expected[split])
+    assert_tokens_as_local(tmp_path)
     with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
         assert file.metadata()["revision"] == first_commit
 

@@ -412,16 +412,18 @@ def test_a_configuration_trains_resumes_and_exports_as_the_reference(
     def fails(candidate: Configuration) -> bool:
         return bool(disagreement(candidate, tmp_path / str(next(counter))))
 
+    def explanation() -> str:
+        small = smallest(drawn, fails)
+        return (f"{wrong}\n{json.dumps(drawn)}\nthe smallest that fails:"
+                f" {disagreement(small, tmp_path / 'small')}\n{json.dumps(small)}\nalone:"
+                f" pytest --thorough '{request.node.nodeid}'")
+
     try:
         differences = compare(drawn, tmp_path / "run")
         wrong = differences.report()
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
-    if wrong:
-        small = smallest(drawn, fails)
-        pytest.fail(f"{wrong}\n{json.dumps(drawn)}\nthe smallest that fails:"
-                    f" {disagreement(small, tmp_path / 'small')}\n{json.dumps(small)}\nalone:"
-                    f" pytest --thorough '{request.node.nodeid}'", pytrace=False)
+    assert not wrong, explanation()
     kept = largest.setdefault(drawn["train"].get("precision", "fp32"), {"count": 0})
     kept["count"] += 1
     for what in FIGURES:
