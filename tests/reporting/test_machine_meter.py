@@ -34,14 +34,13 @@ def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found._is_asked.set()
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "machine meter"]
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "machine meter"]
 
 
 def ended() -> bool:
-    for thread in threading.enumerate():
-        if thread.name == "machine meter":
-            thread.join(timeout=20)
+    for thread in threads():
+        thread.join(timeout=20)
     return not threads()
 
 
@@ -88,12 +87,13 @@ def test_a_driver_that_hangs_holds_nobody_up(
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(
         {"GPU-0": {"nvmlDeviceGetPowerUsage": goes_on.wait}}))
     meter.start()
-    meter.renew()
-    meter.stop()
-    assert threads() and meter.take() == {} and meter.energy_kwh is None
-    assert all(thread.daemon for thread in threading.enumerate()
-               if thread.name == "machine meter")  # the process can exit
-    goes_on.set()
+    try:
+        meter.renew()
+        meter.stop()
+        assert meter.take() == {} and meter.energy_kwh is None
+        assert threads() and all(thread.daemon for thread in threads())  # the process can exit
+    finally:
+        goes_on.set()
     assert ended()
 
 
