@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from run_config import Precision, TrainConfig
 
 # The others wait for rank 0 while it validates and saves, however long that takes.
 CONTROL_TIMEOUT = timedelta(days=2)
-THROTTLE_REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
 
 
 @dataclass(frozen=True)
@@ -176,9 +174,8 @@ def share_cpu_cores(process: Process) -> None:
 
 def machine_facts(process: Process, precision: Precision) -> dict[str, Any]:
     """Return the hardware and versions that a run uses, and the peak memory of this process."""
-    on_gpu = process.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(process.device) if on_gpu else _cpu_name(),
+        "device": device_name(process),
         "device_type": process.device.type,
         "processes": process.world_size,
         "cpu_cores": num_cpu_cores(),
@@ -190,20 +187,21 @@ def machine_facts(process: Process, precision: Precision) -> dict[str, Any]:
     }
 
 
-def throttling(device: torch.device) -> str | None:
-    """Return why a GPU runs below its clock, from nvidia-smi; None if it does not or on CPU."""
-    if device.type != "cuda":
-        return None
-    uuid = torch.cuda.get_device_properties(device).uuid
-    query = ",".join(f"clocks_throttle_reasons.{reason}" for reason in THROTTLE_REASONS)
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None  # unknown
-    active = [field.strip() == "Active" for field in output.stdout.split(",")]
-    return next((reason.replace("_", " ") for reason, is_active
-                 in zip(THROTTLE_REASONS, active, strict=False) if is_active), None)
+def device_name(process: Process) -> str:
+    """Return the name of a process's GPU or CPU."""
+    on_gpu = process.device.type == "cuda"
+    return torch.cuda.get_device_name(process.device) if on_gpu else _cpu_name()
+
+
+def gpu_uuids(process: Process) -> list[str]:
+    """Return the driver's ids of the GPUs that the processes of this node use, by local rank.
+
+    Empty without NVIDIA GPUs. CUDA_VISIBLE_DEVICES may hide and reorder them.
+    """
+    if process.device.type != "cuda" or torch.version.cuda is None:
+        return []
+    return [f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
+            for local_rank in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))]
 
 
 def _cpu_name() -> str:

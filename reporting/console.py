@@ -90,8 +90,13 @@ class Console:
             self.say(f"schedule fitted to the budget: {num_steps:,} steps ="
                      f" {num_steps * self.plan.tokens_per_step:,} tokens")
 
-    def report_steps(self, closed: ClosedWindow, window: WindowSummary) -> None:
-        """Record and show the steps of a window, as of the moment when it was closed."""
+    def report_steps(self, closed: ClosedWindow, window: WindowSummary,
+                     machine: dict[str, Any]) -> None:
+        """Record and show the steps of a window, as of the moment when it was closed.
+
+        Args:
+            machine: what else to record, of the machine.
+        """
         if not self.is_active:
             return
         global_step, learning_rate = closed.global_step, closed.learning_rate
@@ -100,7 +105,7 @@ class Console:
         self._record(global_step, asdict(window) | {
             "learning_rate": learning_rate,
             "tokens_per_second": tokens_per_second,
-        }, seconds=seconds, usd=closed.usd)
+        } | machine, seconds=seconds, usd=closed.usd)
         share = seconds[VALIDATION] / sum(seconds.values())
         said = f"{tokens_per_second or 0:,.0f} tok/s | {share:.0%} in validation"
         seconds_left = self._seconds_left(global_step, seconds)

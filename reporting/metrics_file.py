@@ -16,7 +16,9 @@ MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # per file: about four million st
 MAX_RECORD_LENGTH = 2**18
 MAX_STEP = 2**40
 # Keys of a record: with upper bounds, and at least 0; and any finite numbers.
-UPPER_BOUNDS = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": MAX_STEP}
+UPPER_BOUNDS = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": MAX_STEP,
+                "mfu": 1e3, "host_ram_gib": 1e12, "host_load": 1e12, "disk_free_gib": 1e12,
+                "energy_kwh": 1e12}
 NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss",
            "raw_validation_loss", "grad_norm",
            "grad_norm_max", "learning_rate", "validation_seconds",
@@ -27,6 +29,14 @@ NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss",
 BY_LAYER = ("layer_grad_norm", "layer_update_ratio", "layer_activation_norm",
             "layer_max_attention_logit", "layer_attention_entropy")
 MAX_LAYERS = 2**10
+# Keys with a list of such numbers, one for each GPU, and one with a list of texts.
+BY_GPU = ("gpu_memory_gib", "gpu_use_percent", "gpu_temperature_c", "gpu_power_w")
+THROTTLING = "gpu_throttling"
+MAX_GPUS, MAX_TEXT_LENGTH = 2**8, 200
+OF_MACHINE = ("mfu", "host_ram_gib", "host_load", "disk_free_gib", "energy_kwh", *BY_GPU,
+              THROTTLING)  # differ between runs of the same training
+NO_SUMMARY = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+              OverflowError)  # what reading a missing or damaged one may raise
 
 
 def check_records(path: Path) -> None:
@@ -79,12 +89,20 @@ def _is_record(record: dict[str, Any]) -> bool:
             and all(_is_number(record[key], 0, most) for key, most in UPPER_BOUNDS.items()
                     if key in record)
             and all(_is_number_or_none(record.get(key)) for key in NUMBERS)
-            and all(_has_one_for_each_layer(record[key]) for key in BY_LAYER if key in record))
+            and all(_are_numbers(record[key], MAX_LAYERS) for key in BY_LAYER if key in record)
+            and all(_are_numbers(record[key], MAX_GPUS) for key in BY_GPU if key in record)
+            and (THROTTLING not in record or _are_texts(record[THROTTLING], MAX_GPUS)))
 
 
-def _has_one_for_each_layer(values: Any) -> bool:
-    return (isinstance(values, list) and 1 <= len(values) <= MAX_LAYERS
+def _are_numbers(values: Any, most: int) -> bool:
+    return (isinstance(values, list) and 1 <= len(values) <= most
             and all(map(_is_number_or_none, values)))
+
+
+def _are_texts(values: Any, most: int) -> bool:
+    return (isinstance(values, list) and 1 <= len(values) <= most
+            and all(isinstance(value, str) and len(value) <= MAX_TEXT_LENGTH
+                    and value.isprintable() for value in values))
 
 
 def _is_number_or_none(value: Any) -> bool:
@@ -104,11 +122,18 @@ def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
         summary = json.loads(read_regular_file(summary_path))
         seconds.append(sum(summary["seconds"].values()))
         usd.append((summary["usd"] or {"total": 0.0})["total"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
-            OverflowError):
+    except NO_SUMMARY:
         pass  # none yet, or damaged: the metrics suffice
     return tuple(max((n for n in numbers if _is_number(n, 0, 1e12)), default=0.0)
                  for numbers in (seconds, usd))
+
+
+def energy_before(metrics_path: Path, summary_path: Path) -> float:
+    """Return the kWh that a run has used, by its metrics and its summary; 0 if none is known."""
+    found = [record.get("energy_kwh") for record in read_metrics(metrics_path)]
+    with suppress(*NO_SUMMARY):
+        found.append(json.loads(read_regular_file(summary_path))["energy_kwh"])
+    return max((kwh for kwh in found if _is_number(kwh, 0, 1e12)), default=0.0)
 
 
 def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool = False) -> None:

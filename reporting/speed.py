@@ -62,6 +62,10 @@ class Gpu:
         peaks = {"fp32": self.peak_flops_fp32, "tf32": self.peak_flops_tf32}
         return peaks.get(precision, self.peak_flops)
 
+    def mfu(self, flops_per_second: float) -> float:
+        """Return the share of the peak in 16 bits that one process reaches, in any precision."""
+        return flops_per_second / self.peak_flops
+
     @property
     def expected_mfu(self) -> float:
         """Estimate the MFU of this trainer on one or several of these GPUs.
@@ -178,7 +182,7 @@ class Speed:
         gpu = find_gpu(self.device_name)
         if gpu is None:
             return f"{line} (no peak known for {self.device_name})"
-        mfu = flops / gpu.peak_flops
+        mfu = gpu.mfu(flops)
         best = gpu.high_mfu
         line += (f", {mfu:.1%} MFU; {gpu.name} should reach up to {best.share:.0%} with such a"
                  f" model ({best.origin or 'public figures'})")

@@ -49,6 +49,7 @@ class RunEnd:
     checkpoints: dict[str, float]  # of this launch: saved, longest_write_seconds
     machine: dict[str, Any]
     tokenizer: str | None = None  # its name, if it is known
+    energy_kwh: float | None = None  # of the GPUs of rank 0's machine, over all launches
 
 
 def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "checkpoints": end.checkpoints
         | {"stalled_seconds": this_launch[CHECKPOINT]},
         **_spent(seconds, usd),
+        "energy_kwh": end.energy_kwh,
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
         "tokens_per_second_overall": tokens / sum(seconds.values()),
         "this_launch": {"steps": num_measured, "tokens": num_measured * plan.tokens_per_step,
@@ -142,6 +144,8 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f" {summary['num_steps']:,}{because}: {losses} (nats per token)",
         _split("time", summary["seconds"], duration),
         *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
+        *([f"energy: {summary['energy_kwh']:,.3f} kWh, of the GPUs of rank 0's machine"]
+          if summary["energy_kwh"] is not None else []),
         f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} per second while"
         f" training, {summary['tokens_per_second_overall']:,.0f} over all the time",
         f"checkpoints: {saved['saved']} in this launch; they stalled training for"

@@ -86,6 +86,18 @@ def test_metrics_have_one_line_per_report_and_one_per_validation(
     assert seconds == sorted(seconds)
 
 
+def test_the_first_record_has_the_machine_and_no_gpu(finished: tuple[Workplace, str]) -> None:
+    workplace, output = finished
+    records = read_lines(workplace.runs_dir / "tiny" / "metrics.jsonl")
+    read = [record for record in records if "host_ram_gib" in record]
+    assert read[0] is records[0] and read[0]["train_loss"] > 0  # later ones: every 15 s
+    assert read[0]["host_load"] >= 0 and read[0]["disk_free_gib"] > 0
+    assert not any(key.startswith("gpu_") or key in ("mfu", "energy_kwh")
+                   for record in records for key in record)
+    summary = json.loads((workplace.runs_dir / "tiny" / "summary.json").read_text())
+    assert summary["energy_kwh"] is None and "energy:" not in output
+
+
 def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
     workplace, output = finished
     summary = json.loads((workplace.runs_dir / "tiny" / "summary.json").read_text())

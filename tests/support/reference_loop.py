@@ -72,7 +72,10 @@ def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
         return train.learning_rate * (step + 1) / warmup
     percent = train.decay_period_percent or (20 if kind == "wsd" else 100)
     start = max(warmup, num_steps - math.ceil(num_steps * percent / 100))
-    done = 0.0 if step <= start else (step - start) / (num_steps - 1 - start)
+    if start < num_steps - 1:
+        done = max(0, step - start) / (num_steps - 1 - start)
+    else:  # a decay of one step is all done in it, unless it is the whole run
+        done = 1.0 if step == start > 0 else 0.0
     left = {"constant": 1.0, "linear": 1 - done, "wsd": 1 - math.sqrt(done),
             "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
     final = train.final_learning_rate_fraction
@@ -215,7 +218,7 @@ class ReferenceLoop:
                          self._adamw(name, gradient, options))
         decay = options["weight_decay"] * weight
         if self.train.cautious_weight_decay:
-            is_unclear = rate * (update.abs() - slack) < FLOAT32 * weight.abs()
+            is_unclear = update.abs() <= slack
             slack = slack + decay.abs() * is_unclear
             decay = decay * (update * weight > 0)
         self.slack[name] = rate * slack + FLOAT32 * (weight.abs() + rate * update.abs())

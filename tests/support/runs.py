@@ -14,11 +14,12 @@ from subprocess import CompletedProcess
 
 from basics.failpoints import VARIABLE
 from processes import deadlines
+from reporting.metrics_file import OF_MACHINE
 from tests.support.workplace import Workplace, read_lines, succeeded
 
 # Every 5 steps a validation and a checkpoint; 12 steps on two processes.
 SETTINGS = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 30.0}
-TIMED = {"seconds", "usd", "tokens_per_second", "validation_seconds"}
+TIMED = {"seconds", "usd", "tokens_per_second", "validation_seconds", *OF_MACHINE}
 
 
 def with_fault(workplace: Workplace, fault: str, *arguments: str) -> CompletedProcess[str]:

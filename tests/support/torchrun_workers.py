@@ -28,9 +28,11 @@ from processes.watchdog import Watchdog
 from reporting import clock, loss_window
 from reporting.clock import PhaseClock
 from reporting.loss_window import LossWindow
+from reporting.speed import find_gpu
 from run_config import TrainConfig, load_run
+from tests.support.fake_nvml import H100, FakeNvml
 from tests.support.workplace import TINY_TRAIN
-from trainer import background_saver, compilation, stopping
+from trainer import background_saver, compilation, reports, stopping
 from trainer.reports import Reports
 from trainer.startup import build_state, prepare_run
 from trainer.step import TrainingStep
@@ -43,6 +45,9 @@ def main() -> None:
         return
     if name == "train-with-lag":
         train_with_lag()
+        return
+    if name == "train-with-gpus":
+        train_with_gpus()
         return
     if name == "count-compilations":
         count_compilations()
@@ -140,6 +145,17 @@ def train_in_fake_time() -> None:
 def train_with_lag() -> None:
     """Be ddp_train.py with reports that are one window late, as on a GPU."""
     loss_window.LAG["cpu"] = 1
+    del sys.argv[1:3]
+    ddp_train.main()
+
+
+def train_with_gpus() -> None:
+    """Be ddp_train.py on a CPU with a stand-in's two GPUs; each reading adds 1 kWh to the first."""
+    energy = itertools.count(0, 3_600_000_000)  # millijoules
+    gpu = H100 | {"nvmlDeviceGetTotalEnergyConsumption": lambda: next(energy)}
+    sys.modules["pynvml"] = FakeNvml({"GPU-0": gpu, "GPU-1": H100})
+    reports.gpu_uuids = lambda _: ["GPU-0", "GPU-1"]
+    reports.find_gpu = lambda _: find_gpu("H100")
     del sys.argv[1:3]
     ddp_train.main()
 

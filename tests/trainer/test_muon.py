@@ -119,6 +119,17 @@ def test_weights_decay_and_cautiously_only_where_the_update_shrinks_them(
     assert torch.equal(decayed["final_norm.weight"], parameters["final_norm.weight"])
 
 
+def test_the_sign_of_an_update_that_rounding_hides_decides_too() -> None:
+    parameters, optimizer = build(optimizer="adamw", weight_decay=0.5, cautious_weight_decay=True)
+    weight = parameters["token_embedding.weight"]
+    with torch.no_grad():
+        weight.fill_(1.0)
+    first = torch.where(torch.arange(weight.numel()).view_as(weight) % 2 > 0, 1.0, -1.0)
+    weight.grad = 1e-20 * first  # far below epsilon: AdamW alone changes no weight
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.where(first > 0, 1 - 0.01 * 0.5, 1.0))
+
+
 @pytest.mark.parametrize("cautious", [False, True])
 def test_a_step_that_is_not_finite_changes_nothing(cautious: bool) -> None:
     parameters, optimizer = build(cautious_weight_decay=cautious)

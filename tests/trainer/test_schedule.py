@@ -30,6 +30,25 @@ def test_a_schedule_of_one_step_works() -> None:
     assert learning_rate_at(train, 0, num_steps=1) == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize(("num_steps", "changes"), [
+    (50, {"decay_period_percent": 2}), (3, {"decay_period_percent": 10}),
+    (10, {"warmup_period_percent": 90}),
+])
+def test_a_decay_of_one_step_has_the_final_rate_in_it(
+    schedule: str, num_steps: int, changes: dict
+) -> None:
+    train = config(learning_rate=1.0, schedule=schedule, final_learning_rate_fraction=0.25,
+                   **changes)
+    rates = [learning_rate_at(train, step, num_steps=num_steps) for step in range(num_steps)]
+    assert rates[-2:] == [1.0, 0.25]
+
+
+def test_a_decay_of_two_steps_begins_at_the_peak() -> None:
+    train = config(learning_rate=1.0, schedule="linear", decay_period_percent=4)
+    assert [learning_rate_at(train, step, num_steps=50) for step in (47, 48, 49)] == [1, 1, 0]
+
+
 @pytest.mark.parametrize(("schedule", "half_way", "final"), [
     ("cosine", 0.55, 0.1), ("linear", 0.5, 0.0), ("wsd", 1 - 0.5**0.5, 0.0),
 ])

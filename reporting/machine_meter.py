@@ -1,0 +1,170 @@
+"""Rank 0's machine while a run trains: memory, load, GPUs, energy. For the records of steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from basics.errors import describe
+from basics.gpu_readings import GIB, GpuReading, read_gpus
+
+READING_SECONDS = 15.0  # between two readings
+ANSWER_SECONDS = 2.0  # for a reading that was asked for
+JOULES_PER_KWH = 3.6e6
+# A power cap is none: a card has it at full load.
+SLOWDOWNS = ("hw thermal slowdown", "sw thermal slowdown", "hw power brake slowdown")
+
+
+class MachineMeter:
+    """Reads the machine every 15 s while a run trains. Rank 0 starts it.
+
+    In a thread of its own: a driver or a disk in trouble answers late or never. The watchdog's
+    thread would then miss signals and hangs, and the training thread would stand still. While
+    this thread waits, there are only no new readings. It writes nothing: the training thread puts
+    the last reading into its next record, so `metrics.jsonl` has one writer.
+
+    Args:
+        gpu_uuids: the GPUs that this run uses on this machine, in the order of the lists.
+
+    Attributes:
+        energy_kwh: what they and earlier launches have used; None if it cannot be read.
+    """
+
+    def __init__(self, run_dir: Path, gpu_uuids: Sequence[str], *,
+                 seconds: float = READING_SECONDS) -> None:
+        self._run_dir, self._gpu_uuids, self._seconds = run_dir, gpu_uuids, seconds
+        self.energy_kwh: float | None = None
+        self._gpus: list[GpuReading] = []
+        self._unrecorded: deque[dict[str, Any]] = deque(maxlen=1)
+        self._failure, self._has_failed = "", False
+        self._is_asked, self._has_answered = threading.Event(), threading.Event()
+        self._energy, self._ends = EnergyMeter(len(gpu_uuids)), False
+
+    def start(self, earlier_kwh: float = 0.0) -> None:
+        """Start to read, with the energy that earlier launches have used."""
+        self._energy = EnergyMeter(len(self._gpu_uuids), earlier_kwh)
+        # A daemon: at the end nobody waits for a driver that does not answer.
+        threading.Thread(target=self._work, name="machine meter", daemon=True).start()
+
+    def take(self) -> dict[str, Any]:
+        """Return the last reading as keys of a record, once; empty if there is no new one."""
+        return self._unrecorded.pop() if self._unrecorded else {}
+
+    def take_failure(self) -> str:
+        """Return why a reading failed, once, the first time; else ""."""
+        failure, self._failure = self._failure, ""
+        return failure
+
+    def renew(self) -> None:
+        """Read now, or go on without a new reading if that takes long."""
+        self._has_answered.clear()
+        self._is_asked.set()
+        self._has_answered.wait(ANSWER_SECONDS)
+
+    def stop(self) -> None:
+        """Read a last time and end."""
+        self._ends = True
+        self.renew()
+
+    def throttling(self) -> str | None:
+        """Return which of `SLOWDOWNS` a GPU had at the last reading; None for none, or unknown."""
+        found = {reason for gpu in self._gpus for reason in gpu.throttle_reasons or ()}
+        return next((reason for reason in SLOWDOWNS if reason in found), None)
+
+    def _work(self) -> None:
+        ends = False
+        while not ends:
+            ends = self._ends
+            try:
+                self._read()
+            except Exception as error:  # whatever it is, training needs no readings
+                if not self._has_failed:
+                    self._failure, self._has_failed = describe(error), True
+            self._has_answered.set()
+            if not ends:
+                self._is_asked.wait(self._seconds)
+                self._is_asked.clear()
+
+    def _read(self) -> None:
+        reading: dict[str, Any] = read_host(self._run_dir)
+        if self._gpu_uuids:
+            self._gpus = read_gpus(self._gpu_uuids)
+            self.energy_kwh = self._energy.add(self._gpus)
+            reading |= gpu_values(self._gpus)
+            if self.energy_kwh is not None:
+                reading["energy_kwh"] = round(self.energy_kwh, 6)
+        self._unrecorded.append(reading)
+
+
+class EnergyMeter:
+    """The energy of GPUs: by their counters, or by their power where they have none."""
+
+    def __init__(self, num_gpus: int, earlier_kwh: float = 0.0) -> None:
+        self._num_gpus, self._joules = num_gpus, earlier_kwh * JOULES_PER_KWH
+        self._before: dict[int, tuple[float, GpuReading]] = {}
+
+    def add(self, gpus: list[GpuReading]) -> float | None:
+        """Add what the GPUs, the same ones in each call, have used since the last one.
+
+        Returns:
+            All that was added, in kWh; None until each of them has told its energy or power.
+        """
+        now = time.monotonic()
+        for index, gpu in enumerate(gpus):
+            if index in self._before:
+                before, earlier = self._before[index]
+                self._joules += _joules_between(earlier, gpu, seconds=now - before)
+            if gpu.energy_joules is not None or gpu.power_w is not None:
+                self._before[index] = now, gpu
+        is_known = len(self._before) == self._num_gpus
+        return self._joules / JOULES_PER_KWH if is_known else None
+
+
+def _joules_between(earlier: GpuReading, later: GpuReading, *, seconds: float) -> float:
+    """Return the energy between two readings; 0 if the later one tells nothing."""
+    if earlier.energy_joules is not None and later.energy_joules is not None:
+        return max(0.0, later.energy_joules - earlier.energy_joules)
+    if later.power_w is None:
+        return 0.0
+    before = later.power_w if earlier.power_w is None else earlier.power_w
+    return (before + later.power_w) / 2 * seconds
+
+
+def read_host(run_dir: Path) -> dict[str, float]:
+    """Return the memory in use and the load of this machine, and the space left for a run.
+
+    Of the machine, not of a container's share of it.
+    """
+    memory = psutil.virtual_memory()
+    return {
+        "host_ram_gib": round((memory.total - memory.available) / GIB, 2),
+        "host_load": round(psutil.getloadavg()[0], 2),  # processes that run or wait, over a minute
+        "disk_free_gib": round(psutil.disk_usage(str(run_dir)).free / GIB, 2),
+    }
+
+
+def gpu_values(gpus: list[GpuReading]) -> dict[str, list[Any]]:
+    """Return the keys of a record with a value for each GPU; without those that none tells."""
+    lists = {
+        "gpu_memory_gib": [_rounded(gpu.memory_used_gib) for gpu in gpus],
+        "gpu_use_percent": [gpu.use_percent for gpu in gpus],
+        "gpu_temperature_c": [gpu.temperature_c for gpu in gpus],
+        "gpu_power_w": [_rounded(gpu.power_w) for gpu in gpus],
+        "gpu_throttling": [None if gpu.throttle_reasons is None
+                           else ", ".join(gpu.throttle_reasons) for gpu in gpus],
+    }
+    known = {key: values for key, values in lists.items()
+             if any(value is not None for value in values)}
+    if "gpu_throttling" in known:
+        known["gpu_throttling"] = [reasons or "" for reasons in known["gpu_throttling"]]
+    return known
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else round(number, 2)

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from basics.gpu_readings import GpuReading
+from processes import launch
+from processes.launch import Process, gpu_uuids
+from reporting import machine_meter
+from reporting.machine_meter import EnergyMeter, MachineMeter, gpu_values
+from reporting.metrics_file import OF_MACHINE, energy_before
+from tests.support.fake_nvml import H100, FakeNvml
+from tests.support.fake_time import FakeTime
+from tests.support.runs import summary_of
+from tests.support.workplace import Workplace, forked, read_lines, succeeded
+
+HOST = {"host_ram_gib", "host_load", "disk_free_gib"}
+GPU = GpuReading(memory_used_gib=20.004, use_percent=97, temperature_c=61, power_w=651.257,
+                 throttle_reasons=("sw power cap", "hw thermal slowdown"))
+
+
+@pytest.fixture
+def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A meter of two GPUs that reads only if it is asked."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": H100, "GPU-1": H100}))
+    found = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
+    yield found
+    found._ends = True
+    found._is_asked.set()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "machine meter"]
+
+
+def ended() -> bool:
+    for thread in threads():
+        thread.join(timeout=20)
+    return not threads()
+
+
+def test_a_reading_has_the_host_and_every_gpu_and_is_recorded_once(meter: MachineMeter) -> None:
+    meter.start(earlier_kwh=2.5)
+    meter.renew()
+    reading = meter.take()
+    assert set(reading) == set(OF_MACHINE) - {"mfu"}
+    assert reading["gpu_memory_gib"] == [20, 20] and reading["gpu_use_percent"] == [97, 97]
+    assert reading["gpu_temperature_c"] == [61, 61] and reading["gpu_power_w"] == [651.25] * 2
+    assert reading["gpu_throttling"] == ["sw power cap, hw thermal slowdown"] * 2
+    assert reading["energy_kwh"] == meter.energy_kwh == 2.5
+    assert 0 < reading["host_ram_gib"] < 1e5 and reading["disk_free_gib"] > 0
+    assert reading["host_load"] >= 0
+    meter.stop()
+    assert ended() and set(meter.take()) == set(reading)  # a last one
+    assert meter.take() == {} and meter.take_failure() == ""
+
+
+def test_without_gpus_only_the_host_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # to import it is an error
+    meter = MachineMeter(tmp_path, [], seconds=1e6)
+    meter.start()
+    meter.stop()
+    assert ended() and set(meter.take()) == HOST
+    assert meter.energy_kwh is None and meter.throttling() is None and meter.take_failure() == ""
+
+
+def test_readings_come_without_being_asked_for(meter: MachineMeter) -> None:
+    meter._seconds = 0.01
+    meter.start()
+    for _ in range(3):
+        meter._has_answered.clear()
+        assert meter._has_answered.wait(20)
+
+
+def test_a_driver_that_hangs_holds_nobody_up(
+    meter: MachineMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(machine_meter, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(
+        {"GPU-0": {"nvmlDeviceGetPowerUsage": goes_on.wait}}))
+    meter.start()
+    try:
+        meter.renew()
+        meter.stop()
+        assert meter.take() == {} and meter.energy_kwh is None
+        assert threads() and all(thread.daemon for thread in threads())  # the process can exit
+    finally:
+        goes_on.set()
+    assert ended()
+
+
+def test_a_failure_is_told_once_and_readings_go_on(
+    meter: MachineMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_host = machine_meter.read_host
+
+    def fail(_: Path) -> dict[str, float]:
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(machine_meter, "read_host", fail)
+    meter.start()
+    meter.renew()
+    assert meter.take() == {} and meter.take_failure() == "OSError: Stale file handle"
+    meter.renew()
+    assert meter.take_failure() == ""
+    monkeypatch.setattr(machine_meter, "read_host", read_host)
+    meter.stop()
+    assert ended() and HOST < set(meter.take())
+
+
+@pytest.mark.parametrize(("masks", "reason"), [
+    ((0, 0), None), ((0x1, 0x4), None), ((0, 0x20), "sw thermal slowdown"),
+    ((0x80, 0x68), "hw thermal slowdown"),
+])
+def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masks: tuple[int, int], reason: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
+        f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
+        for n, mask in enumerate(masks)}))
+    meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
+    meter.start()
+    meter.stop()
+    assert ended() and meter.throttling() == reason
+
+
+def test_what_no_gpu_tells_has_no_key() -> None:
+    silent = GpuReading()
+    assert gpu_values([silent, silent]) == gpu_values([]) == {}
+    assert gpu_values([silent, GPU]) == {
+        "gpu_memory_gib": [None, 20.0], "gpu_use_percent": [None, 97],
+        "gpu_temperature_c": [None, 61], "gpu_power_w": [None, 651.26],
+        "gpu_throttling": ["", "sw power cap, hw thermal slowdown"]}
+
+
+@pytest.fixture
+def monotonic(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    """The time that a meter of energy sees."""
+    now = FakeTime()
+    monkeypatch.setattr(machine_meter, "time", SimpleNamespace(monotonic=now))
+    return now
+
+
+def test_counters_are_added_to_what_earlier_launches_used() -> None:
+    meter = EnergyMeter(2, earlier_kwh=1.0)
+    readings = [GpuReading(energy_joules=5e6, power_w=700.0), GpuReading(energy_joules=7e6)]
+    assert meter.add(readings) == pytest.approx(1.0)
+    readings = [replace(gpu, energy_joules=gpu.energy_joules + 3.6e6) for gpu in readings]
+    assert meter.add(readings) == pytest.approx(3.0)  # 3.6 MJ are 1 kWh
+    assert meter.add([GpuReading(energy_joules=0.0)] * 2) == pytest.approx(3.0)  # set to 0
+
+
+def test_power_is_integrated_where_there_is_no_counter(monotonic: FakeTime) -> None:
+    meter = EnergyMeter(1)
+    assert meter.add([GpuReading(power_w=100.0)]) == 0.0
+    monotonic.seconds += 3600
+    assert meter.add([GpuReading(power_w=300.0)]) == pytest.approx(0.2)
+    monotonic.seconds += 1800
+    assert meter.add([GpuReading(power_w=300.0)]) == pytest.approx(0.35)
+
+
+@pytest.mark.parametrize(("first", "last"), [
+    (GpuReading(energy_joules=0.0), GpuReading(energy_joules=3.6e6)),
+    (GpuReading(power_w=500.0), GpuReading(power_w=500.0)),
+])
+def test_a_reading_that_fails_loses_no_energy(
+    monotonic: FakeTime, first: GpuReading, last: GpuReading
+) -> None:
+    meter = EnergyMeter(1)
+    meter.add([first])
+    for nothing in ([GpuReading()], []):
+        monotonic.seconds += 3600
+        assert meter.add(nothing) == 0.0
+    assert meter.add([last]) == pytest.approx(1.0)
+
+
+def test_energy_is_unknown_if_one_gpu_does_not_tell() -> None:
+    meter = EnergyMeter(2)
+    assert meter.add([]) is None
+    assert meter.add([GpuReading(power_w=1.0), GpuReading()]) is None
+
+
+def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.torch.cuda, "get_device_properties",
+                        lambda index: SimpleNamespace(uuid="cdab"[index]))
+    monkeypatch.setattr(launch.torch.version, "cuda", "13.0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    process = Process(0, 0, 2, launch.torch.device("cuda", 0))
+    assert gpu_uuids(process) == ["GPU-c", "GPU-d"]
+    assert gpu_uuids(replace(process, device=launch.torch.device("cpu"))) == []
+    monkeypatch.setattr(launch.torch.version, "cuda", None)  # PyTorch for AMD
+    assert gpu_uuids(process) == []
+
+
+@pytest.mark.parametrize("summary", ["", "[]", '{"energy_kwh": null}', '{"energy_kwh": "9"}',
+                                     '{"energy_kwh": -1}', '{"energy_kwh": 0.5}'])
+def test_earlier_energy_is_the_most_that_was_written(tmp_path: Path, summary: str) -> None:
+    metrics, summary_path = tmp_path / "metrics.jsonl", tmp_path / "summary.json"
+    assert energy_before(metrics, summary_path) == 0.0
+    metrics.write_text('{"global_step": 1, "energy_kwh": 0.75}\n{"global_step": 2}\n'
+                       '{"global_step": 3, "energy_kwh": 1e300}\n')
+    summary_path.write_text(summary)
+    assert energy_before(metrics, summary_path) == 0.75
+    summary_path.write_text('{"energy_kwh": 1.25}')
+    assert energy_before(metrics, summary_path) == 1.25
+
+
+def with_gpus(workplace: Workplace, *arguments: str) -> str:
+    """Train with two GPUs of a stand-in, each reading adds 1 kWh; return the output."""
+    return succeeded(forked(
+        "tests/support/torchrun_workers.py",
+        ["train-with-gpus", str(workplace.root), *workplace.arguments("tiny", *arguments)],
+        num_processes=1)).stdout
+
+
+def test_a_run_records_its_gpus_and_its_energy_over_launches(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    with_gpus(workplace, "--max-steps", "6")
+    before = summary_of(run_dir)["energy_kwh"]
+    assert before >= 1.0  # from the first reading to the last
+    output = with_gpus(workplace)
+    after = summary_of(run_dir)["energy_kwh"]
+    assert after >= before + 1.0
+    assert f"energy: {after:,.3f} kWh, of the GPUs of rank 0's machine" in output
+    records = [r for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
+    readings = [record for record in records if "gpu_memory_gib" in record]
+    assert [reading["gpu_memory_gib"] for reading in readings] == [[20, 20]] * len(readings)
+    assert HOST < set(readings[0]) and readings[-1]["energy_kwh"] >= before
+    assert readings[0] is records[0] and len(readings) >= 2  # the first of each launch
+    assert all(0 < record["mfu"] < 1 for record in records)
