@@ -14,6 +14,7 @@ from basics.out_of_memory import is_out_of_memory
 
 MODULES = {
     "compare": "lab.compare.compare",
+    "doctor": "lab.doctor.doctor",
     "evaluate": "lab.evaluate.evaluate",
     "generate": "lab.generate",
     "judge": "lab.instruct.judge",
@@ -38,7 +39,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Train tokenizers; plan, sweep, evaluate, compare, generate, tune, judge and publish."""
+    """Train tokenizers; check machines; plan, sweep, evaluate, compare, tune, judge, publish."""
 
 
 def main() -> None:
