@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from basics.errors import UserError, describe
 from basics.gpu_readings import GpuReading
@@ -14,6 +14,7 @@ from run_config import Run
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
 CHECK_SECONDS = 12.0  # for one check; the disks' and the hub's take a few
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def unknown(reason: str, advice: str = "") -> Finding:
     return Finding(WARNING, f"could not be checked: {reason}", advice)
 
 
-def run_checks(functions: Mapping[str, Callable[..., Finding | None]], *arguments: Any,
+def make_checks(functions: Mapping[str, Callable[..., Finding | None]], *arguments: Any,
                seconds: float = CHECK_SECONDS) -> list[Check]:
     """Make checks, by their names, one after the other; one that fails or hangs stops no other.
 
@@ -100,18 +101,24 @@ def run_checks(functions: Mapping[str, Callable[..., Finding | None]], *argument
 
 def _isolated(function: Callable[..., Finding | None], arguments: tuple,
               seconds: float) -> Finding | None:
-    found: list[Finding | None] = []
-
-    def work() -> None:
+    def work() -> Finding | None:
         try:
-            found.append(function(*arguments))
+            return function(*arguments)
         except UserError as error:
-            found.append(unknown(str(error)))
+            return unknown(str(error))
         except Exception as error:  # whatever it is, the other checks go on
-            found.append(unknown(describe(error)))
+            return unknown(describe(error))
 
-    # A thread that waits for a dead disk or driver cannot be ended: it is left alone.
-    thread = threading.Thread(target=work, daemon=True)
+    return within(seconds, work, instead=unknown(f"no answer within {seconds:g} s"))
+
+
+def within(seconds: float, work: Callable[[], T], *, instead: T) -> T:
+    """Return what a function that raises nothing returns, or `instead` if that takes too long.
+
+    A thread that waits for a dead disk or driver cannot be ended: it is left alone.
+    """
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else unknown(f"no answer within {seconds:g} s")
+    return found[0] if found else instead

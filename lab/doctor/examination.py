@@ -13,12 +13,14 @@ from basics.errors import UserError
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
 from basics.machine import num_cpu_cores
 from lab.doctor import gpu_checks, host_checks, load_tests, network_checks, run_checks
-from lab.doctor.check import Check, Subject
-from lab.doctor.check import run_checks as make_checks
+from lab.doctor.check import Check, Subject, make_checks, within
+from lab.doctor.gpu_checks import NO_ANSWER
 from lab.doctor.load_tests import Result
 from lab.doctor.report import Report
 from processes.run_lock import trained_by
 from run_config import RUN_NAME, load_run
+
+DRIVER_SECONDS = 8.0  # it needs milliseconds; one in trouble may never answer
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,13 @@ def subject_of(request: Request, environment: Mapping[str, str]) -> Subject:
             if not RUN_NAME.fullmatch(request.run) or not (request.runs_dir / request.run).is_dir():
                 raise
             error = str(wrong)
-    every = read_gpus()
+    every, failure = within(DRIVER_SECONDS, lambda: (read_gpus(), nvml_failure()),
+                            instead=([], NO_ANSWER))
     gpus = gpu_checks.visible_gpus(every, environment.get("CUDA_VISIBLE_DEVICES"))
     num_processes = int(environment.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
     return Subject(
         request.runs_dir, request.datasets_dir, request.run, run, error, tuple(every), tuple(gpus),
-        nvml_failure() if not every else None, num_processes,
+        failure, num_processes,
         int(environment.get("WORLD_SIZE", num_processes)), host_checks.available_ram_gib(),
         busy=_busy(request, gpus), is_online=request.is_online)
 

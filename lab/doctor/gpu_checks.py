@@ -12,6 +12,7 @@ from lab.doctor.check import Finding, Subject, ok, problem, skipped, warning
 
 BUSY_MEMORY_SHARE = 0.1  # of a GPU that somebody uses; an idle one's driver takes less
 BUSY_PERCENT = 30
+NO_ANSWER = "the driver does not answer"
 HOT_C = 85  # most cards slow down a few degrees above
 INSTALL_TORCH = "install a PyTorch that is built for this GPU: https://pytorch.org"
 Facts = Mapping[str, Any]  # what `torch_facts` of `load_process.py` reports
@@ -63,16 +64,19 @@ def check_gpus(subject: Subject, facts: Facts) -> Finding:
     if not subject.all_gpus and not by_torch:
         return _no_gpu(subject)
     names = Counter(gpu.name or "a GPU that does not answer" for gpu in subject.gpus)
-    text = ", ".join(f"{count} x {name}" for name, count in names.items()) or (
-        f"{by_torch} by PyTorch")
+    text = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
+    if not subject.all_gpus:
+        return warning(f"{by_torch} seen by PyTorch, but the driver cannot be read"
+                       f" ({subject.nvml_failure}): the tests that load them are left out",
+                       "a training's speed line shows what they do")
     if None in [gpu.name for gpu in subject.gpus]:
         return problem(text, "restart the machine, or take another one: that GPU is lost")
-    if by_torch is not None and subject.all_gpus and by_torch != seen:
+    if by_torch is not None and by_torch != seen:
         return problem(f"{text}; PyTorch sees {by_torch}", "restart the machine if its driver was"
                        " renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus")
-    if facts.get("is_usable") is False:
+    if seen and facts.get("is_usable") is False:
         return problem(f"{text}; PyTorch cannot use them", INSTALL_TORCH)
-    if subject.all_gpus and subject.num_processes > seen:
+    if seen and subject.num_processes > seen:
         return problem(f"{text} for {subject.num_processes} processes",
                        f"set --nproc_per_node to {seen}")
     if (hidden := len(subject.all_gpus) - seen) > 0:
@@ -83,6 +87,8 @@ def check_gpus(subject: Subject, facts: Facts) -> Finding:
 
 
 def _no_gpu(subject: Subject) -> Finding:
+    if subject.nvml_failure == NO_ANSWER:
+        return problem(NO_ANSWER, "restart the machine, or take another one")
     text = f"none ({subject.nvml_failure})" if subject.nvml_failure else "none"
     return warning(f"{text}: training runs on the CPU, slowly",
                    "if the machine has GPUs, install their driver, or start the container with"
@@ -98,9 +104,9 @@ def check_use(subject: Subject, _: Facts) -> Finding | None:
 
 def check_driver(subject: Subject, facts: Facts) -> Finding | None:
     """Compare the CUDA that the driver supports with the one that PyTorch was built for."""
-    if not subject.gpus and not facts.get("num_gpus"):
+    if not subject.gpus:
         return None
-    version = next((gpu.driver_version for gpu in subject.gpus if gpu.driver_version), "")
+    version = next((gpu.driver_version for gpu in subject.gpus if gpu.driver_version), "unknown")
     if not facts:
         return ok(version)
     built, theirs = facts["cuda"], facts["driver_cuda"]

@@ -16,6 +16,7 @@ from lab.doctor.check import Finding, Subject, ok, problem, warning
 from lab.plan.estimate import bytes_of_checkpoint, default_precision
 from lab.plan.memory import peak_memory
 from lab.plan.setting import Setting
+from reporting.speed import find_gpu
 
 CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 SHARED_MEMORY = Path("/dev/shm")
@@ -91,7 +92,8 @@ def training_gib(subject: Subject) -> float:
     """Return the GiB of a process's tensors at the peak of a step, as `lab plan` estimates."""
     train = subject.run.train
     on_gpu = bool(subject.gpus)
-    precision = default_precision(train) if on_gpu else train.precision or "fp32"
+    gpu = find_gpu(subject.gpus[0].name or "") if on_gpu else None
+    precision = default_precision(train, gpu) if on_gpu else train.precision or "fp32"
     setting = Setting(subject.run.model, train, precision, subject.world_size, on_gpu=on_gpu)
     return peak_memory(setting, train.microbatch_size).total / 2**30
 

@@ -69,12 +69,15 @@ def main(spec: Spec) -> None:
     facts = _report(spec, "torch", lambda: torch_facts(is_loading=spec.is_loading))
     if not spec.is_loading or facts is None or facts["num_gpus"] != spec.num_gpus:
         return
-    process = _process(spec)
-    settings = _report(spec, "attention", lambda: attention(spec, process.device))
+    device = torch_device(spec)
+    if _report(spec, "device", lambda: begin(device)) is None:
+        return
+    process = _process(spec, device)
+    settings = _report(spec, "attention", lambda: attention(spec, device))
     precision = (settings or {}).get("precision", "fp32")
     if spec.local_rank == 0 and spec.num_gpus > 1:
         _report(spec, "peers", lambda: unreachable_peers(spec.num_gpus))
-    _report(spec, "matmul", lambda: matmul(process.device, precision))
+    _report(spec, "matmul", lambda: matmul(device, precision))
     if spec.world_size > 1:
         _report(spec, "all_reduce", lambda: all_reduce(spec, process))
 
@@ -124,15 +127,24 @@ def _card(number: int) -> dict[str, Any]:
             "has_bf16": bool(torch.version.hip) or about.major >= 8}
 
 
-def _process(spec: Spec) -> Process:
+def torch_device(spec: Spec) -> torch.device:
     import torch
 
+    return torch.device("cuda", spec.local_rank) if spec.num_gpus else torch.device("cpu")
+
+
+def begin(device: torch.device) -> dict[str, Any]:
+    """Put a number on the device and read it again: a defective GPU fails here."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return {"one": torch.ones(1, device=device).item()}
+
+
+def _process(spec: Spec, device: torch.device) -> Process:
     from processes.launch import Process, share_cpu_cores
 
-    on_gpu = spec.num_gpus > 0
-    device = torch.device("cuda", spec.local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
     process = Process(spec.rank, spec.local_rank, spec.world_size, device)
     share_cpu_cores(process)
     return process

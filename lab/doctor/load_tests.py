@@ -181,10 +181,10 @@ def check_peers(results: Sequence[Result]) -> Finding | None:
 
 def check_matmul(results: Sequence[Result]) -> Finding | None:
     """Compare each GPU's speed with its peak and with the others."""
-    failed = [result for result in results if "matmul" in result.errors]
-    if failed:
-        return problem(f"failed on rank {failed[0].rank}: {failed[0].errors['matmul']}",
-                       "restart the machine, or take another one")
+    for result in results:
+        if error := result.errors.get("device") or result.errors.get("matmul"):
+            return problem(f"failed on rank {result.rank}: {error}",
+                           "restart the machine, or take another one")
     found = [result.found["matmul"] for result in results if "matmul" in result.found]
     if len(found) < len(results):
         return _not_found(results, "matmul")

@@ -22,8 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lab.doctor import load_tests
-from lab.doctor.check import Check, Finding, Subject, ok, problem, unknown, warning
-from lab.doctor.check import run_checks as make_checks
+from lab.doctor.check import Check, Finding, Subject, make_checks, ok, problem, unknown, warning
 from lab.doctor.examination import Request, checks_of_gpus, other_checks, subject_of
 from lab.doctor.load_tests import PROJECT_DIR, Result
 from lab.doctor.report import Report
@@ -113,7 +112,7 @@ def versions(subject: Subject) -> dict[str, str]:
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(path for pattern in SOURCES for path in PROJECT_DIR.glob(pattern)):
         digest.update(str(path.relative_to(PROJECT_DIR)).encode() + path.read_bytes())
-    found = {"PyTorch": version("torch"), "Python": platform.python_version(),
+    found = {"PyTorch": version("torch"), "Python": ".".join(platform.python_version_tuple()[:2]),
              "the project's code": digest.hexdigest()}
     if subject.run is not None:
         configs = f"{subject.run.model!r} {subject.run.train!r}"

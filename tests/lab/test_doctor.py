@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from basics.errors import UserError
-from lab.doctor import examination
+from lab.doctor import examination, gpu_checks
 from lab.doctor.check import (
     OK,
     PROBLEM,
@@ -22,9 +22,9 @@ from lab.doctor.check import (
     WARNING,
     Check,
     Finding,
+    make_checks,
     ok,
     problem,
-    run_checks,
 )
 from lab.doctor.load_tests import Result
 from lab.doctor.report import Report, as_document, print_report
@@ -149,7 +149,7 @@ def failing(error: Exception) -> Callable[[], Finding]:
 
 def test_a_check_that_raises_or_hangs_stops_no_other() -> None:
     forever = threading.Event()
-    checks = run_checks({
+    checks = make_checks({
         "raises": failing(ZeroDivisionError("by zero")), "refuses": failing(UserError("no; yes")),
         "hangs": lambda: forever.wait() and None, "nothing": lambda: None,
         "works": lambda: ok("well")}, seconds=0.2)
@@ -158,6 +158,17 @@ def test_a_check_that_raises_or_hangs_stops_no_other() -> None:
         ("raises", WARNING), ("refuses", WARNING), ("hangs", WARNING), ("works", OK)]
     assert checks[0].text == "could not be checked: ZeroDivisionError: by zero"
     assert checks[2].text == "could not be checked: no answer within 0.2 s"
+
+
+def test_a_driver_that_never_answers_is_no_hang(place: Workplace,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    forever = threading.Event()
+    monkeypatch.setattr(examination, "read_gpus", lambda: forever.wait() and [])
+    monkeypatch.setattr(examination, "DRIVER_SECONDS", 0.1)
+    about = examination.subject_of(examination.Request(
+        "tiny", place.runs_dir, place.datasets_dir, False, False, 10), {})
+    forever.set()
+    assert about.nvml_failure == gpu_checks.NO_ANSWER and about.num_processes == 1
 
 
 LONG = "a word " * 30

@@ -76,6 +76,12 @@ CASES = {
     "too many processes": ("GPUs", {"num_processes": 8}, {}, PROBLEM, "8 processes"),
     "no GPU": ("GPUs", {"gpus": (), "all_gpus": (), "nvml_failure": "Driver Not Loaded"},
                {"num_gpus": 0}, WARNING, "none (Driver Not Loaded)"),
+    "all hidden": ("GPUs", {"gpus": (), "num_processes": 1}, {"num_gpus": 0, "is_usable": False},
+                   WARNING, "none; 4 of 4 are hidden"),
+    "no driver library": ("GPUs", {"gpus": (), "all_gpus": (), "nvml_failure": "Not Found"}, {},
+                          WARNING, "4 seen by PyTorch, but the driver cannot be read (Not Found)"),
+    "dead driver": ("GPUs", {"gpus": (), "all_gpus": (), "nvml_failure": gpu_checks.NO_ANSWER},
+                    {"num_gpus": None}, PROBLEM, "does not answer"),
     "same driver": ("driver", {}, {}, OK, "550.54.15 for CUDA 12.8"),
     "newer driver": ("driver", {}, {"driver_cuda": "13.0"}, OK, "built with 12.8"),
     "older minor version": ("driver", {}, {"driver_cuda": "12.2"}, OK, ""),
@@ -146,8 +152,9 @@ def test_the_speed_is_compared_with_the_peak_and_between_gpus() -> None:
     assert slow.verdict == WARNING and "GPU 3 much slower" in slow.text
     unknown_card = judged("matrix products", results(matmul=MATMUL | {"name": "Some card"}))
     assert unknown_card.verdict == OK and "peak" not in unknown_card.text
-    broken = [replace(each, errors={"matmul": "RuntimeError: illegal"}) for each in results()]
-    assert judged("matrix products", broken).verdict == PROBLEM
+    for part in ("device", "matmul"):
+        broken = [replace(each, errors={part: "RuntimeError: illegal"}) for each in results()]
+        assert judged("matrix products", broken).verdict == PROBLEM
 
 
 def test_only_heat_and_a_weak_supply_count_as_slowed_down() -> None:

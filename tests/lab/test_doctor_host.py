@@ -13,8 +13,7 @@ import pytest
 
 from basics.gpu_readings import GpuReading
 from lab.doctor import host_checks, network_checks, run_checks
-from lab.doctor.check import OK, PROBLEM, WARNING, Check, Subject
-from lab.doctor.check import run_checks as make_checks
+from lab.doctor.check import OK, PROBLEM, WARNING, Check, Subject, make_checks
 from lab.doctor.network_checks import _scope
 from run_config import load_run
 from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
