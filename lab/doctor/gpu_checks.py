@@ -156,6 +156,7 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
 
 
 def check_bf16(subject: Subject, facts: Facts) -> Finding | None:
+    """Check that the GPUs have bf16, which a run may insist on."""
     cards = facts.get("cards") or []
     if not cards:
         return None
@@ -170,6 +171,7 @@ def check_bf16(subject: Subject, facts: Facts) -> Finding | None:
 
 
 def check_temperature(subject: Subject, _: Facts) -> Finding | None:
+    """Check how hot the GPUs are before they are loaded."""
     known = {number: gpu.temperature_c for number, gpu in enumerate(subject.gpus)
              if gpu.temperature_c is not None}
     if not known:
@@ -183,6 +185,7 @@ def check_temperature(subject: Subject, _: Facts) -> Finding | None:
 
 
 def check_ecc(subject: Subject, _: Facts) -> Finding | None:
+    """Check the memory of the GPUs for errors that could not be corrected."""
     known = {number: gpu.uncorrected_ecc_errors for number, gpu in enumerate(subject.gpus)
              if gpu.uncorrected_ecc_errors is not None}
     wrong = [number for number, count in known.items() if count]

@@ -23,7 +23,7 @@ SHARED_MEMORY = Path("/dev/shm")
 TEST_BYTES, CHUNK_BYTES = 256 * 2**20, 32 * 2**20  # written to measure a disk
 TEST_SECONDS = 3.0  # after which no further chunk is written
 SLOW_DISK = 50e6  # bytes a second: the 2 GB of a checkpoint of GPT-2 take 40 seconds
-PROCESS_GIB = 3.0  # of RAM, estimated: PyTorch and CUDA, without a model
+PROCESS_GIB, CPU_PROCESS_GIB = 3.0, 0.5  # of RAM, estimated: PyTorch with CUDA and without
 PINNED_SHARE = 1.5  # of a snapshot's bytes: pinned blocks are powers of two
 FEW_OPEN_FILES = 1024
 CORES_PER_PROCESS = 2  # one for the process, one for reading data, saving and charts
@@ -57,15 +57,15 @@ def num_usable_cores() -> float:
 
 
 def check_ram(subject: Subject) -> Finding:
+    """Compare the RAM with what the processes and the snapshot of a checkpoint need."""
     available = subject.available_gib
     if subject.run is None:
-        needed = subject.num_processes * PROCESS_GIB
-        text = (f"{available:,.1f} GiB available; {subject.num_processes} processes need about"
-                f" {needed:,.1f}")
-        return ok(text) if available >= needed else warning(
-            text, "end other programs; name a run to have its own needs counted")
+        needed = subject.num_processes * _process_gib(subject)
+        text = (f"{available:,.1f} GiB available; training needs {needed:,.1f} or more: name a run"
+                " to have it counted")
+        return ok(text) if available >= needed else warning(text, "end other programs")
     snapshot, needed = _snapshot_gib(subject), _needed_gib(subject)
-    text = (f"{available:,.1f} GiB available; the run needs about {needed:,.1f}, {snapshot:,.1f} of"
+    text = (f"{available:,.1f} GiB available; the run needs about {needed:,.1f}, {snapshot:,.2f} of"
             " them for the copy that checkpoints are written from (the dataset is memory-mapped)")
     if available >= needed:
         return ok(text)
@@ -81,11 +81,12 @@ def _snapshot_gib(subject: Subject) -> float:
 
 
 def _needed_gib(subject: Subject) -> float:
-    if subject.gpus:
-        own = PROCESS_GIB
-    else:
-        own = training_gib(subject) + 0.5  # PyTorch without CUDA
-    return _snapshot_gib(subject) + subject.num_processes * own
+    tensors = 0 if subject.gpus else training_gib(subject)
+    return _snapshot_gib(subject) + subject.num_processes * (_process_gib(subject) + tensors)
+
+
+def _process_gib(subject: Subject) -> float:
+    return PROCESS_GIB if subject.gpus else CPU_PROCESS_GIB
 
 
 def training_gib(subject: Subject) -> float:
@@ -111,6 +112,7 @@ def check_shared_memory(subject: Subject) -> Finding | None:
 
 
 def check_open_files(subject: Subject) -> Finding:
+    """Check the limit that `ulimit -n` shows."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return ok("no limit")
@@ -120,6 +122,7 @@ def check_open_files(subject: Subject) -> Finding:
 
 
 def check_cores(subject: Subject) -> Finding:
+    """Check that each process of a GPU has CPU cores."""
     cores = num_usable_cores()
     if not subject.gpus:
         return ok(f"{cores:g}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from basics.errors import UserError, describe
+from basics.files import append_whole
 from basics.gpu_readings import read_gpus
 from basics.json_files import to_json
 from processes.run_lock import end_with_parent
@@ -66,7 +67,9 @@ class Spec:
 
 def main(spec: Spec) -> None:
     """Make all parts that this process takes part in."""
-    facts = _report(spec, "torch", lambda: torch_facts(is_loading=spec.is_loading))
+    if _report(spec, "import", import_torch) is None:
+        return
+    facts = _report(spec, "torch", torch_facts)
     if not spec.is_loading or facts is None or facts["num_gpus"] != spec.num_gpus:
         return
     device = torch_device(spec)
@@ -84,19 +87,28 @@ def main(spec: Spec) -> None:
 
 def _report(spec: Spec, part: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
     """Do one part and write what it returns, or the error that it raises."""
-    with Path(spec.output).open("a") as file:
-        print(to_json({"part": part, "began": time.time()}), file=file, flush=True)
-        try:
-            found = work()
-        except Exception as error:  # whatever it is, the other parts go on
-            reason = str(error) if isinstance(error, UserError) else describe(error)
-            print(to_json({"part": part, "error": reason}), file=file, flush=True)
-            return None
-        print(to_json({"part": part, "found": found}), file=file, flush=True)
-        return found
+    _write(spec, {"part": part, "began": time.time()})
+    try:
+        found = work()
+    except Exception as error:  # whatever it is, the other parts go on
+        reason = str(error) if isinstance(error, UserError) else describe(error)
+        _write(spec, {"part": part, "error": reason})
+        return None
+    _write(spec, {"part": part, "found": found})
+    return found
 
 
-def torch_facts(*, is_loading: bool) -> dict[str, Any]:
+def _write(spec: Spec, record: dict[str, Any]) -> None:
+    append_whole(Path(spec.output), to_json(record) + "\n")
+
+
+def import_torch() -> dict[str, Any]:
+    import torch
+
+    return {"version": torch.__version__}
+
+
+def torch_facts() -> dict[str, Any]:
     """Report PyTorch's versions and the GPUs that it sees. Puts nothing on a GPU."""
     import torch
 
@@ -111,11 +123,15 @@ def torch_facts(*, is_loading: bool) -> dict[str, Any]:
 
 
 def _driver_cuda() -> str | None:
-    """Return the CUDA version that the driver supports, such as "12.4"."""
-    import torch
+    """Return the CUDA version that the driver supports, such as "12.4"; None without NVML."""
+    import pynvml
 
-    number = torch._C._cuda_getDriverVersion() if torch.version.cuda else 0
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+    try:
+        pynvml.nvmlInit()
+        number = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    except pynvml.NVMLError:
+        return None
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _card(number: int) -> dict[str, Any]:
@@ -163,7 +179,8 @@ def attention(spec: Spec, device: torch.device) -> dict[str, Any]:
     train = resolve_for_device(train, device)
     check_attention(model, train, device)
     options = choose_forward_options(model, train, device)
-    return {"kernel": kernel_name(model, train, device, options), "precision": train.precision}
+    return {"kernel": kernel_name(model, train, device, options), "precision": train.precision,
+            "of": "" if spec.run_name else "GPT-2 small"}
 
 
 def unreachable_peers(num_gpus: int) -> dict[str, Any]:

@@ -140,17 +140,16 @@ def _last_line(spec: Spec, status: int) -> str:
 
 def check_torch(results: Sequence[Result]) -> Finding | None:
     """Report PyTorch's version, or that it cannot even be imported."""
-    facts = results[0].found.get("torch")
-    if facts is not None:
-        return ok(facts["version"])
-    reason = results[0].why_not("torch")
-    if "torch" in results[0].errors:
-        return problem(f"cannot be used: {reason}", "install the project again: uv sync"
-                       " --reinstall-package torch")
-    return unknown(reason)
+    first = results[0]
+    if "import" in first.errors:
+        return problem(f"cannot be imported: {first.errors['import']}",
+                       "install it again: uv sync --reinstall-package torch")
+    facts = first.found.get("torch")
+    return ok(facts["version"]) if facts else unknown(first.why_not("torch"))
 
 
 def check_attention(results: Sequence[Result]) -> Finding | None:
+    """Report the attention kernel that PyTorch chooses."""
     found, error = results[0].found.get("attention"), results[0].errors.get("attention")
     if error:
         text, _, advice = error.partition("; ")
@@ -158,6 +157,7 @@ def check_attention(results: Sequence[Result]) -> Finding | None:
     if found is None:
         return _not_found(results, "attention")
     text = f"{found['kernel']}, in {found['precision']}"
+    text += f" ({found['of']})" if found["of"] else ""
     is_slow = found["kernel"] == "math" and (results[0].found["torch"]["num_gpus"])
     return ok(text) if not is_slow else warning(
         text, 'it is slow; remove attention "math" and precision "fp32" from train.json, or use a'
@@ -165,6 +165,7 @@ def check_attention(results: Sequence[Result]) -> Finding | None:
 
 
 def check_peers(results: Sequence[Result]) -> Finding | None:
+    """Check that the GPUs can read each other's memory."""
     if "peers" not in results[0].began:
         return None  # fewer than two GPUs, or GPUs in use
     found = results[0].found.get("peers")
@@ -190,10 +191,11 @@ def check_matmul(results: Sequence[Result]) -> Finding | None:
         return _not_found(results, "matmul")
     speeds = [each["flops"] for each in found]
     gpu = find_gpu(found[0]["name"])
-    low, high = (f"{flops / 1e12:,.3g}" for flops in (min(speeds), max(speeds)))
-    text = f"{low if low == high else f'{low} to {high}'} TFLOP/s in {found[0]['dtype']}"
+    unit, size = ("GFLOP/s", 1e9) if found[0]["gpu"] is None else ("TFLOP/s", 1e12)
+    low, high = (f"{flops / size:,.3g}" for flops in (min(speeds), max(speeds)))
+    text = f"{low if low == high else f'{low} to {high}'} {unit} in {found[0]['dtype']}"
     if found[0]["gpu"] is None:
-        return ok(f"{text}, by each process")
+        return ok(f"{text} by each of {len(speeds)} processes")
     if gpu:
         text += f", {min(speeds) / gpu.peak_flops:.0%} of the peak of {gpu.name}"
     slow = [number for number, speed in enumerate(speeds) if speed < MUCH_SLOWER * max(speeds)]

@@ -20,6 +20,7 @@ MUCH_TOO_LARGE = 1.25  # times the memory there is: the estimate is not that far
 
 
 def check_configs(subject: Subject) -> Finding | None:
+    """Check that the run's files can be read, as the training does."""
     if subject.run_name is None:
         return None
     if subject.run is None:
@@ -63,6 +64,7 @@ def plan_of(subject: Subject) -> BatchPlan:
 
 
 def check_batch(subject: Subject) -> Finding | None:
+    """Check that the global batch can be divided among the processes."""
     if subject.run is None:
         return None
     train, world_size = subject.run.train, subject.world_size
@@ -72,7 +74,8 @@ def check_batch(subject: Subject) -> Finding | None:
     except UserError as error:
         return problem(*_split(str(error)))
     size = train.microbatch_size * steps * world_size
-    return ok(f"microbatch {train.microbatch_size} x accumulation {steps} x {world_size} processes"
+    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    return ok(f"microbatch {train.microbatch_size} x accumulation {steps} x {processes}"
               f" = {size:,} sequences")
 
 
@@ -104,7 +107,7 @@ def check_checkpoints(subject: Subject) -> Finding | None:
     run, size = subject.run, bytes_of_checkpoint(subject.run)
     place = existing(run.checkpoints_dir)
     free = shutil.disk_usage(place).free
-    text = f"{size / 1e9:,.2f} GB each, {free / 1e9:,.1f} GB free"
+    text = f"{size / 1e9:,.3g} GB each, {free / 1e9:,.1f} GB free"
     advice = "make room, set keep_checkpoints, or name another place with --runs-dir"
     if free < size:
         return problem(text, advice)

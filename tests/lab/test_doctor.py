@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from basics.errors import UserError
+from basics.machine import num_cpu_cores
 from lab.doctor import examination, gpu_checks
 from lab.doctor.check import (
     OK,
@@ -26,13 +27,12 @@ from lab.doctor.check import (
     ok,
     problem,
 )
+from lab.doctor.load_process import Spec
 from lab.doctor.load_tests import Result
 from lab.doctor.report import Report, as_document, print_report
 from processes.run_lock import lock_run, release_run
 from tests.support.lab_cli import error_line, run_lab
 from tests.support.workplace import PROJECT_DIR, Workplace, forked
-
-PARTS = {"torch", "attention", "matmul", "all_reduce"}
 
 
 @pytest.fixture
@@ -44,19 +44,26 @@ def place(tmp_path: Path) -> Workplace:
 
 
 @pytest.fixture
-def no_load_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have one process that could not import torch, and start none."""
+def specs(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
+    """Start no process, and have one that could not import torch; return what was to be started.
+
+    No disk is measured either.
+    """
+    started: list[Spec] = []
+
     class Tests:
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
+        def __init__(self, _: Path, specs: list[Spec], *, seconds: float) -> None:
+            started.extend(specs)
 
         def results(self) -> list[Result]:
-            return [Result(0, errors={"torch": "ImportError: no such library"})]
+            return [Result(0, errors={"import": "ImportError: no such library"})]
 
         def end(self) -> None:
             pass
 
     monkeypatch.setattr("lab.doctor.load_tests.LoadTests", Tests)
+    monkeypatch.setattr("lab.doctor.host_checks.write_speed", lambda *_: 1e9)
+    return started
 
 
 def verdicts(output: str) -> dict[str, str]:
@@ -78,7 +85,7 @@ def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
     assert PROBLEM not in found.values() and "hub" not in found and "hub token" not in found
     texts = {check["name"]: check["text"] for check in json.loads(result.output)["reports"][0][
         "checks"]}
-    assert "2 processes, gloo" in texts["all-reduce"] and "TFLOP/s" in texts["matrix products"]
+    assert "2 processes, gloo" in texts["all-reduce"] and "GFLOP/s" in texts["matrix products"]
     assert place.files() == before
 
 
@@ -95,15 +102,15 @@ def test_two_processes_of_torchrun_print_one_report(place: Workplace) -> None:
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem(place: Workplace,
-                                                      no_load_tests: None) -> None:
+                                                      specs: list[Spec]) -> None:
     result = run_lab("doctor", *place.arguments())
     assert result.exit_code == 1
     line = next(line for line in result.output.splitlines() if line.startswith("problem"))
-    assert "cannot be used: ImportError: no such library" in line
+    assert "cannot be imported: ImportError: no such library" in line
     assert result.output.splitlines()[-1].startswith("not fit to train: 1 problem, ")
 
 
-def test_a_run_with_wrong_configs_is_not_fit(place: Workplace, no_load_tests: None) -> None:
+def test_a_run_with_wrong_configs_is_not_fit(place: Workplace, specs: list[Spec]) -> None:
     (place.runs_dir / "tiny" / "train.json").write_text("{}")
     result = run_lab("doctor", *place.arguments("tiny", "--json"))
     found = verdicts(result.output)
@@ -115,19 +122,17 @@ def test_an_unknown_run_is_one_line(place: Workplace) -> None:
     assert "no such run" in line and "tiny" in line
 
 
-def test_beside_a_training_nothing_is_loaded(place: Workplace,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = []
-    monkeypatch.setattr("lab.doctor.load_tests.LoadTests", lambda _, given, **__: (
-        specs.extend(given), pytest.skip.Exception)[1]("reached"))
+def test_beside_a_training_nothing_is_loaded(place: Workplace, specs: list[Spec]) -> None:
+    run_lab("doctor", *place.arguments("tiny"))
+    assert [spec.is_loading for spec in specs] == [True, True][:num_cpu_cores()]
+    specs.clear()
     lock_run(place.runs_dir / "tiny")
     try:
-        with pytest.raises(pytest.skip.Exception):
-            examination.examine_here(examination.Request(
-                "tiny", place.runs_dir, place.datasets_dir, False, False, 10))
+        found = verdicts(run_lab("doctor", *place.arguments("tiny", "--json")).output)
     finally:
         release_run()
     assert [spec.is_loading for spec in specs] == [False]
+    assert found["use"] == WARNING
 
 
 def test_help_answers_without_torch() -> None:

@@ -43,7 +43,7 @@ def result(rank: int, **parts: dict[str, Any]) -> Result:
 
 def results(**changes: Any) -> list[Result]:
     parts = {"torch": FACTS, "matmul": MATMUL, "all_reduce": REDUCED,
-             "attention": {"kernel": "flash", "precision": "bf16"}} | changes
+             "attention": {"kernel": "flash", "precision": "bf16", "of": ""}} | changes
     return [result(rank, **parts) for rank in range(4)]
 
 
@@ -192,7 +192,7 @@ def test_an_exchange_that_fails_or_hangs_is_a_problem() -> None:
 
 def test_attention_and_peers() -> None:
     assert judged("attention", results()).text == "flash, in bf16"
-    math = {"kernel": "math", "precision": "bf16"}
+    math = {"kernel": "math", "precision": "bf16", "of": "GPT-2 small"}
     assert judged("attention", results(attention=math)).verdict == WARNING
     refused = [Result(0, found={"torch": FACTS}, errors={"attention": "attention is x; set it"})]
     assert judged("attention", refused).verdict == PROBLEM

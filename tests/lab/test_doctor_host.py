@@ -16,7 +16,13 @@ from lab.doctor import host_checks, network_checks, run_checks
 from lab.doctor.check import OK, PROBLEM, WARNING, Check, Subject, make_checks
 from lab.doctor.network_checks import _scope
 from run_config import load_run
-from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
+from tests.support.hub_server import (
+    Fault,
+    Hub,
+    serving,
+    tokens_hub_fixture,  # noqa: F401
+    used_in_this_process,
+)
 from tests.support.network import refused_network
 from tests.support.workplace import Workplace
 
@@ -147,7 +153,7 @@ def test_what_is_wrong_with_a_run_is_found(place: Workplace, case: str) -> None:
     assert bool(found.advice) == (verdict != OK)
 
 
-@pytest.mark.parametrize(("size", "verdict"), [(16, OK), (64, WARNING), (200, PROBLEM)])
+@pytest.mark.parametrize(("size", "verdict"), [(16, OK), (76, WARNING), (200, PROBLEM)])
 def test_a_microbatch_is_compared_with_the_memory_of_a_gpu(
     place: Workplace, size: int, verdict: str
 ) -> None:

@@ -26,7 +26,8 @@ def answer(rank: int, **changes: Any) -> dict[str, Any]:
     return {"node": node, "local_rank": local_rank, "busy": "", "host": f"host{node}", "gpus": [],
             "others": line, "skew": [0.25, 0.001] if (node, local_rank) == (1, 0) else None,
             "versions": VERSIONS if local_rank == 0 else {},
-            "result": asdict(Result(rank, found={"all_reduce": REDUCED})),
+            "result": asdict(Result(rank, found={
+                "torch": {"version": "2.11.0"}, "all_reduce": REDUCED})),
             } | changes
 
 
@@ -38,7 +39,7 @@ def test_each_node_has_a_report_and_all_have_one() -> None:
     reports = reports_of([answer(rank) for rank in range(4)])
     assert [report.title for report in reports] == [
         "node 0: host0, 2 processes", "node 1: host1, 2 processes", "all nodes"]
-    assert [check.name for check in reports[1].checks] == ["RAM"]
+    assert [check.name for check in reports[1].checks] == ["PyTorch", "RAM"]
     found = shared([answer(rank) for rank in range(4)])
     assert {check.verdict for check in found.values()} == {OK}
     assert found["clocks of the nodes"].text == "node 1 is 0.250 s ahead of node 0"
@@ -68,7 +69,7 @@ def test_a_process_without_an_answer_is_named() -> None:
 def test_one_node_has_no_clocks_to_compare() -> None:
     reports = reports_of([answer(0), answer(1)])
     assert len(reports) == 1 and [check.name for check in reports[0].checks] == [
-        "RAM", "all-reduce"]
+        "PyTorch", "RAM", "all-reduce"]
 
 
 def test_a_clock_that_is_ahead_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
