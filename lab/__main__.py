@@ -39,7 +39,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Train tokenizers; check machines; plan, sweep, evaluate, compare, tune, judge, publish."""
+    """Train tokenizers; check, plan, sweep, evaluate, compare, generate, tune, judge, publish."""
 
 
 def main() -> None:

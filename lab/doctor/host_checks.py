@@ -154,7 +154,7 @@ def existing(place: Path) -> Path:
 def _check_disk(place: Path, *, advice: str) -> Finding:
     place = existing(place)
     free = shutil.disk_usage(place).free
-    text = f"{free / 1e9:,.1f} GB free in {place}"
+    text = f"{free / 1e9:,.1f} GB free in {_shown(place)}"
     if not os.access(place, os.W_OK | os.X_OK):
         return problem(f"{text}, which cannot be written to", advice)
     try:
@@ -166,6 +166,12 @@ def _check_disk(place: Path, *, advice: str) -> Finding:
     text += f", writes {speed / 1e6:,.0f} MB/s"
     return ok(text) if speed >= SLOW_DISK else warning(
         text, f"checkpoints take long to write; {advice}")
+
+
+def _shown(place: Path) -> str:
+    """Return a path as people write it: from the working directory on, if it is in there."""
+    here = Path.cwd()
+    return str(place.relative_to(here)) if place.is_relative_to(here) else str(place)
 
 
 def write_speed(place: Path, free: int) -> float | None:

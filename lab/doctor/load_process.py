@@ -251,6 +251,10 @@ def all_reduce(spec: Spec, process: Process) -> dict[str, Any]:
     for _ in range(number):
         dist.all_reduce(tensor)
     taken = Moment(process.device).seconds_since(began) / number
+    # One that has exited cannot send what the others may still wait for.
+    store.set(f"done/{spec.rank}", "")
+    store.wait([f"done/{rank}" for rank in range(spec.world_size)],
+               timedelta(seconds=spec.seconds))
     return {"backend": dist.get_backend(), "bytes": size, "seconds": taken, "is_right": is_right}
 
 

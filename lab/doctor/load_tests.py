@@ -195,7 +195,7 @@ def check_matmul(results: Sequence[Result]) -> Finding | None:
     low, high = (f"{flops / size:,.3g}" for flops in (min(speeds), max(speeds)))
     text = f"{low if low == high else f'{low} to {high}'} {unit} in {found[0]['dtype']}"
     if found[0]["gpu"] is None:
-        return ok(f"{text} by each of {len(speeds)} processes")
+        return ok(text if len(speeds) == 1 else f"{text} by each of {len(speeds)} processes")
     if gpu:
         text += f", {min(speeds) / gpu.peak_flops:.0%} of the peak of {gpu.name}"
     slow = [number for number, speed in enumerate(speeds) if speed < MUCH_SLOWER * max(speeds)]

@@ -26,6 +26,7 @@ from lab.doctor.check import Check, Finding, Subject, make_checks, ok, problem, 
 from lab.doctor.examination import Request, checks_of_gpus, other_checks, subject_of
 from lab.doctor.load_tests import PROJECT_DIR, Result
 from lab.doctor.report import Report
+from lab.doctor.run_checks import num_processes
 from processes.startup_agreement import Agreement
 
 SLACK_SECONDS = 30.0  # for the checks that load nothing
@@ -174,7 +175,7 @@ def reports_of(everybody: Sequence[Mapping[str, Any] | None]) -> list[Report]:
 def _report_of_node(answers: Sequence[Mapping[str, Any]]) -> Report:
     answers = sorted(answers, key=lambda found: found["local_rank"])
     leader = answers[0]
-    title = f"node {leader['node']}: {leader['host']}, {len(answers)} processes"
+    title = f"node {leader['node']}: {leader['host']}, {num_processes(len(answers))}"
     return Report(title, [*(Check(**check) for check in leader["gpus"]),
                           *make_checks(load_tests.CHECKS, _results(answers)),
                           *(Check(**check) for check in leader["others"])])

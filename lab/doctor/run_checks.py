@@ -74,9 +74,12 @@ def check_batch(subject: Subject) -> Finding | None:
     except UserError as error:
         return problem(*_split(str(error)))
     size = train.microbatch_size * steps * world_size
-    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
-    return ok(f"microbatch {train.microbatch_size} x accumulation {steps} x {processes}"
-              f" = {size:,} sequences")
+    return ok(f"microbatch {train.microbatch_size} x accumulation {steps} x"
+              f" {num_processes(world_size)} = {size:,} sequences")
+
+
+def num_processes(number: int) -> str:
+    return f"{number} process{'es' if number > 1 else ''}"
 
 
 def check_microbatch(subject: Subject) -> Finding | None:

@@ -23,12 +23,13 @@ from lab.doctor.check import (
     WARNING,
     Check,
     Finding,
+    Subject,
     make_checks,
     ok,
     problem,
 )
 from lab.doctor.load_process import Spec
-from lab.doctor.load_tests import Result
+from lab.doctor.load_tests import Result, load_tests
 from lab.doctor.report import Report, as_document, print_report
 from processes.run_lock import lock_run, release_run
 from tests.support.lab_cli import error_line, run_lab
@@ -133,6 +134,18 @@ def test_beside_a_training_nothing_is_loaded(place: Workplace, specs: list[Spec]
         release_run()
     assert [spec.is_loading for spec in specs] == [False]
     assert found["use"] == WARNING
+
+
+def test_processes_that_hang_or_die_are_told_and_ended(place: Workplace) -> None:
+    about = Subject(place.runs_dir, place.datasets_dir)
+    launch = {"world_size": 2, "name": "", "ranks": [(0, 0), (1, 1)]}
+    with load_tests(about, launch, seconds=0.3) as tests:
+        dead, hanging = tests._processes
+        dead.kill()
+        found = tests.results()
+        assert hanging.poll() is None
+    assert [result.ended for result in found] == ["killed by SIGKILL", "no answer within 0.3 s"]
+    assert hanging.poll() is not None
 
 
 def test_help_answers_without_torch() -> None:
