@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from basics.gpu_readings import GpuReading
-from lab.doctor import gpu_checks, load_tests
+from lab.doctor import gpu_checks, load_process, load_tests
 from lab.doctor.check import OK, PROBLEM, SKIPPED, WARNING, Finding, Subject
 from lab.doctor.gpu_checks import in_use, numbers, runs_on, visible_gpus
+from lab.doctor.load_process import Spec
 from lab.doctor.load_tests import Result
 from run_config import load_run
 from tests.support.workplace import Workplace
@@ -208,3 +209,42 @@ def test_a_process_that_only_reports_has_no_results_of_load() -> None:
     found = {name: judged(name, facts_only) for name in
              (load_tests.CHECKS | load_tests.SHARED_CHECKS)}
     assert [name for name, finding in found.items() if finding] == ["PyTorch"]
+
+
+def spec(tmp_path: Path, **changes: Any) -> Spec:
+    return Spec(**{
+        "output": str(tmp_path / "out"), "rank": 0, "world_size": 1, "local_rank": 0,
+        "num_gpus": 0, "store": "", "name": "", "is_loading": True, "runs_dir": str(tmp_path),
+        "run_name": None, "seconds": 10.0} | changes)
+
+
+def test_a_process_tells_what_it_finds_part_by_part(tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_process, "MATMUL_SIZE_ON_CPU", 32)
+    monkeypatch.setattr(load_process, "MATMUL_SECONDS", 0.001)
+    monkeypatch.setattr(load_process, "attention", lambda *_: 1 / 0)
+    load_process.main(spec(tmp_path))
+    found = load_tests.read_result(spec(tmp_path), "")
+    assert list(found.found) == ["import", "torch", "device", "matmul"]
+    assert found.errors == {"attention": "ZeroDivisionError: division by zero"}
+    assert set(found.began) == {"import", "torch", "device", "attention", "matmul"}
+    assert found.found["matmul"]["flops"] > 0 and found.found["torch"]["version"]
+
+
+@pytest.mark.parametrize("changes", [{"num_gpus": 3}, {"is_loading": False}])
+def test_gpus_in_use_and_others_than_the_drivers_are_not_loaded(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    load_process.main(spec(tmp_path, **changes))
+    assert set(load_tests.read_result(spec(tmp_path), "").began) == {"import", "torch"}
+
+
+def test_pairs_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda i, j: {i, j} != {0, 2})
+    assert load_process.unreachable_peers(3) == {"num_pairs": 6, "without": [(0, 2), (2, 0)]}
+
+
+def test_cuda_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
+    monkeypatch.setattr("pynvml.nvmlSystemGetCudaDriverVersion_v2", lambda: 12080)
+    assert load_process._driver_cuda() == "12.8"
