@@ -15,6 +15,7 @@ from basics.spinning import limit_spinning
 
 MODULES = {
     "compare": "lab.compare.compare",
+    "doctor": "lab.doctor.doctor",
     "evaluate": "lab.evaluate.evaluate",
     "generate": "lab.generate",
     "judge": "lab.instruct.judge",
@@ -39,7 +40,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Train tokenizers; plan, sweep, evaluate, compare, generate, tune, judge and publish."""
+    """Train tokenizers; check, plan, sweep, evaluate, compare, generate, tune, judge, publish."""
 
 
 def main() -> None:

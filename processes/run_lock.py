@@ -213,6 +213,11 @@ def write_heartbeat(path: Path, *, phase: str, step: int | None) -> None:
         "global_step": step, "pid": os.getpid(), "host": socket.gethostname()}) + "\n")
 
 
+def trained_by(run_dir: Path) -> int | None:
+    """Return a process of this machine that holds a run's lock; None without one."""
+    return next(iter(_holders(run_dir)), None)
+
+
 def _describe(run_dir: Path, holders: list[int]) -> str:
     """Describe the processes that hold the lock. The heartbeat may be that of a dead process."""
     host = socket.gethostname()

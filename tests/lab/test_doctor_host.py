@@ -1,0 +1,249 @@
+"""What `lab doctor` finds on the machine, for the run, and on the hub."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from basics.gpu_readings import GpuReading
+from lab.doctor import host_checks, network_checks, run_checks
+from lab.doctor.check import OK, PROBLEM, WARNING, Check, Subject, make_checks
+from lab.doctor.network_checks import _scope
+from run_config import load_run
+from tests.support.hub_server import (
+    Fault,
+    Hub,
+    serving,
+    tokens_hub_fixture,  # noqa: F401
+    used_in_this_process,
+)
+from tests.support.network import refused_network
+from tests.support.workplace import Workplace
+
+GPUS = (GpuReading(name="NVIDIA A100-SXM4-40GB", memory_total_gib=40.0),) * 8
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+def subject(place: Workplace, *, train: dict[str, Any] | None = None,
+            model: dict[str, Any] | None = None, **about: Any) -> Subject:
+    """Return the tiny run, changed, on a CPU with 100 GiB."""
+    place.add_run(train=train, model=model)
+    return Subject(place.runs_dir, place.datasets_dir, "tiny", load_run(place.runs_dir, "tiny"),
+                   **{"available_gib": 100.0} | about)
+
+
+def checks(module: Any, about: Subject) -> dict[str, Check]:
+    return {check.name: check for check in make_checks(module.CHECKS, about)}
+
+
+def test_a_machine_with_room_is_fit(place: Workplace) -> None:
+    found = checks(host_checks, subject(place, num_processes=2))
+    assert {"CPU cores", "RAM", "disk of runs"} <= found.keys()
+    assert found["RAM"].verdict == OK and "MB/s" in found["disk of runs"].text
+    assert "disk of datasets" not in found  # it is the same one
+    assert not [path for path in place.root.rglob("*") if "doctor" in path.name]
+
+
+@pytest.mark.parametrize(("available", "verdict"), [(100, OK), (20, WARNING), (10, PROBLEM)])
+def test_ram_is_compared_with_what_processes_and_snapshot_need(
+    place: Workplace, available: float, verdict: str
+) -> None:
+    found = host_checks.check_ram(subject(
+        place, gpus=GPUS, num_processes=8, world_size=8, available_gib=available))
+    assert found.verdict == verdict and "24.0" in found.text  # 8 times 3, and nearly nothing
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_checks, "CGROUP", tmp_path)
+    unlimited = host_checks.available_ram_gib(), host_checks.num_usable_cores()
+    for name, text in {"memory.max": "max", "memory.current": "5", "cpu.max": "max 100000",
+                       "memory.stat": "inactive_file 1\nactive_file 2\n"}.items():
+        (tmp_path / name).write_text(text)
+    assert host_checks.available_ram_gib() == pytest.approx(unlimited[0], rel=0.2)
+    assert host_checks.num_usable_cores() == unlimited[1]
+    (tmp_path / "memory.max").write_text(str(2**20 + 2))
+    (tmp_path / "cpu.max").write_text("50000 100000")
+    assert host_checks.available_ram_gib() == 2**20 / 2**30
+    assert host_checks.num_usable_cores() == 0.5
+
+
+@pytest.mark.parametrize(("free", "verdict"), [
+    (2**33, OK), (2**29, WARNING), (2**26, PROBLEM)])
+def test_a_small_shared_memory_is_found(place: Workplace, monkeypatch: pytest.MonkeyPatch,
+                                        free: int, verdict: str) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**34, 2**34 - free, free))
+    found = host_checks.check_shared_memory(subject(place, gpus=GPUS, num_processes=8))
+    assert found.verdict == verdict
+    assert host_checks.check_shared_memory(Subject(place.runs_dir, place.datasets_dir)) is None
+
+
+def test_few_open_files_and_few_cores_are_found(place: Workplace,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    about = subject(place, gpus=GPUS, num_processes=8)
+    for limit, verdict in ((256, WARNING), (4096, OK), (resource.RLIM_INFINITY, OK)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert host_checks.check_open_files(about).verdict == verdict
+    for cores, verdict in ((8.0, WARNING), (16.0, OK)):
+        monkeypatch.setattr(host_checks, "num_usable_cores", lambda cores=cores: cores)
+        assert host_checks.check_cores(about).verdict == verdict
+
+
+def test_the_speed_of_a_disk_takes_no_more_than_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    monkeypatch.setattr(host_checks.os, "fsync", written.append)
+    monkeypatch.setattr(host_checks, "CHUNK_BYTES", 2**10)
+    assert host_checks.write_speed(tmp_path, 2 * 2**10 - 1) is None
+    assert host_checks.write_speed(tmp_path, 6 * 2**10) > 0 and len(written) == 3
+    monkeypatch.setattr(host_checks, "TEST_SECONDS", 0.0)
+    assert host_checks.write_speed(tmp_path, 2**30) == 0 or not list(tmp_path.iterdir())
+
+
+def test_a_slow_disk_and_one_that_cannot_be_written(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = subject(place)
+    monkeypatch.setattr(host_checks, "write_speed", lambda *_: 5e6)
+    assert host_checks.check_runs_disk(about).verdict == WARNING
+    monkeypatch.setattr(host_checks.os, "access", lambda *_: False)
+    found = host_checks.check_runs_disk(about)
+    assert found.verdict == PROBLEM and "cannot be written" in found.text
+
+
+def test_the_runs_own_things(place: Workplace) -> None:
+    place.add_dataset()
+    found = checks(run_checks, subject(place, num_processes=2, world_size=2))
+    assert {check.verdict for check in found.values()} == {OK}
+    assert found["dataset"].text.endswith("has 4,000 training tokens")
+    assert found["batch"].text == "microbatch 2 x accumulation 2 x 2 processes = 8 sequences"
+    assert "microbatch 2 takes about 0.0 of 50.0 GiB" in found["microbatch"].text
+    assert found["checkpoints"].text.endswith("; at most 3 are kept")
+
+
+WRONG = {
+    "no dataset": ({"dataset": "other"}, "dataset", PROBLEM, "no dataset there"),
+    "made here": ({"dataset": "python-stdlib"}, "dataset", OK, "is made from Python's own"),
+    "too short": ({"min_train_tokens": 10**6}, "batch", PROBLEM, "wanted 1000"),
+    "uneven": ({"global_batch_size": 7, "gradient_accumulation_steps": None}, "batch", PROBLEM,
+               "is not divisible"),
+    "old key": ({"microbatch_size": None, "minibatch_size": 2}, "configs", WARNING,
+                "is now called"),
+    "no price": ({"max_cost_usd": 5.0}, "configs", WARNING, "needs the machine's price"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_a_run_is_found(place: Workplace, case: str) -> None:
+    train, name, verdict, text = WRONG[case]
+    place.add_dataset()
+    found = checks(run_checks, subject(place, train=train, world_size=2))[name]
+    assert found.verdict == verdict and text in found.text, found
+    assert bool(found.advice) == (verdict != OK)
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(16, OK), (76, WARNING), (200, PROBLEM)])
+def test_a_microbatch_is_compared_with_the_memory_of_a_gpu(
+    place: Workplace, size: int, verdict: str
+) -> None:
+    gpt2 = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
+            "n_layers": 12, "drop_rate": 0.0}
+    found = run_checks.check_microbatch(subject(
+        place, model=gpt2, train={"microbatch_size": size, "precision": None}, gpus=GPUS,
+        num_processes=8, world_size=8))
+    assert found.verdict == verdict and "of 38.2 GiB of a GPU" in found.text
+
+
+def test_room_for_one_checkpoint_and_for_all(place: Workplace,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    about = subject(place)
+    size = run_checks.bytes_of_checkpoint(about.run)
+    for free, verdict in ((size - 1, PROBLEM), (size * 2, WARNING), (size * 100, OK)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(free, 0, free))
+        assert run_checks.check_checkpoints(about).verdict == verdict
+
+
+HUB_RUN = {"dataset": "someone/tokens", "init_from": "someone/model"}
+
+
+def test_nothing_is_asked_of_the_network_unasked(place: Workplace, tmp_path: Path) -> None:
+    with refused_network(tmp_path / "log"):
+        place.add_dataset("someone/tokens")
+        here = subject(place, train={"dataset": "someone/tokens"})  # on this machine already
+        assert checks(network_checks, here) == {}
+        assert checks(network_checks, Subject(place.runs_dir, place.datasets_dir)) == {}
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_dataset_of_the_hub_is_looked_up(place: Workplace, tmp_path: Path,
+                                           tokens_hub: Hub) -> None:
+    with used_in_this_process(tokens_hub, tmp_path / "home"):
+        found = checks(network_checks, subject(place, train={"dataset": "someone/tokens"}))
+        assert found["dataset"].verdict == OK
+        assert "someone/tokens is on the hub" in found["dataset"].text
+        assert found["hub token"].text.startswith("none")
+        assert not tokens_hub.downloads("train.safetensors")
+        shutil.rmtree(place.runs_dir)
+        missing = checks(network_checks, subject(place, train={"dataset": "someone/else"}))
+        assert missing["dataset"].verdict == PROBLEM and missing["dataset"].advice
+
+
+def test_a_model_of_the_hub_is_looked_up(place: Workplace, tmp_path: Path) -> None:
+    with (serving(Hub({}, repository="someone/model", kind="models")) as hub,
+          used_in_this_process(hub, tmp_path / "home")):
+        about = subject(place, train={"init_from": "someone/model"})
+        assert checks(network_checks, about)["initial model"].verdict == OK
+        (about.run.checkpoints_dir / "latest").mkdir(parents=True)  # it has begun: not needed
+        assert checks(network_checks, about) == {}
+
+
+def test_a_hub_that_does_not_answer_is_no_hang(place: Workplace, tmp_path: Path) -> None:
+    hub = Hub({})
+    hub.endpoint = "http://127.0.0.1:9"
+    with used_in_this_process(hub, tmp_path / "home"):
+        found = checks(network_checks, Subject(place.runs_dir, place.datasets_dir,
+                                               is_online=True))
+    assert found["hub"].verdict == WARNING and "does not answer" in found["hub"].text
+
+
+def fine_grained(**about: Any) -> dict[str, Any]:
+    return {"auth": {"accessToken": {"role": "fineGrained", "fineGrained": about}}}
+
+
+@pytest.mark.parametrize(("answer", "scope"), [
+    ({"auth": {"accessToken": {"role": "write"}}}, "may write"),
+    ({"auth": {"accessToken": {"role": "read"}}}, "may read only, so lab publish would fail"),
+    (fine_grained(scoped=[{"entity": {"name": "me"}, "permissions": ["repo.write"]}]),
+     "may write to me"),
+    (fine_grained(scoped=[{"entity": {"name": "me"}, "permissions": ["repo.content.read"]}]),
+     "may read only, so lab publish would fail"),
+    (fine_grained(), "may read only, so lab publish would fail"),
+    ({}, "what it may do is not known"),
+])
+def test_what_a_token_may_do_is_told(answer: dict[str, Any], scope: str) -> None:
+    assert _scope(answer) == scope
+
+
+def test_a_token_is_never_shown(place: Workplace, tmp_path: Path,
+                                monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "hf_marker0123456789"
+    echo = {"X-Error-Message": f"Bearer {token}", "X-Request-Id": token}
+    for status in (401, 400):
+        hub = Hub({}, faults=[Fault("/api/whoami", times=-1, status=status, headers=echo)])
+        with serving(hub), used_in_this_process(hub, tmp_path / "home"):
+            monkeypatch.setenv("HF_TOKEN", token)
+            found = checks(network_checks, Subject(
+                place.runs_dir, place.datasets_dir, is_online=True))
+        assert found["hub token"].verdict == WARNING
+        assert token not in json.dumps([vars(check) for check in found.values()])
