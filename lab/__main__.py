@@ -15,6 +15,7 @@ from basics.out_of_memory import is_out_of_memory
 MODULES = {
     "compare": "lab.compare.compare",
     "evaluate": "lab.evaluate.evaluate",
+    "export-metrics": "lab.export_metrics",
     "generate": "lab.generate",
     "judge": "lab.instruct.judge",
     "plan": "lab.plan.plan",
@@ -38,7 +39,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Train tokenizers; plan, sweep, evaluate, compare, generate, tune, judge and publish."""
+    """Train tokenizers; plan, sweep, evaluate, compare, export, generate, tune, judge, publish."""
 
 
 def main() -> None:
