@@ -59,14 +59,15 @@ class TrackerProcess:
         Args:
             starts_over: begin a new tracked run.
         """
-        if self._run.train.tracker == "none":
+        run_dir, train = self._run.run_dir, self._run.train
+        if train.tracker == "none":
             return ""
         try:
             failpoint("tracker")
-            if starts_over:
-                (self._run.run_dir / STATE_NAME).unlink(missing_ok=True)
+            tracked, kind = TrackedRun.load(run_dir, starts_over=starts_over), train.tracker
+            tracked.save(run_dir, kind, tracked.num_logged.get(kind, 0))  # so the id stays
             self._process = start_helper(
-                ["reporting.tracker_process", str(self._run.run_dir.absolute()),
+                ["reporting.tracker_process", str(run_dir.absolute()),
                  json.dumps(dataclasses.asdict(self._start(first_step))), str(os.getpid())],
                 stdin=subprocess.PIPE)
         except Exception as error:
@@ -126,11 +127,11 @@ class TrackerProcess:
         """
         while self._process is not None and self._process.poll() is None:
             self._heartbeat()
-            if (waited := time.monotonic() - self._told_at) >= limit_seconds():
+            if time.monotonic() - self._told_at >= (limit := limit_seconds()):
                 process, self._process = self._process, None
                 process.stdin.close()
                 end_helper(process)
-                return f"it had not taken all records after {waited:.0f} s; {self._remedy()}"
+                return f"it had not taken all records after {limit:.0f} s; {self._remedy()}"
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_SECONDS)
         return self.take_failure()

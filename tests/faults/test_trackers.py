@@ -28,18 +28,18 @@ def add(workplace: Workplace, tracker: str) -> Path:
     return workplace.add_run(train=SETTINGS | {"tracker": tracker})
 
 
-@pytest.mark.parametrize(("code", "warning"), [
-    ("import time; time.sleep(3600)", "it had not taken all records after 1 s"),
-    ("raise ValueError('broken')", "ValueError: broken")])
+@pytest.mark.parametrize(("code", "limit", "warning"), [
+    ("import time; time.sleep(3600)", 1, "it had not taken all records after 1 s"),
+    ("raise ValueError('broken')", 100, "ValueError: broken")])
 def test_a_tracker_that_hangs_or_fails_changes_nothing(
-    workplace: Workplace, undisturbed: Path, code: str, warning: str
+    workplace: Workplace, undisturbed: Path, code: str, limit: float, warning: str
 ) -> None:
     run_dir = add(workplace, "trackio")
     package = workplace.root / "stand-in" / "trackio"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(code)
     result = succeeded(workplace.torchrun(2, "tiny", PYTHONPATH=str(package.parent),
-                                          **with_deadlines(tracker=1)))
+                                          **with_deadlines(tracker=limit)))
     assert result.stdout.count("warning: tracker trackio: ") == 1
     assert f"warning: tracker trackio: {warning}; `lab export-metrics" in result.stdout
     assert weights_of(run_dir) == weights_of(undisturbed)

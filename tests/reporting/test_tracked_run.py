@@ -110,7 +110,7 @@ def test_a_kill_of_the_tracker_repeats_what_it_had_last_and_loses_nothing(
 
 def test_lines_that_are_no_records_count_for_nothing(launches: Launches) -> None:
     launches.path.write_text('nonsense\n{"global_step": -1}\n[]\n{"global_step": 0, "usd": 1}\ncut')
-    launches.begin(0).finish("", {})  # which rewrites the file
+    launches.begin(1).finish("", {})  # which rewrites the file
     launches.path.write_text('nonsense\n' + launches.path.read_text())
     launches.add(1)
     Feed(launches.path, launches.recorder, num_known=launches.saved,

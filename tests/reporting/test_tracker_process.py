@@ -206,7 +206,6 @@ def test_a_tracker_that_takes_nothing_is_told_once_while_training_goes_on(
     monkeypatch.setattr(tracker_process, "LAG_SECONDS", -1.0)
     assert "it has taken no records for " in process.take_failure()
     assert process.take_failure() == ""
-    monkeypatch.setattr(process, "_told_at", time.monotonic() - 1)
     process.finish(lambda: 0.0)
 
 
