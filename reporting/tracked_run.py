@@ -160,9 +160,8 @@ class Feed:
             self._pass_on(self._reader.read(end=start.num_bytes))
         if self._num_known > self._num_read:
             self._tracker.repeat_from(start.first_step + 1)
-            self._num_known = self._num_read
-        self._num_flushed = self._num_read
-        self._save(self._num_read)
+        self._save(min(self._num_known, self._num_read))
+        self._num_known = self._num_flushed = self._num_read
 
     def pass_on_new(self) -> None:
         """Pass on all records that have come."""

@@ -119,6 +119,7 @@ class Wandb:
             self._run = self._init(wandb, place, wandb_mode())
         except wandb.Error as error:  # no network, or a key that is not accepted
             place.note(f"wandb cannot be used online, so it records offline: {describe(error)}")
+            wandb.teardown()  # its own process still has a run of this id
             self._run = self._init(wandb, place, "offline")
         # wandb refuses steps that go back, as they do when a run resumes: so they are a metric.
         self._run.define_metric(STEP)

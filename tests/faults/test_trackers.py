@@ -30,7 +30,8 @@ def add(workplace: Workplace, tracker: str) -> Path:
 
 @pytest.mark.parametrize(("code", "limit", "warning"), [
     ("import time; time.sleep(3600)", 1, "it had not taken all records after 1 s"),
-    ("raise ValueError('broken')", 100, "ValueError: broken")])
+    ("raise ValueError('broken')", 100, "ValueError: broken")],
+    ids=["hangs", "fails"])
 def test_a_tracker_that_hangs_or_fails_changes_nothing(
     workplace: Workplace, undisturbed: Path, code: str, limit: float, warning: str
 ) -> None:
