@@ -197,6 +197,8 @@ class Reports:
             lacks_validation: bool) -> None:
         """Wait for the last checkpoint and the charts; write and print the summary. Rank 0.
 
+        Then wait for the tracker, whose last figures are those of the summary.
+
         Raises:
             UserError: the last checkpoint or the records could not be written.
         """
