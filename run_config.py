@@ -20,6 +20,7 @@ Schedule = Literal["constant", "cosine", "linear", "wsd"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
 GROUPS: tuple[Group, ...] = get_args(Group)
 Attention = Literal["auto", "flash", "cudnn", "math"]
+Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs break accumulation
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
@@ -75,6 +76,7 @@ class TrainConfig(FrozenConfig):
     keep_checkpoints: Count | None = None  # None for all
     sample_prompts: Prompts | None = None
     diagnostics_interval: Count | None = None  # global steps
+    tracker: Tracker = "none"
     init_from: str | None = Field(default=None, min_length=1, max_length=4096)
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(default=4e-4, gt=0)

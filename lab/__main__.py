@@ -17,6 +17,7 @@ MODULES = {
     "compare": "lab.compare.compare",
     "doctor": "lab.doctor.doctor",
     "evaluate": "lab.evaluate.evaluate",
+    "export-metrics": "lab.export_metrics",
     "generate": "lab.generate",
     "judge": "lab.instruct.judge",
     "plan": "lab.plan.plan",
@@ -40,7 +41,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Train tokenizers; check, plan, sweep, evaluate, compare, generate, tune, judge, publish."""
+    """Train tokenizers; check, plan, sweep, watch, evaluate, compare, export, tune, publish."""
 
 
 def main() -> None:

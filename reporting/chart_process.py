@@ -59,7 +59,7 @@ class ChartProcess:
         if self._process is None or self._process.poll() is None:
             return ""
         process, self._process = self._process, None
-        return _failure_of(process)
+        return failure_of(process, "the drawing process")
 
     def finish(self, limit_seconds: Callable[[], float]) -> str:
         """Wait until the charts show all records; end a drawing that takes longer than the limit.
@@ -95,39 +95,52 @@ class ChartProcess:
         if self._process is None:
             return
         process, self._process = self._process, None
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk does not end
-            process.wait(1)
-        process.stderr.close()
+        end_helper(process)
         for partial in self._run_dir.glob(".*-chart.png.partial"):
             partial.unlink(missing_ok=True)
 
 
 def start_process(run_dir: Path, niceness: int) -> subprocess.Popen[bytes]:
-    """Start a process that draws; return at once. It inherits no files, so no lock of the run.
+    """Start a process that draws; return at once."""
+    return start_helper(["reporting.chart_process", str(run_dir.resolve()), str(niceness),
+                         str(os.getpid())])
+
+
+def start_helper(module: list[str], *,
+                 stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Start a module in a process of its own. It inherits no files, so no lock of the run.
 
     A process group of its own: Ctrl-C does not reach it. No session of its own: Linux may share
     the cores out by sessions, and a priority counts inside one.
+
+    Args:
+        module: its name, and its arguments.
     """
     environment = {key: value for key, value in os.environ.items()
                    if not (key.startswith(TORCHRUN) or key.endswith(TORCHRUN_ENDS))}
     process = subprocess.Popen(
-        [sys.executable, "-m", "reporting.chart_process", str(run_dir.resolve()), str(niceness),
-         str(os.getpid())],
-        cwd=PROJECT_DIR, env=environment | SETTINGS, process_group=0, bufsize=0,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        [sys.executable, "-m", *module], cwd=PROJECT_DIR, env=environment | SETTINGS,
+        process_group=0, bufsize=0, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     os.set_blocking(process.stderr.fileno(), False)  # what it has started may keep it open
     return process
 
 
-def _failure_of(process: subprocess.Popen[bytes]) -> str:
+def end_helper(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that `start_helper` has started, and what it has started in its group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk does not end
+        process.wait(1)
+    process.stderr.close()
+
+
+def failure_of(process: subprocess.Popen[bytes], name: str) -> str:
     """Return why a process that has ended failed: the last line that it wrote."""
     lines = (process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
     process.stderr.close()
     if process.returncode < 0:
         number = -process.returncode
-        return f"the drawing process was ended by signal {number} ({signal.strsignal(number)})"
+        return f"{name} was ended by signal {number} ({signal.strsignal(number)})"
     if process.returncode:
         return one_line(lines[-1]) if lines else f"exit status {process.returncode}"
     return ""

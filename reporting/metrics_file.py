@@ -66,11 +66,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Lines cut short by a kill are left out, and records with numbers that are out of bounds.
     """
-    records = []
     try:
         text = read_regular_file(path, max_bytes=MAX_RECORDS_BYTES)
     except OSError:  # none yet, or refused by `check_records` at launch
         return []
+    return parse_records(text)
+
+
+def parse_records(text: str) -> list[dict[str, Any]]:
+    """Return the valid records among the lines of a text."""
+    records = []
     for line in text.split("\n"):
         if len(line) > MAX_RECORD_LENGTH:
             continue

@@ -23,6 +23,7 @@ from reporting.metrics_file import energy_before
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd
+from reporting.tracker_process import TrackerProcess
 from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
 from trainer.budget import Budget
@@ -52,6 +53,7 @@ class Reports:
         gpus = gpu_uuids(self.process) if self.process.is_main else []
         self.meter = MachineMeter(self.run.run_dir, gpus)
         self._gpu = find_gpu(device_name(self.process))
+        self.tracker = TrackerProcess(self.run, heartbeat=watchdog.heartbeat)
         self._reports_speed = self._warns_of_cudnn = True
 
     def begin(self, num_parameters: int) -> None:
@@ -77,6 +79,9 @@ class Reports:
                          f" {self.prepared.train.precision} on {self.process.device.type}")
         self.console.start(first_step, num_steps=num_steps,
                            lacks_validation=self.prepared.lacks_validation)
+        if self.process.is_main:
+            self._warn_of_tracker(self.tracker.start(
+                first_step, starts_over=self.prepared.options.fresh))
         self.clock.enter(COMPILE)  # until the end of the first step
 
     def report_compilation(self, step: TrainingStep) -> None:
@@ -123,6 +128,7 @@ class Reports:
         self._report_windows(self.window.take(waits=waits or says_speed))
         self.warn_of_failed_write()
         self._warn_of_charts(self.charts.take_failure())
+        self._warn_of_tracker(self.tracker.take_failure())
         self._reports_speed = self._reports_speed and not says_speed
         if says_speed and self.process.is_main:
             self.console.say(self.speed(num_measured).line())
@@ -209,6 +215,8 @@ class Reports:
             lacks_validation: bool) -> None:
         """Wait for the last checkpoint and the charts; write and print the summary. Rank 0.
 
+        Then wait for the tracker, whose last figures are those of the summary.
+
         Raises:
             UserError: the last checkpoint or the records could not be written.
         """
@@ -235,8 +243,11 @@ class Reports:
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
         ))
+        self.tracker.end()
         if self.watchdog.stop_signal:  # little time is left: the summary goes first
             self._finish_charts()
+        self._warn_of_tracker(self.tracker.finish(
+            lambda: self._limit(self.watchdog.deadlines.tracker)))
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
         if unwritten:
@@ -247,16 +258,20 @@ class Reports:
 
     def _finish_charts(self) -> None:
         with self.clock.phase(CHART):
-            self._warn_of_charts(self.charts.finish(self._chart_limit))
+            self._warn_of_charts(self.charts.finish(
+                lambda: self._limit(self.watchdog.deadlines.charts)))
 
-    def _chart_limit(self) -> float:
-        """Return how many seconds the last charts are waited for."""
-        deadlines = self.watchdog.deadlines
-        limit = deadlines.last_write if self.watchdog.stop_signal else deadlines.charts
-        return max(0.0, min(limit, Budget(self.run.train, self.clock).seconds_left()))
+    def _limit(self, seconds: float) -> float:
+        """Return how many seconds the last charts or records are waited for."""
+        if self.watchdog.stop_signal:
+            seconds = self.watchdog.deadlines.last_write
+        return max(0.0, min(seconds, Budget(self.run.train, self.clock).seconds_left()))
 
     def _warn_of_charts(self, failure: str) -> None:
         self.console.warn("charts are not up to date", failure)
+
+    def _warn_of_tracker(self, failure: str) -> None:
+        self.console.warn(f"tracker {self.run.train.tracker}", failure)
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""

@@ -32,6 +32,7 @@ from reporting.clock import DOWNLOAD, PhaseClock
 from reporting.metrics_file import check_records, spent_before
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status
+from reporting.tracker_process import check_tracker
 from run_config import Run, TrainConfig, check_inside, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, check_token_range, open_run_data
@@ -125,6 +126,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
     step("run directory", lambda: check_run_dir(run))
+    notices = step("tracker", lambda: check_tracker(run) if process.is_main else [])
     dataset_dir = options.datasets_dir / run.train.dataset
     step("dataset directory",
          lambda: check_inside(dataset_dir, options.datasets_dir, "--datasets-dir"))
@@ -147,7 +149,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         step("initial weights", lambda: initial_model(
             run, options.runs_dir, tokenizer_name=data.tokenizer_name)
              if process.is_main_of_node else None)
-    warnings += unused_options(run.model, run.train)
+    warnings += unused_options(run.model, run.train) + notices
     prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
                            tuple(warnings))
     if not options.fresh:

@@ -1,0 +1,68 @@
+"""`lab export-metrics`: pass a run's records on to a tracker afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from basics.errors import FAILED, UserError, describe, print_error, visible
+from processes.run_lock import lock_run, release_run
+from reporting.metrics_file import read_metrics
+from reporting.tracked_run import Start, TrackedRun
+from reporting.tracker_process import check_tracker, open_feed, place_of, read_end
+from run_config import Run, load_run
+
+
+@click.command("export-metrics")
+@click.argument("name", metavar="RUN")
+@click.option("--to", "tracker", type=click.Choice(("tensorboard", "wandb", "trackio")),
+              required=True, help="Needs the extra of that name: uv run --extra wandb lab ...")
+@click.option("--output", "output_dir", type=click.Path(path_type=Path), metavar="DIR",
+              help="Pass all records on to a new tracked run that is kept in this directory."
+                   "  [default: only those that the tracked run of training lacks]")
+@click.option("--fresh", "starts_over", is_flag=True,
+              help="Pass all records on to a new tracked run, with which training then goes on.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
+              show_default=True)
+def command(name: str, tracker: str, output_dir: Path | None, starts_over: bool,
+            runs_dir: Path) -> None:
+    """Show the metrics of RUN in TensorBoard, Weights & Biases or Trackio.
+
+    This is what the key "tracker" of train.json does while a run trains, under the same names. The
+    same command again adds only what is new.
+    """
+    run = load_run(runs_dir, name)
+    run = replace(run, train=run.train.model_copy(update={"tracker": tracker}))
+    if not run.metrics_path.is_file():
+        raise UserError(f"{run.metrics_path}: no such file; train the run first")
+    for line in check_tracker(run, asked_by=f"--to {tracker}"):
+        print_error(line)
+    if output_dir is None:
+        lock_run(run.run_dir)  # training would pass the same records on
+    try:
+        num_passed_on = export(run, output_dir, starts_over=starts_over)
+    finally:
+        release_run()
+    click.echo(f"passed on to {visible(tracker)}: {num_passed_on:,} records")
+
+
+def export(run: Run, output_dir: Path | None, *, starts_over: bool) -> int:
+    """Pass on what a tracked run lacks of a run's records; return their number.
+
+    Raises:
+        UserError: the tracker has failed.
+    """
+    records = read_metrics(run.metrics_path)
+    last_step = max((record["global_step"] for record in records), default=-1)
+    tracked = TrackedRun.load(run.run_dir, starts_over=starts_over or output_dir is not None)
+    place = place_of(run, tracked, output_dir=output_dir, note=print_error)
+    try:
+        feed = open_feed(run, tracked, place)
+        feed.begin(Start(run.metrics_path.stat().st_size, first_step=last_step + 1))
+        feed.finish(*read_end(run))
+    except Exception as error:
+        raise UserError(f"{run.train.tracker} has failed: {describe(error)}; the same command"
+                        " goes on from there", FAILED) from None
+    return feed.num_passed_on

@@ -1,0 +1,93 @@
+"""Runs with a tracker: it gets all records, and holds nothing up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from basics.failpoints import VARIABLE
+from reporting.metric_names import NAMES
+from reporting.tracked_run import TrackedRun
+from tests.support.runs import (
+    metrics_of,
+    summary_of,
+    train_undisturbed,
+    weights_of,
+    with_deadlines,
+)
+from tests.support.trackers import in_tensorboard
+from tests.support.workplace import Workplace, read_lines, succeeded
+
+SETTINGS = {"diagnostics_interval": 4}
+STEPS = "global_step"
+HANGS = "import time; time.sleep(3600)"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run without a tracker."""
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
+
+
+def add(workplace: Workplace, tracker: str) -> Path:
+    workplace.add_dataset()
+    return workplace.add_run(train=SETTINGS | {"tracker": tracker})
+
+
+def stand_in(workplace: Workplace, code: str) -> dict[str, str]:
+    """Return the environment in which a tracker's process imports this code as its package."""
+    package = workplace.root / "stand-in" / "trackio"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(code)
+    return {"PYTHONPATH": str(package.parent)}
+
+
+@pytest.mark.parametrize(("code", "limit", "warning"), [
+    (HANGS, 1, "it had not taken all records after 1 s"),
+    ("raise ValueError('broken')", 100, "ValueError: broken")],
+    ids=["hangs", "fails"])
+def test_a_tracker_that_hangs_or_fails_changes_nothing(
+    workplace: Workplace, undisturbed: Path, code: str, limit: float, warning: str
+) -> None:
+    run_dir = add(workplace, "trackio")
+    result = succeeded(workplace.torchrun(2, "tiny", **stand_in(workplace, code),
+                                          **with_deadlines(tracker=limit)))
+    assert result.stdout.count("warning: tracker trackio: ") == 1
+    assert f"warning: tracker trackio: {warning}; `lab export-metrics" in result.stdout
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert metrics_of(run_dir) == metrics_of(undisturbed)
+    assert TrackedRun.load(run_dir).num_logged == {"trackio": 0}
+
+
+def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(
+    workplace: Workplace, undisturbed: Path
+) -> None:
+    run_dir = add(workplace, "tensorboard")
+    assert workplace.torchrun(2, "tiny", **{VARIABLE: "validate:kill:rank=0:hit=2"}).returncode
+    tracked = TrackedRun.load(run_dir)
+    result = succeeded(workplace.torchrun(2, "tiny"))
+    assert "warning: tracker" not in result.stdout
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    records = read_lines(run_dir / "metrics.jsonl")
+    assert TrackedRun.load(run_dir) == tracked.model_copy(
+        update={"num_logged": {"tensorboard": len(records)}})
+    values = in_tensorboard(run_dir / "tensorboard" / tracked.id)
+    for key in ("train_loss", "validation_loss", "head_grad_norm", "tokens_per_second"):
+        assert [step for step, _ in values[NAMES[key]]] == [
+            record[STEPS] + 1 for record in records if record.get(key) is not None], key
+    assert values["final/steps"][-1] == (12, 12.0)
+    keys = {key for record in records for key in record} - {STEPS}
+    assert keys <= NAMES.keys()  # all that a run records is shown
+
+
+def test_a_stop_signal_does_not_wait_long_for_a_tracker(workplace: Workplace) -> None:
+    run_dir = add(workplace, "trackio")
+    result = workplace.ddp_train(
+        "tiny", "--nproc-per-node", "2", **{VARIABLE: "train:signal:rank=0:hit=7:number=15"},
+        **stand_in(workplace, HANGS), **with_deadlines(last_write=1, tracker=200))
+    assert result.returncode == 128 + 15, result.stderr
+    assert "warning: tracker trackio: it had not taken all records after 1 s" in result.stdout
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["reason"]) == ("stopped", "SIGTERM")
+    assert summary["global_step"] == read_lines(run_dir / "metrics.jsonl")[-1][STEPS]

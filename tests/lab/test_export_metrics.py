@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from processes.run_lock import lock_run, release_run
+from reporting import tracker_process
+from reporting.tracked_run import TrackedRun
+from run_config import Run
+from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.network import refused_network
+from tests.support.trackers import add_records, add_summary, in_tensorboard, tracked_run
+from tests.support.workplace import Workplace
+
+
+@pytest.fixture
+def run(workplace: Workplace) -> Run:
+    run = tracked_run(workplace, "none")
+    add_records(run, 0, 1)
+    return run
+
+
+def export(run: Run, *arguments: str) -> str:
+    return succeeded(run_lab("export-metrics", "tiny", "--to", "tensorboard", *arguments,
+                             "--runs-dir", str(run.run_dir.parent))).output
+
+
+def test_only_what_is_new_is_passed_on(run: Run, tmp_path: Path) -> None:
+    with refused_network(tmp_path / "log"):
+        assert export(run) == "passed on to tensorboard: 2 records\n"
+        assert export(run) == "passed on to tensorboard: 0 records\n"
+        add_records(run, 2)
+        add_summary(run, 2)
+        assert export(run) == "passed on to tensorboard: 1 records\n"
+    assert not (tmp_path / "log").exists()
+    values = in_tensorboard(run.run_dir / "tensorboard" / TrackedRun.load(run.run_dir).id)
+    assert values["train/loss"] == [(1, 10.0), (2, 9.0), (3, 8.0)]
+    assert values["final/train_loss"] == [(3, 1.5)]
+
+
+def test_another_directory_and_fresh_get_everything(run: Run, tmp_path: Path) -> None:
+    export(run)
+    first = TrackedRun.load(run.run_dir)
+    assert "2 records" in export(run, "--output", str(tmp_path / "out"))
+    assert TrackedRun.load(run.run_dir) == first
+    (place,) = (tmp_path / "out").iterdir()
+    assert in_tensorboard(place)["train/loss"] == [(1, 10.0), (2, 9.0)]
+    assert "2 records" in export(run, "--fresh")
+    assert TrackedRun.load(run.run_dir).id != first.id
+    assert len(list((run.run_dir / "tensorboard").iterdir())) == 2
+
+
+def test_what_cannot_be_exported_is_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(status: int = 2) -> str:
+        return error_line(run_lab("export-metrics", "tiny", "--to", "tensorboard",
+                                  "--runs-dir", str(run.run_dir.parent)), status=status)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "--to tensorboard needs the package tensorboard: run `uv sync" in refused()
+    with monkeypatch.context() as patch:
+        def fail(*_: object) -> None:
+            raise OSError("full")
+
+        patch.setattr(tracker_process, "open_tracker", fail)
+        assert "tensorboard has failed: OSError: full; the same command" in refused(1)
+    lock_run(run.run_dir)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("lab.export_metrics.release_run", lambda: None)
+            assert "another launch is training this run" in refused()
+    finally:
+        release_run()
+    run.metrics_path.unlink()
+    assert "metrics.jsonl: no such file; train the run first" in refused()
