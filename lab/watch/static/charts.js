@@ -218,7 +218,7 @@ class Chart {
         y: false, drag: { x: true, y: false, setScale: false },
         sync: { key: "runs", scales: ["x", null], filters: { pub: (type) => !["mousedown", "mouseup"].includes(type) } },
         dataIdx: (plot, series, index) => (series ? nearest(plot.data[series], index) : index),
-        points: { size: 6, show: (plot, series) => !this.lines[series - 1].isEdge && undefined },
+        points: { size: 6 },
         bind: { dblclick: () => () => this.onZoom(null) },
       },
       hooks: {
