@@ -331,7 +331,7 @@ def test_only_the_chosen_runs_are_served(runs_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [
-    "/x", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/static/page.js", "//runs",
+    "/x", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/static/page.js", "/runs/",
     "/page.html", "/server.py", "/series", "/series?run=", "/series?run=..",
     "/series?run=../outside", "/series?run=%2e%2e%2foutside", "/series?run=a/../a",
     "/series?run=a%00", "/series?run=link",

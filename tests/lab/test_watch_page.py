@@ -197,10 +197,13 @@ def test_the_exported_page_shows_the_same_without_a_server(
 
 
 def test_a_server_that_ends_is_reported(browser: Browser, runs_dir: Path) -> None:
-    context = browser.new_context()
+    context = browser.new_context()  # not `page`: this is to be seen on the console
     page = context.new_page()
     with served(runs_dir) as server:
         open_page(page, server)
-    expect(page.locator("#news")).to_contain_text("no answer", timeout=30_000)
-    expect(drawn(page, "Loss")).to_have_count(4)
+        page.route("**/runs?", lambda route: route.abort())
+        expect(page.locator("#news")).to_contain_text("no answer", timeout=30_000)
+        expect(drawn(page, "Loss")).to_have_count(4)
+        page.unroute("**/runs?")
+        expect(page.locator("#news")).to_contain_text("updated", timeout=30_000)
     context.close()
