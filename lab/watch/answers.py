@@ -99,7 +99,7 @@ def _line(columns: Columns, key: str, x: np.ndarray, *, max_points: int,
     before = int(np.searchsorted(rows, rows_before))
     keep = int(np.searchsorted(picked, first_changed(before, len(values), max_points)))
     return {"keep": keep, "x": [_short(n, 10) for n in at[keep:].tolist()],
-            "y": [_short(n, 6) for n in values[picked[keep:]].tolist()]}
+            "y": [_short(n, 8) for n in values[picked[keep:]].tolist()]}
 
 
 def _short(value: float, digits: int) -> float | int:

@@ -63,7 +63,7 @@ const MACHINE_CHARTS = [
   { title: "GPU use", unit: "%", value: format.fixed(0), zero: true, lines: gpu("gpu_use_percent") },
   { title: "GPU temperature", unit: "°C", value: format.fixed(0), lines: gpu("gpu_temperature_c") },
   { title: "GPU power", unit: "W", value: format.fixed(0), zero: true, lines: gpu("gpu_power_w") },
-  { title: "GPUs throttled", value: format.fixed(0), zero: true, lines: [{ key: "gpus_throttled" }] },
+  { title: "GPUs throttled", value: format.fixed(0), zero: true, steps: [1, 2, 5, 10, 20], lines: [{ key: "gpus_throttled" }] },
   { title: "Energy", unit: "kWh", value: format.three, zero: true, lines: [{ key: "energy_kwh" }] },
   { title: "Memory of the machine", unit: "GiB in use", value: format.fixed(1), zero: true, lines: [{ key: "host_ram_gib" }] },
   { title: "Load of the machine", unit: "mean over a minute", value: format.fixed(1), zero: true, lines: [{ key: "host_load" }] },
@@ -98,7 +98,8 @@ class Chart {
     Object.assign(this, { spec, onZoom, plot: null, drawn: "" });
     this.legend = make("ul", { className: "legend" });
     this.place = make("div", { className: "plot" });
-    const title = make("h3", {}, spec.title);
+    this.at = make("small", { className: "at" });
+    const title = make("h3", {}, this.at, spec.title);
     if (spec.unit) title.append(make("small", {}, spec.unit));
     this.card = make("article", { className: spec.large ? "chart large" : "chart", hidden: true },
       title, this.legend, this.place);
@@ -178,9 +179,10 @@ class Chart {
   showValues() {
     if (!this.plot) return;
     const { data, cursor } = this.plot;
+    const isOver = cursor.left >= 0 && cursor.idx != null;
+    setText(this.at, isOver ? AXES[this.view.axis].value(data[0][cursor.idx]) : "");
     for (const [index, element] of this.values) {
       const values = data[index];
-      const isOver = cursor.left >= 0 && cursor.idx != null;
       const at = nearest(values, isOver ? cursor.idx : values.length - 1);
       setText(element, values[at] == null ? NONE : this.spec.value(values[at]));
     }
@@ -193,22 +195,15 @@ class Chart {
     const isLog = Boolean(log && this.spec.log);
     const edges = this.lines.flatMap((line, index) => (line.isEdge && this.lines[index + 1]?.isEdge ? [index + 1] : []));
     return {
-      ...this.size(), legend: { show: false }, padding: [8, 8, 0, 0],
+      ...this.size(), legend: { show: false }, padding: [8, 24, 0, 0],
       scales: {
         x: { time: false, range: () => this.view.range },
-        y: isLog ? { distr: 3 } : {
-          range: (_, low, high) => {
-            if (low == null) return [0, 1];
-            if (this.spec.zero) return [0, high > 0 ? high * 1.08 : 1];
-            const room = (high - low || Math.abs(high) || 1) * 0.06;
-            return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
-          },
-        },
+        y: { distr: isLog ? 3 : 1, range: (_, low, high) => this.range(low, high, isLog) },
       },
       axes: [
         { ...common, size: 26, gap: 4, space: 64, ...(AXES[axis].steps && { incrs: AXES[axis].steps }),
           values: (_, ticks) => ticks.map((x) => AXES[axis].tick(x)) },
-        { ...common, gap: 4, space: 28,
+        { ...common, gap: 4, space: 28, ...(this.spec.steps && { incrs: this.spec.steps }),
           size: (_, texts) => 14 + 6.5 * Math.max(3, ...(texts ?? []).map((tick) => tick?.length ?? 0)),
           values: (_, ticks) => ticks.map((y) => (y == null ? null : format.short(y))) },
       ],
@@ -231,6 +226,19 @@ class Chart {
         }],
       },
     };
+  }
+
+  // The y range: from and to a tick of a log scale, else with some room.
+  range(low, high, isLog) {
+    if (low == null) return isLog ? [1, 10] : [0, 1];
+    if (isLog) {
+      const [below, above] = [low, high].map((y) => 10 ** Math.floor(Math.log10(y)));
+      const top = Math.ceil(high / above) * above;
+      return [Math.floor(low / below) * below, top > low ? top : 2 * top];
+    }
+    if (this.spec.zero) return [0, high > 0 ? high * 1.08 : 1];
+    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
   }
 
   series(line) {

@@ -114,10 +114,11 @@
     const box = make("input", { type: "checkbox" });
     const swatch = make("span", { className: "swatch" });
     swatch.style.background = `var(${colorOf(name)})`;
-    const more = () => make("span", { className: "more" });
+    const more = (kind) => make("span", { className: `more ${kind}` });
     const row = {
-      box, warnings: make("span", { className: "more warning" }), chip: make("span", { className: "chip" }),
-      doing: more(), steps: make("span", {}), bar: make("progress", { max: 1, value: 0 }), tokens: more(),
+      box, warnings: more("warning"), chip: make("span", { className: "chip" }),
+      doing: more("doing"), reason: more(""), steps: make("span", {}),
+      bar: make("progress", { max: 1, value: 0 }), tokens: more(""),
     };
     row.cells = LABELS.map((label) => {
       const cell = make("td", {});
@@ -126,7 +127,7 @@
     });
     row.element = make("tr", {},
       make("td", {}, make("label", { className: "run" }, box, swatch, make("b", { title: name }, name)), row.warnings),
-      make("td", {}, row.chip, row.doing), make("td", {}, row.steps, row.bar, row.tokens), ...row.cells);
+      make("td", {}, row.chip, row.doing, row.reason), make("td", {}, row.steps, row.bar, row.tokens), ...row.cells);
     box.addEventListener("change", () => choose(name, box.checked));
     return row;
   }
@@ -137,7 +138,8 @@
     setText(row.chip, run.status);
     row.chip.className = `chip ${CHIPS[run.status] ?? "warn"}`;
     const beat = isRunning && run.heartbeat_seconds != null && `heartbeat ${format.duration(run.heartbeat_seconds)} ago`;
-    setText(row.doing, [run.phase, run.reason, beat].filter(Boolean).join(" · "));
+    setText(row.doing, [run.phase, beat].filter(Boolean).join(" · "));
+    setText(row.reason, run.reason ?? "");
     setText(row.warnings, run.warnings.join("; "));
     const step = run.global_step == null ? null : run.global_step + 1;
     setText(row.steps, text(step, format.whole) + (run.num_steps ? ` of ${format.whole(run.num_steps)}` : ""));
