@@ -23,6 +23,7 @@ MODULES = {
     "sweep": "lab.sweep.sweep",
     "tokenizer": "lab.tokenizer",
     "tune": "lab.instruct.tune",
+    "watch": "lab.watch.watch",
 }
 
 
@@ -39,7 +40,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Train tokenizers; plan, sweep, evaluate, compare, generate, tune, judge and publish."""
+    """Train tokenizers; plan, sweep, watch, evaluate, compare, generate, tune, judge, publish."""
 
 
 def main() -> None:
