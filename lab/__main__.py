@@ -18,6 +18,7 @@ MODULES = {
     "evaluate": "lab.evaluate.evaluate",
     "generate": "lab.generate",
     "judge": "lab.instruct.judge",
+    "list": "lab.list_runs",
     "plan": "lab.plan.plan",
     "publish": "lab.publish.publish",
     "sweep": "lab.sweep.sweep",

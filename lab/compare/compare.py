@@ -32,8 +32,8 @@ WIDTH_WITHOUT_TERMINAL = 160  # characters
 @click.option("--html", "html_path", type=click.Path(path_type=Path), metavar="FILE",
               help="Also write the table and the charts as one HTML page.")
 @click.option("--charts", "charts_dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Directory for the charts. With --markdown, --csv or --json, charts are only drawn if"
-                   " this or --html is set.  [default: comparison, in --runs-dir]")
+              help="Directory for the charts. With --markdown, --csv or --json, charts are only"
+                   " drawn if this or --html is set.  [default: comparison, in --runs-dir]")
 @click.option("--to-loss-of", metavar="RUN",
               help="Show after how many tokens each run reached the final validation loss of RUN."
                    "  [default: of every other run, if there are 2 to 4]")

@@ -40,7 +40,7 @@ FITS, PROBABLY_FITS = "fits", "probably fits"
 FITS_IF_FAST, TOO_EXPENSIVE = "fits if fast", "too expensive"
 
 
-def _settings(run: Run) -> list[Setting]:
+def settings_of(run: Run) -> list[Setting]:
     """Return the settings of the two columns: one GPU, and several (computed for 8)."""
     precision = default_precision(run.train)
     return [Setting(run.model, run.train, precision, num_processes=n) for n in (1, 8)]

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 @click.option("--export", "export_path", metavar="FILE",
               type=click.Path(dir_okay=False, path_type=Path),
               help="Write the page as one HTML file as of now, and serve nothing.")
+@click.option("--text", "as_text", is_flag=True,
+              help="Show them in this terminal instead; serve nothing.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
-def command(runs: tuple[str, ...], port: int, export_path: Path | None, runs_dir: Path) -> None:
+def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text: bool,
+            runs_dir: Path) -> None:
     """Show RUNs, or all runs that have been launched, on a page that follows them.
 
     It is served to this machine only. Works while they train, and reads nothing but runs.
@@ -32,6 +35,10 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, runs_dir
     from lab.watch.answers import Watched
     from lab.watch.run_state import chosen_runs
 
+    if as_text:
+        from lab.watch.text import watch_text
+
+        return watch_text(runs_dir, tuple(dict.fromkeys(runs)))
     chosen_runs(runs_dir, runs)
     watched = Watched(runs_dir, tuple(dict.fromkeys(runs)))
     if export_path:
