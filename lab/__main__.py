@@ -20,11 +20,13 @@ MODULES = {
     "export-metrics": "lab.export_metrics",
     "generate": "lab.generate",
     "judge": "lab.instruct.judge",
+    "list": "lab.list_runs",
     "plan": "lab.plan.plan",
     "publish": "lab.publish.publish",
     "sweep": "lab.sweep.sweep",
     "tokenizer": "lab.tokenizer",
     "tune": "lab.instruct.tune",
+    "watch": "lab.watch.watch",
 }
 
 

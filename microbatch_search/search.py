@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from basics.curve_fits import Line, fit_line
-from basics.errors import UserError, print_line
+from basics.errors import UserError, print_error, print_line
 from basics.files import write_atomically
+from basics.json_output import print_json
 from microbatch_search.trial import Trial, Trials
 from processes.command_line import Options
 from processes.launch import Process
@@ -142,6 +143,17 @@ class Found:
         fitting = fitting[1:] if len(fitting) > 2 else fitting
         return _memory_line(fitting) if len(fitting) > 1 else None
 
+    def document(self, run: Run, world_size: int) -> dict[str, Any]:
+        """Return the result as a JSON document; None for what is not known."""
+        line = self.line
+        return {
+            "schema": "find-max-microbatch/1", "run": run.name, "world_size": world_size,
+            "largest": self.largest.microbatch_size, "fastest": self.fastest.microbatch_size,
+            "smallest_that_did_not_fit": smallest_failure(self.trials),
+            "memory_gib": line and {"fixed": line.intercept, "a_sequence": line.slope},
+            "trials": [asdict(trial) for trial in self.trials],
+        }
+
     def lines(self) -> list[str]:
         """Format the result for printing."""
         fastest = self.fastest
@@ -197,7 +209,7 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
     agreement.run("memory limit", lambda: _check_limit(process, options.memory_limit_gib))
     if options.save:
         agreement.run("batch", lambda: _check_batch(run, process.world_size))
-    print_on_main = print_line if process.is_main else (lambda _: None)
+    print_on_main = _printer(process, as_json=options.json)
     trials = Trials(run, process, agreement,
                     memory_limit_gib=options.memory_limit_gib, wrap=wrap)
 
@@ -218,8 +230,17 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
     found = Found(tried)
     print_on_main("\n".join(found.lines()))
     if options.save:
-        agreement.run("save", lambda: process.is_main and print_line(
+        agreement.run("save", lambda: process.is_main and print_on_main(
             save_microbatch(run, found.largest.microbatch_size, world_size=process.world_size)))
+    if options.json and process.is_main:
+        print_json(found.document(run, process.world_size))
+
+
+def _printer(process: Process, *, as_json: bool) -> Callable[[str], None]:
+    """Return how the search prints lines: on rank 0, and beside a document on standard error."""
+    if not process.is_main:
+        return lambda _: None
+    return print_error if as_json else print_line
 
 
 def _check_limit(process: Process, memory_limit_gib: float | None) -> None:

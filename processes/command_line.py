@@ -29,6 +29,7 @@ class Options:
     find_learning_rate: bool = False
     save: bool = False
     memory_limit_gib: float | None = None
+    json: bool = False
     began_at: int | None = None  # after a restart by torchrun: the step at which the launch began
 
     def check(self) -> None:
@@ -52,7 +53,8 @@ class Options:
         if self.find_max_microbatch or self.find_learning_rate:
             _refuse(no_search, f"cannot be used with {search}")
         if not self.find_max_microbatch:
-            _refuse({"--save": self.save, "--memory-limit-gib": self.memory_limit_gib},
+            _refuse({"--save": self.save, "--memory-limit-gib": self.memory_limit_gib,
+                     "--json": self.json},
                     f"needs {microbatch}")
 
 
@@ -86,6 +88,8 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
               help="With --find-max-microbatch: write the result into train.json.")
 @click.option("--memory-limit-gib", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
               help="With --find-max-microbatch: memory limit of a process; required on CPU.")
+@click.option("--json", is_flag=True,
+              help="With --find-max-microbatch: print the result as one JSON document.")
 def command_line(**options: Any) -> Options:
     """Train RUN, a directory in --runs-dir with a model.json and a train.json.
 

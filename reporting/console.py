@@ -76,7 +76,7 @@ class Console:
 
     def write_status(self, status: str, reason: str | None) -> None:
         """Write the run's status to `summary.json` before it has ended."""
-        write_status(self.run, status, reason, seconds=self.clock.read(), usd=self.clock.usd())
+        write_status(self.run, self.clock, status=status, reason=reason, num_steps=self.num_steps)
 
     def step(self) -> None:
         """Move the bar by one step."""
@@ -89,6 +89,8 @@ class Console:
             self.num_steps = self._bar.total = num_steps
             self.say(f"schedule fitted to the budget: {num_steps:,} steps ="
                      f" {num_steps * self.plan.tokens_per_step:,} tokens")
+            if self.is_active:
+                self.write_status("running", None)
 
     def report_steps(self, closed: ClosedWindow, window: WindowSummary,
                      machine: dict[str, Any]) -> None:

@@ -67,14 +67,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Lines cut short by a kill are left out, and records with numbers that are out of bounds.
     """
     try:
-        text = read_regular_file(path, max_bytes=MAX_RECORDS_BYTES)
+        return valid_records(read_regular_file(path, max_bytes=MAX_RECORDS_BYTES))
     except OSError:  # none yet, or refused by `check_records` at launch
         return []
-    return parse_records(text)
 
 
-def parse_records(text: str) -> list[dict[str, Any]]:
-    """Return the valid records among the lines of a text."""
+def valid_records(text: str) -> list[dict[str, Any]]:
+    """Parse lines of a `metrics.jsonl`; the others are left out, as `read_metrics` says."""
     records = []
     for line in text.split("\n"):
         if len(line) > MAX_RECORD_LENGTH:

@@ -97,10 +97,11 @@ def has_status(run: Run, status: str) -> bool:
         return False
 
 
-def write_status(run: Run, status: str, reason: str | None, *, seconds: dict[str, float],
-             usd: dict[str, float]) -> None:
-    """Write a `summary.json` with only a run's status, its reason and what it has spent."""
-    state = {"run": run.name, "status": status, "reason": reason, **_spent(seconds, usd)}
+def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None,
+                 num_steps: int) -> None:
+    """Write a `summary.json` with a run's status, its reason, its length and what it has spent."""
+    state = {"run": run.name, "status": status, "reason": reason, "num_steps": num_steps,
+             **_spent(clock.read(), clock.usd())}
     with suppress(OSError):
         write_atomically(run.summary_path, to_json(state, indent=2) + "\n")
 

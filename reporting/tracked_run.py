@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from basics.files import read_regular_file, write_atomically
 from reporting.metric_names import metrics_of, shown_step
-from reporting.metrics_file import parse_records
+from reporting.metrics_file import valid_records
 
 STATE_NAME = "tracker.json"  # in the run directory
 PIECE_BYTES = 2**20  # of metrics.jsonl that are read at once
@@ -97,7 +97,7 @@ class RecordReader:
         self.offset += len(whole)
         if not piece:
             self._check_same_file()
-        return parse_records(whole.decode(errors="replace"))
+        return valid_records(whole.decode(errors="replace"))
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -18,7 +18,7 @@ ORDER = ("benchmarks > ddp_train prepare_dataset lab > microbatch_search > train
          " > reporting > processes > gpt > ops > preparation > tokens > run_config > basics")
 RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in names.split()}
 ROOT_FILES = {"ddp_train", "gpt", "run_config", "checkpointing", "prepare_dataset"}
-WITHOUT_TORCH = ["preparation", "lab.plan", "tokens.batch_plan", "tokens.token_file",
+WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "tokens.token_file",
                  "tokens.tokenizer", "run_config", "processes.before_torch", "prepare_dataset",
                  "reporting.chart_process", "reporting.charts", "reporting.tracker_process",
                  "lab.export_metrics", "lab.doctor.examination"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from basics.errors import UserError, visible
+from basics.json_output import print_json
 
 if TYPE_CHECKING:
     from lab.compare.rows import Comparison
@@ -26,11 +27,13 @@ WIDTH_WITHOUT_TERMINAL = 160  # characters
 @click.option("--markdown", "form", flag_value="markdown", help="Print the table in Markdown.")
 @click.option("--csv", "form", flag_value="csv",
               help="Print CSV: more columns, all digits, no marks.")
+@click.option("--json", "form", flag_value="json",
+              help="Print one JSON document: the columns of CSV, and the notes.")
 @click.option("--html", "html_path", type=click.Path(path_type=Path), metavar="FILE",
               help="Also write the table and the charts as one HTML page.")
 @click.option("--charts", "charts_dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Directory for the charts. With --markdown or --csv, charts are only drawn if"
-                   " this or --html is set.  [default: comparison, in --runs-dir]")
+              help="Directory for the charts. With --markdown, --csv or --json, charts are only"
+                   " drawn if this or --html is set.  [default: comparison, in --runs-dir]")
 @click.option("--to-loss-of", metavar="RUN",
               help="Show after how many tokens each run reached the final validation loss of RUN."
                    "  [default: of every other run, if there are 2 to 4]")
@@ -44,13 +47,15 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
     """
     # Imported here so that --help is fast.
     from lab.compare.rows import compare
-    from lab.compare.tables import csv_table, html_page
+    from lab.compare.tables import comparison_document, csv_table, html_page
     from lab.compare.tokens_to_loss import tokens_to_loss
 
     comparison = compare(_results(runs_dir, runs, published=published))
     to_loss = tokens_to_loss(comparison, to_loss_of)
     if form == "csv":
         click.echo(visible(csv_table(comparison, to_loss)), nl=False)
+    elif form == "json":
+        print_json(comparison_document(comparison, to_loss))
     else:
         click.echo(visible(_tables(comparison, to_loss, form)))
     if form and not (html_path or charts_dir):

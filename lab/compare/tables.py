@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 from tabulate import tabulate
 
@@ -211,35 +212,43 @@ def csv_table(comparison: Comparison, to_loss: TokensToLoss | None = None) -> st
     Args:
         to_loss: fills its columns if it has one reference.
     """
-    has_reference = to_loss is not None and len(to_loss.references) == 1
-    spreads = {key: key.replace("loss", "loss_spread") for key in LOSS_NAMES}
-    names = ["run", "status", "differs", "num_seeds", *CSV_FIGURES, *spreads.values(),
-             "sorted_by", "is_within_spread", "test_slice", "tokens_to_loss", "usd_to_loss"]
     text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    rows = [values_of(comparison, row, to_loss) for row in comparison.rows]
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    for row in comparison.rows:
-        first = row.first
-        is_known = has_reference and row in to_loss.rows
-        reached = to_loss.cells[to_loss.rows.index(row)][0] if is_known else None
-        writer.writerow({
-            "run": ", ".join(result.name for result in row.results), "status": first.status,
-            "differs": row.differs or first.notes, "num_seeds": len(row.results),
-            **{key: _plain(getattr(row.figures, key)) for key in CSV_FIGURES},
-            **{name: _plain(row.spread.get(key)) for key, name in spreads.items()},
-            "sorted_by": comparison.sorted_by,
-            "is_within_spread": str(row.is_within_spread).lower(),
-            "test_slice": first.test_slice,
-            "tokens_to_loss": _plain(reached and reached.tokens),
-            "usd_to_loss": _plain(reached and reached.usd),
-        })
+    for row in rows:
+        writer.writerow({key: _plain(value) for key, value in row.items()})
     return text.getvalue()
 
 
-def _plain(value: float | None) -> str:
-    """Format a number, a whole one without an exponent; empty if it is not known."""
-    if value is None:
-        return ""
+def comparison_document(comparison: Comparison, to_loss: TokensToLoss | None) -> dict[str, Any]:
+    """Return a comparison as a JSON document: the columns of CSV; None for what is not known."""
+    return {"schema": "compare/1",
+            "rows": [values_of(comparison, row, to_loss) for row in comparison.rows],
+            "notes": comparison.notes}
+
+
+def values_of(comparison: Comparison, row: Row, to_loss: TokensToLoss | None) -> dict[str, Any]:
+    """Return the columns of CSV of one row."""
+    has_reference = to_loss is not None and len(to_loss.references) == 1 and row in to_loss.rows
+    reached = to_loss.cells[to_loss.rows.index(row)][0] if has_reference else None
+    return {
+        "run": ", ".join(result.name for result in row.results), "status": row.first.status,
+        "differs": row.differs or row.first.notes, "num_seeds": len(row.results),
+        **{key: getattr(row.figures, key) for key in CSV_FIGURES},
+        **{key.replace("loss", "loss_spread"): row.spread.get(key) for key in LOSS_NAMES},
+        "sorted_by": comparison.sorted_by, "is_within_spread": row.is_within_spread,
+        "test_slice": row.first.test_slice,
+        "tokens_to_loss": reached and reached.tokens, "usd_to_loss": reached and reached.usd,
+    }
+
+
+def _plain(value: str | bool | float | None) -> str:
+    """Format a value, a whole number without an exponent; empty if it is not known."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(int(value)) if value == int(value) else repr(value)
 
 

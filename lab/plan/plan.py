@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import click
 
 from basics.errors import UserError, visible
+from basics.json_output import print_json
+from lab.plan.document import plan_document
 from lab.plan.estimate import bytes_of_checkpoint, estimate
 from lab.plan.machines import known_machines, parse_machine
 from lab.plan.setting import num_parameters
@@ -30,10 +33,11 @@ CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
               help="Training tokens of the dataset; needed if min_train_tokens is -1.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
 def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: int | None,
-            runs_dir: Path) -> None:
+            **options: Any) -> None:
     """Estimate the memory, hours and dollars of RUN. Needs no GPU and no dataset."""
-    loaded = load_run(runs_dir, run)
+    loaded = load_run(options["runs_dir"], run)
     uses_all_tokens = loaded.train.min_train_tokens == -1
     if uses_all_tokens and tokens is None:
         raise UserError(f"{loaded.train_path}: min_train_tokens is -1 (all tokens of the dataset);"
@@ -44,17 +48,25 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
     if budget is not None and not math.isfinite(budget):
         raise UserError(f"--budget is {budget}; wanted US dollars")
     table = [*known_machines(), *map(parse_machine, machines)]
-    sources = SpeedSources.read(runs_dir)
+    sources = SpeedSources.read(options["runs_dir"])
     estimates = sorted((estimate(loaded, machine, tokens=tokens, sources=sources)
                         for machine in table), key=lambda found: found.usd.expected)
+    if options["as_json"]:
+        print_json(plan_document(loaded, estimates, num_tokens=_num_tokens(loaded, tokens),
+                                 budget=budget))
+        return
     sections = [_run_lines(loaded, tokens), memory_lines(loaded), card_lines(loaded),
                 batch_lines(loaded, estimates), cost_lines(loaded, estimates, budget=budget)]
     click.echo(visible("\n\n".join("\n".join(lines) for lines in sections)))
 
 
+def _num_tokens(run: Run, tokens: int | None) -> int:
+    return tokens if run.train.min_train_tokens == -1 else run.train.min_train_tokens
+
+
 def _run_lines(run: Run, tokens: int | None) -> list[str]:
     parameters, per_token = num_parameters(run.model), flops_per_token(run.model)
-    num_tokens = tokens if run.train.min_train_tokens == -1 else run.train.min_train_tokens
+    num_tokens = _num_tokens(run, tokens)
     chinchilla = CHINCHILLA_TOKENS_PER_PARAMETER
     return [
         f"{run.name}: {parameters:,} parameters; {num_tokens:,} tokens,"

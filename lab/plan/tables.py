@@ -40,7 +40,7 @@ FITS, PROBABLY_FITS = "fits", "probably fits"
 FITS_IF_FAST, TOO_EXPENSIVE = "fits if fast", "too expensive"
 
 
-def _settings(run: Run) -> list[Setting]:
+def settings_of(run: Run) -> list[Setting]:
     """Return the settings of the two columns: one GPU, and several (computed for 8)."""
     precision = default_precision(run.train)
     return [Setting(run.model, run.train, precision, num_processes=n) for n in (1, 8)]
@@ -49,7 +49,7 @@ def _settings(run: Run) -> list[Setting]:
 def memory_lines(run: Run) -> list[str]:
     """Show the memory peak by part, for the run's own microbatch."""
     size = run.train.microbatch_size
-    peaks = [peak_memory(setting, size) for setting in _settings(run)]
+    peaks = [peak_memory(setting, size) for setting in settings_of(run)]
     title = f"GiB at the peak, {default_precision(run.train)}, microbatch {size}"
     parts = {PART_NAMES[field.name]: [getattr(peak, field.name) for peak in peaks]
              for field in fields(Memory)} | {"total": [peak.total for peak in peaks]}
@@ -60,7 +60,7 @@ def memory_lines(run: Run) -> list[str]:
 
 def card_lines(run: Run) -> list[str]:
     """Show the largest microbatch that is expected to fit on cards of several sizes."""
-    settings = _settings(run)
+    settings = settings_of(run)
     sizes = [[f"{card} GiB", *(str(largest_microbatch(setting, usable_gib(card)) or "none")
                                for setting in settings)] for card in CARDS_GIB]
     return [*_table([["largest microbatch, by card", "one GPU", "several GPUs"], *sizes]),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from basics.errors import UserError, cannot_be_written, visible
+from basics.json_output import print_json, stdout_to_stderr
 
 if TYPE_CHECKING:
     from lab.sweep.changes import Changes
@@ -37,6 +38,7 @@ class Options:
     runs_dir: Path
     sweeps_dir: Path
     datasets_dir: Path
+    as_json: bool
 
 
 @click.command()
@@ -67,6 +69,8 @@ class Options:
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
+@click.option("--json", "as_json", is_flag=True,
+              help="Print one JSON document on standard output, and all else on standard error.")
 def command(**options: Any) -> None:
     """Train BASE and changes to it, one after the other, and compare them in one table.
 
@@ -77,6 +81,8 @@ def command(**options: Any) -> None:
     from lab.sweep.changes import parse_change, parse_range
     from lab.sweep.execution import Budget, Execution, Launch
     from lab.sweep.plan import Sweep, open_sweep
+    from lab.sweep.results import entries_of
+    from lab.sweep.table import sweep_document
     from run_config import load_run
 
     given = Options(**options)
@@ -91,10 +97,14 @@ def command(**options: Any) -> None:
     execution = Execution(launch, budget)
     new = Sweep.of(loaded, _directory(given.sweeps_dir, given.name or given.base),
                    num_processes=_num_processes(launch, loaded, wanted))
-    with open_sweep(new, wanted, given.seeds) as sweep:
+    with stdout_to_stderr(given.as_json), open_sweep(new, wanted, given.seeds) as sweep:
         with execution.handling_signals():
             sweep = _train(sweep, execution, stack=given.stack)
         _report(sweep, execution)
+        document = sweep_document(sweep, entries_of(sweep, execution.statuses),
+                                  execution.stop_reason)
+    if given.as_json:
+        print_json(document)
     sys.exit(execution.exit_status)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -85,6 +86,27 @@ def _cost_note(entries: list[Entry]) -> str:
     seconds = sum(one.seconds or 0.0 for one in figures)
     usd = [one.usd for one in figures if one.usd is not None]
     return f"all runs: {duration(seconds)}" + (f", US${dollars(sum(usd))}" if usd else "")
+
+
+def sweep_document(sweep: Sweep, entries: list[Entry], stop_reason: str | None) -> dict[str, Any]:
+    """Return the result of a sweep as a JSON document; None for what is not known."""
+    return {"schema": "sweep/1", "sweep": str(sweep.sweep_dir), "base": sweep.base.name,
+            "stop_reason": stop_reason or None, "variants": [_values(entry) for entry in entries],
+            "notes": notes_of(sweep, entries)}
+
+
+def _values(entry: Entry) -> dict[str, Any]:
+    compares = entry.difference is not None and not entry.validates_on_other_tokens
+    return {
+        "name": entry.variant.name, "changes": entry.variant.changes,
+        "runs": [{"run": str(found.run.run_dir), "state": found.state, "loss": found.loss}
+                 for found in entry.outcomes],
+        "loss": entry.loss, "difference": entry.difference.mean if compares else None,
+        "interval": entry.difference.interval if compares else None,
+        "against_noise": entry.verdict or None,
+        "tokens_to_baselines_loss": entry.reached.tokens if entry.pairs and entry.reached else None,
+        "seconds": entry.mean("seconds"), "usd": entry.mean("usd"),
+    }
 
 
 def terminal_table(entries: list[Entry]) -> str:

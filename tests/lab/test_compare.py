@@ -30,6 +30,7 @@ from lab.compare.run_results import find_results
 from lab.compare.student import t_95
 from lab.compare.tables import csv_table, html_page, markdown_table, terminal_table
 from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached, tokens_to_loss
+from tests.support.json_schemas import checked
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_MODEL,
@@ -941,3 +942,15 @@ def test_bits_per_byte_of_the_same_text_decide(runs: Runs) -> None:
     assert comparison.notes[0].endswith("so losses (nats per token) do not compare")
     assert csv_rows(comparison)["a"]["test_bits_per_byte"] == "1.2"
     assert "†" not in everything(comparison)
+
+
+def test_the_comparison_is_a_json_document_with_the_columns_of_csv(runs: Runs) -> None:
+    for name, loss in (("a", 3.0), ("b", 3.1)):
+        runs.add(name, losses=(3.2, loss, None), train={"learning_rate": loss})
+    document = checked(runs.run("--json").stdout)
+    first = next(csv.DictReader(io.StringIO(runs.run("--csv").stdout)))
+    row = document.rows[0]
+    assert list(first) == list(type(row).model_fields)
+    assert (row.run, row.validation_loss, row.test_loss, row.is_within_spread) == (
+        "a", 3.0, None, False)
+    assert first["validation_loss"] == "3" and first["test_loss"] == "" and document.notes

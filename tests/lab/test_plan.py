@@ -13,6 +13,8 @@ from lab.plan.machines import Machine, known_machines, parse_machine
 from lab.plan.speed_sources import SpeedSources
 from lab.plan.tables import verdict
 from run_config import Run, load_run
+from tests.support.json_schemas import checked
+from tests.support.lab_cli import run_lab
 from tests.support.plan_output import (
     BIG,
     HOURS,
@@ -273,3 +275,17 @@ def test_plan_does_not_import_torch_and_writes_no_files(workplace: Workplace) ->
     modules = json.loads(result.stdout.splitlines()[-1])
     assert "torch" not in modules and "matplotlib" not in modules
     assert workplace.files() == before
+
+
+def test_the_plan_is_a_json_document_with_the_figures_of_the_tables() -> None:
+    document = checked(run_lab("plan", "8xa100m40", "--json", "--budget", "40").stdout)
+    assert document.parameters == 163_009_536 and document.checkpoint_bytes == 1_956_114_432
+    for parts in document.memory_bytes.values():
+        assert sum(size for part, size in parts.items() if part != "total") == parts["total"]
+    machine = next(found for found in document.machines if found.name == "8x A100-40")
+    assert (machine.microbatch_size, machine.global_batch_size, machine.steps,
+            machine.checkpoints) == (13, 104, 30_614, 50)
+    assert machine.usd.low < machine.usd.expected < machine.usd.high and machine.budget
+    odd = checked(run_lab("plan", "gpt2-small-muon", "--json", "--machine", "odd=7xH100@9").stdout)
+    assert [(found.name, found.steps) for found in odd.machines
+            if found.reason == "batch not divisible"] == [("odd", None)]

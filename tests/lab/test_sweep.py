@@ -22,6 +22,7 @@ from lab.sweep.execution import Launch
 from tests.support import stub_trainer
 from tests.support.checkpoints import save
 from tests.support.in_process import contents
+from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.runs import wait_for
 from tests.support.workplace import PROJECT_DIR, Workplace, draw_bare, read_lines
@@ -465,3 +466,16 @@ def test_the_command_of_a_run(tmp_path: Path) -> None:
                                 "--nproc_per_node=8", str(execution.SCRIPT)]
     placed = Launch(Path("data"), torchrun=("--rdzv-backend=c10d",)).command(tmp_path)
     assert "--standalone" not in placed
+
+
+def test_the_result_is_a_json_document_and_all_else_goes_to_stderr(
+    sweeps: Sweeps, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = sweeps.run("--change", "drop_rate=0.5", "--seeds", "2", "--json")
+    document = checked(succeeded(result).stdout)
+    assert not capfd.readouterr().out and "[1/4] baseline, seed 42" in result.stderr
+    baseline, changed = document.variants
+    assert (baseline.difference, changed.against_noise) == (None, "worse")
+    assert changed.changes == {"drop_rate": 0.5} and len(changed.runs) == 2
+    low, high = changed.interval
+    assert low < changed.difference < high and document.stop_reason is None

@@ -32,6 +32,7 @@ from microbatch_search.trial import Trial
 from processes.command_line import Options, read_command_line
 from processes.launch import Process
 from run_config import load_run
+from tests.support.json_schemas import checked
 from tests.support.one_process import AgreementOfOne
 from tests.support.workplace import (
     PROJECT_DIR,
@@ -190,6 +191,19 @@ def test_trials_and_result_are_printed_and_saved(
     assert json.loads(path.read_text())["microbatch_size"] == 4
 
 
+def test_the_result_is_a_json_document_and_all_else_goes_to_stderr(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workplace.add_run()
+    simulated_search(workplace, monkeypatch, capacity=3.7, json=True)
+    output = capsys.readouterr()
+    document = checked(output.out)
+    assert document.largest == 5 and document.smallest_that_did_not_fit == 6
+    assert document.memory_gib == pytest.approx({"fixed": 1.0, "a_sequence": 0.5})
+    assert [trial.fits for trial in document.trials if trial.microbatch_size == 6] == [False]
+    assert "largest microbatch: 5\n" in output.err
+
+
 class MemoryOfEagerCode(Memory):
     """Memory of trials that could not be compiled, but for the first."""
 
@@ -236,6 +250,7 @@ def test_a_search_that_is_impossible_says_why(
     (["--usd-per-hour", "nan"], "--usd-per-hour is nan"),
     (["--save"], "--save .* --find-max-microbatch"),
     (["--memory-limit-gib", "3"], "--memory-limit-gib .* --find-max-microbatch"),
+    (["--json"], "--json .* --find-max-microbatch"),
 ])
 def test_options_that_contradict_each_other_are_refused(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str

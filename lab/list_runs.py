@@ -1,0 +1,49 @@
+"""`lab list`: all runs with their status, progress and last losses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from basics.errors import visible
+from basics.json_output import print_json
+
+HEADS = ["run", "status", "step", "loss", "validation\nloss", "time", "US$"]
+NEW = "not launched"
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
+              show_default=True)
+def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
+    """List all runs, or RUNs: status, progress, last losses, what they have cost.
+
+    Works while they train.
+    """
+    # Imported here so that --help is fast.
+    from tabulate import tabulate
+
+    from lab.watch.run_state import chosen_runs, read_state
+    from lab.watch.text import figures
+
+    states = [read_state(runs_dir, name) for name in chosen_runs(runs_dir, runs)]
+    new = [] if runs else _not_launched(runs_dir, {state.name for state in states})
+    if as_json:
+        print_json({"schema": "list/1", "runs": [
+            *(asdict(state) for state in states),
+            *({"name": name, "status": NEW} for name in new)]})
+        return
+    rows = [[state.name, f"{state.status} ({state.reason})" if state.reason else state.status,
+             *figures(state)] for state in states]
+    rows += [[name, NEW, *["-"] * 5] for name in new]
+    click.echo(visible(tabulate(rows, headers=HEADS, disable_numparse=True,
+                                colalign=["left", "left", *["right"] * 5])))
+
+
+def _not_launched(runs_dir: Path, launched: set[str]) -> list[str]:
+    """Return the names of the runs that have a config only."""
+    return sorted({path.parent.name for path in runs_dir.glob("*/train.json")} - launched)

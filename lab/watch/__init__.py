@@ -1,0 +1,1 @@
+"""`lab watch`: training runs while they train, in the browser and in the terminal."""

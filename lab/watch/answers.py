@@ -1,0 +1,126 @@
+"""What the page asks for: runs and their states, points of their lines, their samples."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from basics.errors import UserError, visible
+from lab.watch.columns import KEYS, Columns, columns_of
+from lab.watch.files import identity_of, read_part
+from lab.watch.run_state import is_launched, launched_runs, read_state
+from lab.watch.thinning import first_changed, thin
+
+MAX_RUNS = 200
+MIN_POINTS, MAX_POINTS = 100, 2000  # of one line
+SAMPLES_BYTES, MAX_SAMPLES, MAX_TEXT = 2**18, 40, 4000  # the end of the file; newest; characters
+MAX_STEP = 2**40
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The runs that are watched: some of a directory, or all that have been launched."""
+
+    runs_dir: Path
+    names: tuple[str, ...] = ()
+
+    def runs(self) -> Answer:
+        """Return the states of the runs. The most recently changed ones, if there are many."""
+        try:
+            launched = launched_runs(self.runs_dir)
+        except UserError:  # removed meanwhile, or not mounted
+            launched = []
+        found = [self._run(name) for name in launched if not self.names or name in self.names]
+        newest = sorted(found, key=lambda run: -run["changed"])[:MAX_RUNS]
+        return {"runs": sorted(newest, key=lambda run: run["name"])}
+
+    def _run(self, name: str) -> Answer:
+        run_dir = self.runs_dir / name
+        identities = {key: identity_of(run_dir / f"{key}.jsonl") for key in ("metrics", "samples")}
+        changed = [found.mtime_ns / 1e9 for found in
+                   (*identities.values(), identity_of(run_dir / "summary.json")) if found]
+        versions = {key: f"{found.inode}-{found.size}-{found.mtime_ns}" if found else ""
+                    for key, found in identities.items()}
+        return asdict(read_state(self.runs_dir, name)) | versions | {
+            "changed": max(changed, default=0.0)}
+
+    def has(self, name: str) -> bool:
+        """Return whether this is one of the runs."""
+        return (not self.names or name in self.names) and is_launched(self.runs_dir, name)
+
+    def series(self, name: str, axis: str, *, max_points: int = MAX_POINTS,
+               since: str = "") -> Answer:
+        """Return the points of each line of a run, or those that have changed since an answer.
+
+        Args:
+            name: one that `has` accepts.
+            axis: one of `AXES`.
+            since: the `version` of the earlier answer. Of each of its lines, the first `keep`
+                points stay; the others are replaced.
+        """
+        with columns_of(self.runs_dir / name / "metrics.jsonl").updated() as columns:
+            head = f"{columns.version}-{axis}-{max_points}-"
+            number = since.removeprefix(head)
+            is_known = since.startswith(head) and number.isdecimal() and len(number) < 12
+            rows_before = int(number) if is_known else 0
+            x = columns.axis(axis)
+            lines = {key: _line(columns, key, x, max_points=max_points, rows_before=rows_before)
+                     for key in KEYS if columns.series[key].rows}
+            return {"version": f"{head}{columns.num_rows}", "lines": lines}
+
+    def samples(self, name: str) -> Answer:
+        """Return a run's newest samples, the newest first, with orders to a terminal escaped."""
+        path, found = self.runs_dir / name / "samples.jsonl", []
+        with suppress(OSError):
+            size = path.lstat().st_size
+            content = read_part(path, max(0, size - SAMPLES_BYTES), max_bytes=SAMPLES_BYTES)
+            for line in reversed(content.split(b"\n")):
+                if (sample := _sample(line)) and len(found) < MAX_SAMPLES:
+                    found.append(sample)
+        return {"samples": sorted(found[::-1], key=lambda sample: -sample["step"])}
+
+
+def _line(columns: Columns, key: str, x: np.ndarray, *, max_points: int,
+          rows_before: int) -> Answer:
+    series = columns.series[key]
+    rows, values = np.array(series.rows), np.array(series.values)
+    picked = thin(values, max_points)
+    at = x[rows[picked]]
+    with np.errstate(invalid="ignore"):
+        is_drawn = np.isfinite(at) & (at >= np.fmax.accumulate(at))  # a line goes to the right
+    picked, at = picked[is_drawn], at[is_drawn]
+    before = int(np.searchsorted(rows, rows_before))
+    keep = int(np.searchsorted(picked, first_changed(before, len(values), max_points)))
+    return {"keep": keep, "x": [_short(n, 10) for n in at[keep:].tolist()],
+            "y": [_short(n, 8) for n in values[picked[keep:]].tolist()]}
+
+
+def _short(value: float, digits: int) -> float | int:
+    """Return a number with so many digits, as few characters of JSON."""
+    value = float(f"{value:.{digits}g}")
+    return int(value) if value.is_integer() else value
+
+
+def _sample(line: bytes) -> Answer | None:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    step, prompt, text = (values.get(key) for key in ("global_step", "prompt", "text"))
+    if type(step) is not int or not 0 <= step < MAX_STEP:
+        return None
+    if not isinstance(prompt, str) or not isinstance(text, str):
+        return None
+    return {"step": step + 1, "prompt": visible(prompt[:MAX_TEXT]),
+            "text": visible(text[:MAX_TEXT])}
+
+

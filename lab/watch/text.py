@@ -1,0 +1,159 @@
+"""`lab watch --text`: the state of runs in a terminal, drawn anew while they train."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from basics.errors import one_line
+from lab.compare.formats import dollars, short_count
+from lab.watch.answers import Watched
+from lab.watch.run_state import RunState, chosen_runs, launched_runs, read_state
+from reporting.summary import duration
+
+SECONDS_BETWEEN = 2.0
+BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_SPARKLINE, LABEL_WIDTH = 80, 12  # characters
+MAX_SAMPLES = 2  # the newest ones of a run
+STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat": "red"}
+
+
+def watch_text(runs_dir: Path, names: tuple[str, ...]) -> None:
+    """Show runs until Ctrl-C; once, if standard output is no terminal.
+
+    Raises:
+        UserError: a run does not exist or has not been launched.
+    """
+    chosen_runs(runs_dir, names)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.print(screen(runs_dir, names, console.width))
+        sys.stdout.flush()
+        return
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False,
+                                           vertical_overflow="crop") as live:
+        while True:
+            live.update(screen(runs_dir, names, console.width), refresh=True)
+            time.sleep(SECONDS_BETWEEN)
+
+
+def screen(runs_dir: Path, names: Sequence[str], width: int) -> RenderableType:
+    """Return all that is shown: runs that train first, a panel for each; the rest in a table.
+
+    Args:
+        names: of runs; empty for all that have been launched.
+        width: of the terminal, in characters.
+    """
+    found = [read_state(runs_dir, name) for name in names or launched_runs(runs_dir)]
+    with_panel = [state for state in found if state.is_running or names]
+    others = [state for state in found if state not in with_panel]
+    parts: list[RenderableType] = [_panel(runs_dir, state, width) for state in with_panel]
+    if others:
+        parts.append(_table(others))
+    return Group(*parts) if parts else Text("no run has been launched yet")
+
+
+def _panel(runs_dir: Path, state: RunState, width: int) -> Panel:
+    watched = Watched(runs_dir, (state.name,))
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(width=LABEL_WIDTH, style="dim")
+    rows.add_column(overflow="fold")
+    for label, content in [("progress", _progress(state)), *_loss_rows(watched, state, width),
+                           ("speed", _speed(state)), ("cost", _spent(state))]:
+        if content:
+            rows.add_row(label, content)
+    for warning in state.warnings:
+        rows.add_row("warning", Text(one_line(warning), style="yellow"))
+    for sample in watched.samples(state.name)["samples"][:MAX_SAMPLES]:
+        rows.add_row(f"step {sample['step']:,}", Text(one_line(sample["prompt"] + sample["text"])))
+    return Panel(rows, title=Text(state.name, style="bold"), title_align="left",
+                 subtitle=_status(state), subtitle_align="left")
+
+
+def _status(state: RunState) -> Text:
+    words = [state.status, *([f"in {state.phase}"] if state.phase else []),
+             *([f"({state.reason})"] if state.reason else [])]
+    return Text(one_line(" ".join(words)), style=STYLES.get(state.status, "yellow"))
+
+
+def _progress(state: RunState) -> RenderableType | None:
+    if state.global_step is None or not state.num_steps:
+        return None
+    line = Table.grid(padding=(0, 2))
+    done = state.global_step + 1
+    line.add_row(ProgressBar(total=state.num_steps, completed=done, width=30),
+                 Text(f"{done / state.num_steps:.0%}, step {done:,} of {state.num_steps:,}"
+                      + (f", {duration(state.seconds_left)} left" if state.seconds_left else "")))
+    return line
+
+
+def _loss_rows(watched: Watched, state: RunState, width: int) -> list[tuple[str, Text]]:
+    """Return the last losses, each with a line of its course where there is one."""
+    room = max(10, min(MAX_SPARKLINE, width - LABEL_WIDTH - 20))
+    lines = watched.series(state.name, "steps")["lines"]
+    rows = []
+    for label, key, last in (("loss", "train_loss", state.train_loss),
+                             ("validation", "validation_loss", state.validation_loss)):
+        if last is not None:
+            course = sparkline(lines.get(key, {"y": []})["y"], room)
+            rows.append((label, Text(f"{last:.4f}  {course}")))
+    return rows
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as blocks, one character for each of `width` means; empty for fewer than two.
+
+    The scale is that of the last nine tenths: the steep beginning of a loss is cut off.
+    """
+    if len(values) < 2:
+        return ""
+    parts = np.array_split(np.asarray(values), min(width, len(values)))
+    means = np.array([part.mean() for part in parts])
+    low, high = means.min(), means[len(means) // 10:].max()
+    scaled = (means - low) / (high - low) if high > low else np.zeros(len(means))
+    return "".join(BLOCKS[round(level * (len(BLOCKS) - 1))] for level in scaled.clip(0, 1))
+
+
+def _speed(state: RunState) -> str:
+    words = [f"{state.tokens_per_second:,.0f} tokens/s" if state.tokens_per_second else "",
+             f"{state.mfu:.1%} MFU" if state.mfu else "",
+             f"{state.memory_gib:.1f} GiB" if state.memory_gib else "",
+             f"{short_count(state.tokens)} tokens" if state.tokens else ""]
+    return ", ".join(filter(None, words))
+
+
+def _spent(state: RunState) -> str:
+    words = [duration(state.seconds) if state.seconds else "",
+             f"US${dollars(state.usd)}" if state.usd is not None else ""]
+    return ", ".join(filter(None, words))
+
+
+def _table(states: list[RunState]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for heading in ("run", "status", "step", "loss", "validation", "time", "US$"):
+        table.add_column(heading, justify="left" if heading in ("run", "status") else "right")
+    for state in states:
+        table.add_row(Text(state.name), _status(state), *figures(state))
+    return table
+
+
+def figures(state: RunState) -> list[str]:
+    """Return the cells of a run's figures: step, losses, time, dollars."""
+    step = "-" if state.global_step is None else f"{state.global_step + 1:,}"
+    if state.num_steps:
+        step += f"/{state.num_steps:,}"
+    losses = ["-" if loss is None else f"{loss:.4f}"
+              for loss in (state.train_loss, state.validation_loss)]
+    return [step, *losses, "-" if state.seconds is None else duration(state.seconds),
+            "-" if state.usd is None else dollars(state.usd)]

@@ -1,0 +1,71 @@
+"""`lab watch`: a page of training runs that follows them while they train."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from basics.errors import cannot_be_written, visible
+
+if TYPE_CHECKING:
+    from lab.watch.answers import Watched
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True,
+              help="Port of 127.0.0.1; 0 lets the system choose.")
+@click.option("--export", "export_path", metavar="FILE",
+              type=click.Path(dir_okay=False, path_type=Path),
+              help="Write the page as one HTML file as of now, and serve nothing.")
+@click.option("--text", "as_text", is_flag=True,
+              help="Show them in this terminal instead; serve nothing.")
+@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
+              show_default=True)
+def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text: bool,
+            runs_dir: Path) -> None:
+    """Show RUNs, or all runs that have been launched, on a page that follows them.
+
+    It is served to this machine only. Works while they train, and reads nothing but runs.
+    """
+    # Imported here so that --help is fast.
+    from lab.watch.answers import Watched
+    from lab.watch.run_state import chosen_runs
+
+    if as_text:
+        from lab.watch.text import watch_text
+
+        return watch_text(runs_dir, tuple(dict.fromkeys(runs)))
+    chosen_runs(runs_dir, runs)
+    watched = Watched(runs_dir, tuple(dict.fromkeys(runs)))
+    if export_path:
+        _export(watched, export_path)
+    else:
+        _serve(watched, port)
+
+
+def _export(watched: Watched, path: Path) -> None:
+    from basics.files import write_atomically
+    from lab.watch.export import exported_page
+
+    try:
+        write_atomically(path, exported_page(watched))
+    except OSError as error:
+        raise cannot_be_written(path, error) from None
+    click.echo(visible(f"written: {path}"))
+
+
+def _serve(watched: Watched, port: int) -> None:
+    """Serve until Ctrl-C."""
+    from lab.watch.server import Server
+
+    with Server(watched, port) as server:
+        number = server.server_port
+        click.echo(visible(
+            f"{watched.runs_dir} at {server.address} (Ctrl-C ends it)\n"
+            f"from another machine: ssh -N -L {number}:127.0.0.1:{number} HOST"))
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()

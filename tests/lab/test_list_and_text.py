@@ -1,0 +1,137 @@
+"""`lab list` and `lab watch --text`: what they show of runs, also of hostile and damaged ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lab.watch import text
+from lab.watch.text import BLOCKS, screen, sparkline
+from tests.support.json_schemas import checked
+from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.workplace import PROJECT_DIR, Workplace
+
+HOSTILE = "\x1b]0;x\x07[red]<b>"
+
+
+@pytest.fixture
+def runs_dir(workplace: Workplace) -> Path:
+    """A run that trains, one that was finished, one that was killed, one that is new."""
+    for name in ("trains", "finished", "killed", "new"):
+        run_dir = workplace.add_run(name)
+        if name != "new":
+            write_run(run_dir, "finished" if name == "finished" else "running")
+    (workplace.runs_dir / "trains/heartbeat.json").write_text('{"phase": "training"}')
+    beat = workplace.runs_dir / "killed/heartbeat.json"
+    beat.write_text("{}")
+    os.utime(beat, (time.time() - 10**5,) * 2)
+    return workplace.runs_dir
+
+
+def write_run(run_dir: Path, status: str) -> None:
+    steps = range(100) if status == "finished" else range(40)
+    (run_dir / "summary.json").write_text(json.dumps(
+        {"status": status, "reason": None, "num_steps": 100, "global_step": steps[-1]}))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(
+        {"global_step": step, "tokens": 1000 * (step + 1), "seconds": 2.0 * (step + 1),
+         "usd": 0.01 * (step + 1), "train_loss": 5 - step / 50, "tokens_per_second": 500.0}
+    ) + "\n" for step in steps))
+    (run_dir / "samples.jsonl").write_text(json.dumps(
+        {"global_step": 9, "prompt": "Once", "text": f" upon {HOSTILE}"}) + "\n")
+
+
+def shown(runs_dir: Path, *names: str, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(screen(runs_dir, names, width))
+    return console.file.getvalue()
+
+
+def test_all_runs_are_listed_with_their_status_and_progress(runs_dir: Path) -> None:
+    output = succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in output.splitlines()[3:]}
+    assert rows == {
+        "finished": "finished 100/100 3.0200 - 3:20 1.00",
+        "killed": "no heartbeat 40/100 4.2200 - 1:20 0.4000",
+        "trains": "running 40/100 4.2200 - 1:20 0.4000",
+        "new": "not launched - - - - -"}
+
+
+def test_the_list_is_a_json_document(runs_dir: Path) -> None:
+    document = checked(run_lab("list", "--json", "--runs-dir", str(runs_dir)).stdout)
+    states = {state.name: state for state in document.runs}
+    assert states["trains"].seconds_left == pytest.approx(120)
+    assert states["new"].status == "not launched" and states["killed"].warnings
+    one = checked(run_lab("list", "finished", "--json", "--runs-dir", str(runs_dir)).stdout)
+    assert [state.name for state in one.runs] == ["finished"]
+
+
+@pytest.mark.parametrize("verb", [["list"], ["watch", "--text"]])
+def test_a_run_that_is_unknown_is_one_line(verb: list[str], runs_dir: Path) -> None:
+    line = error_line(run_lab(*verb, "none", "--runs-dir", str(runs_dir)))
+    assert "no run 'none'; trained runs: finished, killed, trains" in line
+
+
+def test_a_run_that_trains_has_a_panel_and_the_others_a_row(runs_dir: Path) -> None:
+    output = shown(runs_dir)
+    panel, table = output[:output.rindex("╯")], output[output.rindex("╯"):]
+    for part in ("trains", "40%, step 40 of 100, 2:00 left", "4.2200  █", "500 tokens/s",
+                 "1:20, US$0.4000", "running in training", "step 10", "Once upon"):
+        assert part in panel, part
+    assert "finished" in table and "no heartbeat" in table and "100/100" in table
+    assert "killed" in shown(runs_dir, "killed") and "may have been killed" in shown(
+        runs_dir, "killed")
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_hostile_text_is_shown_and_nothing_is_wider_than_the_terminal(
+    runs_dir: Path, width: int
+) -> None:
+    output = shown(runs_dir, width=width)
+    assert "\x1b]0" not in output and "\x07" not in output
+    assert "[red]<b>" in "".join(line.strip("│ ") for line in output.splitlines())
+    assert max(map(len, output.splitlines())) <= width
+
+
+def test_the_sparkline_shows_the_course_whatever_the_scale_of_the_first_steps() -> None:
+    falling = [10.0, *(3 - step / 100 for step in range(99))]
+    drawn = sparkline(falling, 50)
+    assert len(drawn) == 50 and drawn[0] == drawn[5] == BLOCKS[-1] and drawn[-1] == BLOCKS[0]
+    assert [BLOCKS.index(block) for block in drawn] == sorted(
+        (BLOCKS.index(block) for block in drawn), reverse=True)
+    assert sparkline([1.0], 50) == "" and set(sparkline([2.0, 2.0], 9)) == {BLOCKS[0]}
+
+
+def test_a_terminal_is_drawn_anew_until_control_c(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(text, "Console", lambda **_: Console(
+        file=terminal, width=100, height=60, force_terminal=True, color_system=None))
+    sleeps = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 2:
+            raise KeyboardInterrupt
+        summary = json.loads((runs_dir / "trains/summary.json").read_text())
+        (runs_dir / "trains/summary.json").write_text(json.dumps(summary | {"global_step": 77}))
+
+    monkeypatch.setattr(text.time, "sleep", sleep)
+    text.watch_text(runs_dir, ("trains",))
+    first, _, second = terminal.getvalue().partition("step 40 of 100")
+    assert first and "78%, step 78 of 100" in second
+
+
+def test_without_a_terminal_it_is_shown_once(runs_dir: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "lab", "watch", "--text", "--runs-dir", runs_dir],
+        cwd=PROJECT_DIR, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "step 40 of 100" in result.stdout, result.stderr

@@ -1,0 +1,175 @@
+"""The shape of each JSON document that a command prints with --json; nothing else is in it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Low(_Part):
+    low: float
+    expected: float
+    high: float
+
+
+class Machine(_Part):
+    name: str
+    gpu: str
+    num_gpus: int
+    usd_per_hour: float
+    largest_microbatch: int
+    reason: str | None
+    microbatch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    global_batch_size: int | None = None
+    steps: int | None = None
+    checkpoints: int | None = None
+    hours: Low | None = None
+    usd: Low | None = None
+    mfu: float | None = None
+    source: str | None = None
+    validation_share: dict[Literal["rank0", "all"], float] | None = None
+    budget: str | None = None
+
+
+class Plan(_Part):
+    schema_: Literal["plan/1"]
+    run: str
+    parameters: int
+    tokens: int
+    flops_per_token: float
+    checkpoint_bytes: int
+    memory_bytes: dict[Literal["one_gpu", "several_gpus"], dict[str, float]]
+    largest_microbatch: list[dict[Literal["card_gib", "one_gpu", "several_gpus"], int]]
+    machines: list[Machine]
+
+
+class State(_Part):
+    name: str
+    status: str
+    reason: str | None = None
+    phase: str | None = None
+    heartbeat_seconds: float | None = None
+    global_step: int | None = None
+    num_steps: int | None = None
+    tokens: float | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    seconds: float | None = None
+    usd: float | None = None
+    seconds_left: float | None = None
+    memory_gib: float | None = None
+    warnings: list[str] = []
+
+
+class List(_Part):
+    schema_: Literal["list/1"]
+    runs: list[State]
+
+
+class Compared(_Part):
+    run: str
+    status: str
+    differs: str
+    num_seeds: int
+    global_batch_size: float | None
+    microbatch_size: float | None
+    tokens: float | None
+    steps: float | None
+    train_loss: float | None
+    validation_loss: float | None
+    test_loss: float | None
+    validation_bits_per_byte: float | None
+    test_bits_per_byte: float | None
+    ift_score: float | None
+    seconds: float | None
+    seconds_without_validation: float | None
+    tokens_per_second: float | None
+    usd: float | None
+    usd_without_validation: float | None
+    usd_per_megatoken: float | None
+    usd_per_megatoken_without_validation: float | None
+    test_loss_spread: float | None
+    validation_loss_spread: float | None
+    train_loss_spread: float | None
+    sorted_by: str
+    is_within_spread: bool
+    test_slice: str
+    tokens_to_loss: float | None
+    usd_to_loss: float | None
+
+
+class Compare(_Part):
+    schema_: Literal["compare/1"]
+    rows: list[Compared]
+    notes: list[str]
+
+
+class SweptRun(_Part):
+    run: str
+    state: str
+    loss: float | None
+
+
+class Variant(_Part):
+    name: str
+    changes: dict[str, Any]
+    runs: list[SweptRun]
+    loss: float | None
+    difference: float | None
+    interval: list[float] | None
+    against_noise: str | None
+    tokens_to_baselines_loss: float | None
+    seconds: float | None
+    usd: float | None
+
+
+class Sweep(_Part):
+    schema_: Literal["sweep/1"]
+    sweep: str
+    base: str
+    stop_reason: str | None
+    variants: list[Variant]
+    notes: list[str]
+
+
+class TrialOf(_Part):
+    microbatch_size: int
+    fits: bool
+    allocated_gib: float | None
+    reserved_gib: float | None
+    demand_gib: float | None
+    capacity_gib: float | None
+    tokens_per_second: float | None
+    why_eager: str
+
+
+class Search(_Part):
+    schema_: Literal["find-max-microbatch/1"]
+    run: str
+    world_size: int
+    largest: int
+    fastest: int
+    smallest_that_did_not_fit: int | None
+    memory_gib: dict[Literal["fixed", "a_sequence"], float] | None
+    trials: list[TrialOf]
+
+
+DOCUMENTS = {kind.model_fields["schema_"].annotation.__args__[0]: kind
+             for kind in (Plan, List, Compare, Sweep, Search)}
+
+
+def checked(printed: str) -> Any:
+    """Return the one document in what a command printed, as its model."""
+    document = json.loads(printed)
+    assert next(iter(document)) == "schema"
+    kind = DOCUMENTS[document["schema"]]
+    return kind.model_validate({"schema_": document.pop("schema")} | document)
