@@ -157,7 +157,8 @@ def test_after_a_run_without_torchrun_and_never_again(workplace: Workplace) -> N
     workplace.add_dataset()
     said = workplace.root / "said"
     command = f"env > {said}; cp $DDP_TRAIN_RUN_DIR/summary.json {said}.json; exit 3"
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", "--when-done", command)
+    two_processes = ("--nproc-per-node", "2")
+    result = workplace.ddp_train("tiny", *two_processes, "--when-done", command)
     assert result.returncode == 1, result.stderr
     assert last_line_of_ours(result) == (
         "Error: the run is finished, and --when-done ended with status 3")
@@ -168,7 +169,7 @@ def test_after_a_run_without_torchrun_and_never_again(workplace: Workplace) -> N
     assert json.loads(Path(f"{said}.json").read_text())["status"] == "finished"
     assert summary_of(run_dir)["when_done"] == {"command": command, "status": 3}
     said.unlink()
-    again = succeeded(workplace.ddp_train("tiny", "--when-done", command))
+    again = succeeded(workplace.ddp_train("tiny", *two_processes, "--when-done", command))
     assert "tiny is complete" in again.stdout and "--when-done is not run" in again.stdout
     assert not said.exists()
 
