@@ -13,13 +13,12 @@ if __name__ == "__main__":  # --help, a mistyped option and a locked run need no
 import os
 import sys
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from basics.errors import UserError, drop_unwritable_output, print_line
+from basics.errors import UserError, drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
@@ -44,6 +43,7 @@ from trainer.step import TrainingStep
 from trainer.stopping import Stop
 from trainer.validation import validate
 from trainer.weight_average import update_average
+from trainer.when_done import run_when_done
 
 
 def main() -> None:
@@ -57,7 +57,6 @@ def main() -> None:
             sys.exit(launch(__file__, read_command_line(), clock, agreement))
     except AgreedError as error:
         agreement.report_once(error.line())
-        drop_unwritable_output()
         os._exit(error.status)  # destroying the process group could wait for the other ranks
     except UserError as error:
         exit_with(error)
@@ -76,14 +75,16 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
         keep_freed_memory()
     if options.find_learning_rate:
         return find_learning_rate(options, process, agreement, wrap_in_ddp, microbatch_indices)
-    if (began_at := agreement.step_before_restart()) is not None:
-        options = replace(options, fresh=False, checkpoint=None, began_at=began_at)
+    options = options.after_restart(agreement.step_before_restart())
     prepared = prepare_run(options, process, clock, agreement)
     agreement.require_same("run", prepared.identity())
     if prepared.is_finished:
-        if process.is_main:
-            print_line(prepared.finished_line())
-        return
+        return prepared.say_finished(process)
+    run_when_done(prepared, process, stop_signal=train(prepared, process, clock, agreement))
+
+
+def train(prepared: PreparedRun, process: Process, clock: PhaseClock, agreement: Agreement) -> int:
+    """Train a run; return the number of the signal that stopped it, or 0. Every rank."""
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
     state = agreement.run("state", lambda: build_state(prepared, process))
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
@@ -91,6 +92,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     watchdog.start(prepared.run.train.hang_timeout_seconds)
     with watchdog, process_group(process, agreement.connect("group"), prepared.run.train) as group:
         Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
+    return watchdog.stop_signal
 
 
 def wrap_in_ddp(loss: nn.Module, process: Process) -> nn.Module:
@@ -168,8 +170,7 @@ class Trainer:
     def begin(self, agreement: Agreement) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
         self.reports.begin(self.state.model.num_parameters())
-        if self.process.is_main:
-            agreement.record_training_began(self.prepared.first_step)
+        agreement.record_training_began(self.prepared.first_step)
         self.step = TrainingStep(self.state, self.config, self.process, wrap=wrap_in_ddp)
         self.reports.report_compilation(self.step)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
@@ -210,12 +211,10 @@ class Trainer:
                 tokens=(global_step + 1) * self.plan.tokens_per_step,
                 loss=train_loss if self.stop.counts_train_loss(global_step) else None,
                 train_loss=train_loss,
-                seconds=self.clock.read(),
-                usd=self.clock.usd(),
+                seconds=self.clock.read(), usd=self.clock.usd(),
                 num_steps=self.stop.num_steps if self.config.fit_budget else None,
                 optimizer=self.config.optimizer,
-                tokenizer=self.data.tokenizer_name,
-                tokenizer_file=self.data.tokenizer_file,
+                tokenizer=self.data.tokenizer_name, tokenizer_file=self.data.tokenizer_file,
                 loss_scale=self.state.loss_scale(),
                 model=self.run.model,
                 random_seed=self.config.random_seed,

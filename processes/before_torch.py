@@ -32,7 +32,7 @@ def check_before_torch() -> None:
     try:
         options = read_command_line()
         run_dir = load_run(options.runs_dir, options.run).run_dir
-        if not options.find_max_microbatch:
+        if not (options.find_max_microbatch or options.prefetch):
             lock_run(run_dir)
     except UserError as error:
         if rank is None or isinstance(error, LockedError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class Options:
     save: bool = False
     memory_limit_gib: float | None = None
     json: bool = False
+    prefetch: bool = False
+    when_done: str | None = None
     began_at: int | None = None  # after a restart by torchrun: the step at which the launch began
 
     def check(self) -> None:
@@ -41,13 +44,35 @@ class Options:
         if self.fresh and self.checkpoint:
             raise UserError(f"--fresh starts over and CHECKPOINT {self.checkpoint} resumes;"
                             " use one of the two")
+        if self.when_done is not None and not self.when_done.strip():
+            raise UserError("--when-done is empty; name a command, or leave it out")
         self._check_searches()
+        if self.prefetch:
+            self._check_prefetch()
+
+    def after_restart(self, began_at: int | None) -> Options:
+        """Return the options of processes that torchrun has started again: they resume.
+
+        Args:
+            began_at: the step at which the launch began to train; None if it had not.
+        """
+        if began_at is None:
+            return self
+        return replace(self, fresh=False, checkpoint=None, began_at=began_at)
+
+    def _check_prefetch(self) -> None:
+        _refuse({"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
+                 "--fresh": self.fresh, "--when-done": self.when_done},
+                "cannot be used with --prefetch")
+        if "RANK" in os.environ:
+            raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
 
     def _check_searches(self) -> None:
         microbatch, rate = "--find-max-microbatch", "--find-learning-rate"
         search = microbatch if self.find_max_microbatch else rate
         no_search = {"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                     "--fresh": self.fresh}
+                     "--fresh": self.fresh, "--prefetch": self.prefetch,
+                     "--when-done": self.when_done}
         if search == microbatch:
             no_search[rate] = self.find_learning_rate
         if self.find_max_microbatch or self.find_learning_rate:
@@ -84,6 +109,11 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
 @click.option("--find-learning-rate", is_flag=True,
               help="Train some hundred steps with a growing learning rate and suggest one; nothing"
                    " is saved.")
+@click.option("--prefetch", is_flag=True,
+              help="Fetch and verify all that a launch needs, and compile; no training.")
+@click.option("--when-done", metavar="COMMAND",
+              help="Run COMMAND by sh -c after the end of the run or of its budget; not after a"
+                   " failure, a signal or --max-steps.")
 @click.option("--save", is_flag=True,
               help="With --find-max-microbatch: write the result into train.json.")
 @click.option("--memory-limit-gib", type=click.FloatRange(min=0, min_open=True), metavar="GIB",

@@ -11,7 +11,14 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from basics.errors import BAD_INPUT, FAILED, UserError, describe, print_error
+from basics.errors import (
+    BAD_INPUT,
+    FAILED,
+    UserError,
+    describe,
+    drop_unwritable_output,
+    print_error,
+)
 from processes.deadlines import Deadlines
 
 # Downloading a dataset of 20 GiB over a slow line may take long, before the first collective.
@@ -96,8 +103,9 @@ class Agreement:
         return [self._store.get(key).decode() for key in keys]
 
     def record_training_began(self, first_step: int) -> None:
-        """Record the launch's first step for processes that torchrun may start later. Rank 0."""
-        self._root_of_all_launches().compare_set(TRAINING_BEGAN, "", str(first_step))
+        """Record the launch's first step for processes that torchrun may start later."""
+        if self._rank == 0:
+            self._root_of_all_launches().compare_set(TRAINING_BEGAN, "", str(first_step))
 
     def step_before_restart(self) -> int | None:
         """Return where the launch began to train; None before that. Every rank.
@@ -128,6 +136,7 @@ class Agreement:
             print_error(message)
             self._store.set("reported", "")
         self._store.wait(["reported"], timedelta(seconds=Deadlines.read().store))
+        drop_unwritable_output()
 
     def _publish(self, step: str, text: str) -> None:
         # A path on the command line may hold bytes that are no UTF-8.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ SHOWN_PHASES = {
     DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between launches",
 }
 FINISHED = "finished"
+HEARTBEAT_SECONDS = 120.0  # a heartbeat that is older is that of a process that was killed
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,15 @@ def has_status(run: Run, status: str) -> bool:
         return False
 
 
+def is_training(run: Run) -> bool:
+    """Return whether a run trains now: it says so, and its heartbeat is not old."""
+    try:
+        age = time.time() - run.heartbeat_path.stat().st_mtime
+    except OSError:
+        return False
+    return age < HEARTBEAT_SECONDS and has_status(run, "running")
+
+
 def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None,
                  num_steps: int) -> None:
     """Write a `summary.json` with a run's status, its reason, its length and what it has spent."""
@@ -104,6 +115,26 @@ def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None
              **_spent(clock.read(), clock.usd())}
     with suppress(OSError):
         write_atomically(run.summary_path, to_json(state, indent=2) + "\n")
+
+
+def read_summary(run: Run) -> dict[str, Any]:
+    """Return what a run's `summary.json` says; empty if it cannot be read."""
+    try:
+        summary = json.loads(read_regular_file(run.summary_path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def record_when_done(run: Run, command: str, status: int | None) -> None:
+    """Add to `summary.json` which command ran after the end, and how it ended.
+
+    Args:
+        status: None before its end.
+    """
+    summary = read_summary(run) | {"when_done": {"command": command, "status": status}}
+    with suppress(OSError):  # a full disk: the command is run all the same
+        write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=True)
 
 
 def _spent(seconds: dict[str, float], usd: dict[str, float]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import sys
 
 import torch
 
-from basics.errors import print_line
 from processes.command_line import Options
 from processes.launch import Process, default_num_processes, start_torchrun
 from processes.run_lock import handing_over
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
+from trainer.prefetch import prefetch_run
 from trainer.startup import prepare_run
 
 
@@ -23,13 +23,16 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
         UserError: the run cannot be trained; nothing was written.
     """
     num_processes = options.nproc_per_node or default_num_processes()
+    if options.prefetch:
+        prefetch_run(options, num_processes)
+        return 0
     if options.find_max_microbatch or options.find_learning_rate:  # the processes check the run
         return _start(script, num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
     prepared = prepare_run(options, process, clock, agreement)
     if prepared.is_finished:
-        print_line(prepared.finished_line())
+        prepared.say_finished(process)
         return 0
     clock.export_to_children()
     return final_status(prepared.run, _start(script, num_processes))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from basics.errors import UserError
+from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.manifest import digest_of
 from checkpointing import (
@@ -104,9 +104,12 @@ class PreparedRun:
         checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
-    def finished_line(self) -> str:
-        return (f"{self.run.name} is complete: {self.num_steps:,} steps,"
-                f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it over")
+    def say_finished(self, process: Process) -> None:
+        """Say that nothing is left to do. Every rank; rank 0 prints."""
+        if process.is_main:
+            print_line(f"{self.run.name} is complete: {self.num_steps:,} steps,"
+                       f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it"
+                       f" over{'; --when-done is not run' if self.options.when_done else ''}")
 
 
 def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:

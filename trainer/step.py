@@ -122,9 +122,12 @@ class TrainingStep:
         self.state.model.train()
 
     def _first_reason(self, reason: str) -> str:
-        """Return the first rank's reason that is not empty, so that all ranks do the same."""
+        """Return the first rank's reason that is not empty, so that all ranks do the same.
+
+        Without a process group, as for --prefetch, there are no others.
+        """
         reasons = [reason]
-        if self.process.world_size > 1:
+        if self.process.world_size > 1 and dist.is_initialized():
             reasons *= self.process.world_size
             dist.all_gather_object(reasons, reason)
         return next((reason for reason in reasons if reason), "")

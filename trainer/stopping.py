@@ -19,6 +19,7 @@ from trainer.schedule import is_in_late_decay
 from trainer.startup import PreparedRun, is_due
 from trainer.weight_average import average_start
 
+MAX_STEPS = "--max-steps"  # the reason of a launch that ends there
 LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the budget
 
 
@@ -42,7 +43,7 @@ class Stop:
             prepared.run.model, self._config, num_parameters(prepared.run.model))
         self._fits_next = self._config.fit_budget  # fit the schedule at the next report
         self.num_steps = prepared.num_steps
-        self.reason = "--max-steps" if prepared.options.max_steps else None
+        self.reason = MAX_STEPS if prepared.options.max_steps else None
 
     @property
     def is_over(self) -> bool:

@@ -14,7 +14,15 @@ from basics.errors import UserError, first_line
 from basics.json_files import read_json_object
 from basics.manifest import MANIFEST
 from basics.tensor_files import read_tensors
-from checkpointing import BEST, DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
+from checkpointing import (
+    BEST,
+    DAMAGE,
+    Checkpoint,
+    find_checkpoint,
+    load_weights,
+    named_as_checkpoints,
+    open_checkpoint,
+)
 from gpt import GPTModel
 from preparation.hub import ask_hub
 from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
@@ -28,6 +36,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 DOWNLOADED = [*WEIGHT_FILES, TOKENIZER_FILE]
 NEEDED_BY = "a directory of weights"
+TRIES = 10  # to read a checkpoint of a run that saves and removes checkpoints meanwhile
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,17 @@ def is_run(name: str, runs_dir: Path) -> bool:
 
 def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> Target:
     run = load_run(runs_dir, name)
-    checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)
-    if checkpoint is None:
-        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
-    return _of_checkpoint(name, checkpoint, run.model, run)
+    for tries_left in reversed(range(TRIES)):
+        before = named_as_checkpoints(run.checkpoints_dir)
+        try:
+            checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)
+            if checkpoint is None:
+                raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
+            return _of_checkpoint(name, checkpoint, run.model, run)
+        except UserError:  # the run may train, and have removed what was being read
+            if not tries_left or named_as_checkpoints(run.checkpoints_dir) == before:
+                raise
+    raise AssertionError
 
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,

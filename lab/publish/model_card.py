@@ -14,6 +14,7 @@ from basics.errors import UserError, first_line, one_line
 from basics.files import read_regular_file
 from lab.compare.run_figures import Written, number
 from reporting.metrics_file import read_metrics
+from reporting.summary import is_training
 from run_config import ModelConfig, TrainConfig
 from tokens.tokenizer_file import TOKENIZER_FILE
 from trainer.targets import HUB_NAME, Target
@@ -119,7 +120,7 @@ def model_card(target: Target, facts: CardFacts) -> str:
         front_matter=_front_matter(settings, found, facts), title=facts.title,
         address=facts.address, num_parameters=target.model.num_parameters(),
         start=f"the weights of `{one_line(str(start))}`" if start else "scratch",
-        on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`",
+        on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`{_so_far(target)}",
         prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
         facts=table_rows(_model_facts(target, found)),
         training=table_rows(_training(target, written)),
@@ -241,6 +242,14 @@ def _training(target: Target, written: Written) -> dict[str, str]:
     if speed := number(written.summary.get("tokens_per_second")):
         facts["tokens per second during training"] = f"{speed:,.0f}"
     return facts
+
+
+def _so_far(target: Target) -> str:
+    """Return what says that later weights are to come; empty if the run does not train now."""
+    if not is_training(target.run):
+        return ""
+    step = target.checkpoint.meta.global_step + 1
+    return f" so far:\nthese are the weights after step {step:,}, and training goes on"
 
 
 def _changed(target: Target, settings: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from basics.errors import visible
               help="Write the model to this directory.  [default: runs/<run>/export; SOURCE itself"
                    " if it is an exported or tuned model]")
 @click.option("--checkpoint", default="best", show_default=True,
-              help="latest, best or the name of a checkpoint directory.")
+              help="latest, best or the name of a checkpoint directory; the run may be training.")
 @click.option("--public", "is_public", is_flag=True,
               help="Make a new repository public instead of private.")
 @click.option("--dry-run", "is_dry_run", is_flag=True,

@@ -24,7 +24,7 @@ from preparation.hub import ask_hub
 from run_config import load_run
 from tokens.token_file import TokenFile
 from tokens.tokenizer_file import TOKENIZER_FILE
-from trainer.targets import HUB_NAME, is_run, load_target
+from trainer.targets import HUB_NAME, TRIES, is_run, load_target
 
 DATASET_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE, "README.md")
 
@@ -106,10 +106,16 @@ def _export_run(request: Request, facts: CardFacts) -> Path:
     output_dir = request.output_dir or request.runs_dir / request.source / "export"
     output_dir = output_dir.absolute()
     check_output(output_dir)
-    target = load_target(request.source, runs_dir=request.runs_dir,
-                         checkpoint_name=request.checkpoint, device=torch.device("cpu"))
-    return write_export(target, output_dir, model_card(target, facts),
-                        Extras(charts_dir=target.run.run_dir, with_gguf=request.with_gguf))
+    for tries_left in reversed(range(TRIES)):
+        target = load_target(request.source, runs_dir=request.runs_dir,
+                             checkpoint_name=request.checkpoint, device=torch.device("cpu"))
+        try:
+            return write_export(target, output_dir, model_card(target, facts),
+                                Extras(charts_dir=target.run.run_dir, with_gguf=request.with_gguf))
+        except UserError:  # the run may train, and have removed the checkpoint and its tokenizer
+            if not tries_left or target.checkpoint.path.is_dir():
+                raise
+    raise AssertionError
 
 
 def _export_again(request: Request, facts: CardFacts) -> Path:

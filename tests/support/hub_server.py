@@ -41,7 +41,7 @@ class Hub:
 
     files: dict[str, bytes]
     repository: str = "someone/texts"
-    kind: str = "datasets"  # or models
+    kind: str = "datasets"  # or models, or any: both, of the same name and with the same files
     sha: str = SHA
     card: dict[str, object] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -132,8 +132,11 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append((self.command, path, self.headers.get("Range", "")))
             fault = hub.fault_for(self.command, path)
-            api_path = f"/api/{hub.kind}/{hub.repository}"
-            folder = "/datasets" if hub.kind == "datasets" else ""
+            kind = hub.kind
+            if kind == "any":
+                kind = "datasets" if "/datasets/" in path else "models"
+            api_path = f"/api/{kind}/{hub.repository}"
+            folder = "/datasets" if kind == "datasets" else ""
             file_pattern = rf"{folder}/{hub.repository}/resolve/(\w+)/(.+)"
             if fault and fault.status:
                 self.send(fault.status, b"{}" if has_body else b"", fault.headers)
@@ -174,7 +177,7 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
                 return
             content = hub.files[name]
-            headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": sha,
+            headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": hub.sha if sha == "main" else sha,
                        "Accept-Ranges": "bytes", "X-Linked-Size": str(len(content)),
                        "X-Linked-Etag": f'"{etag(content)}"'}
             status, part = 200, content

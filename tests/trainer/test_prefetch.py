@@ -1,0 +1,234 @@
+"""--prefetch: everything that a launch needs, before it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save
+
+from basics.directory_lock import lock_directory
+from gpt import GPTModel
+from run_config import ModelConfig, load_run
+from tests.support.hub_server import Fault, Hub, serving
+from tests.support.in_process import assert_refused, run_in_process
+from tests.support.models import export
+from tests.support.network import environment_of_refusal
+from tests.support.tokenizers import write_tokenizer
+from tests.support.workplace import (
+    TINY_MODEL,
+    Workplace,
+    run_command,
+    succeeded,
+    write_tokens,
+)
+from tokens.tokenizer import choose_tokenizer
+from trainer import precompile, prefetch
+from trainer.precompile import Compiled
+
+SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 128, "validation_batches": 1}
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A hub with a dataset and a model of the same name."""
+    tokens = (np.cumsum(np.random.default_rng(0).integers(1, 4, size=4000)) % 257).astype(np.uint16)
+    torch.manual_seed(0)
+    weights = export(GPTModel(ModelConfig(**TINY_MODEL)), tmp_path / "exported")
+    files = {"train.safetensors": save({"tokens": tokens}),
+             "validation.safetensors": save({"tokens": tokens[:500]}),
+             **{path.name: path.read_bytes() for path in weights.iterdir()}}
+    with serving(Hub(files, repository="someone/tiny", kind="any")) as hub:
+        yield hub
+
+
+def prefetched(workplace: Workplace, *arguments: str) -> list[str]:
+    result = succeeded(run_in_process(*workplace.arguments("tiny", "--prefetch", *arguments)))
+    return result.stdout.splitlines()
+
+
+def refusal(workplace: Workplace, *arguments: str, under_torchrun: bool = False) -> str:
+    """Return the error line of options that are refused; nothing may have been written."""
+    before = workplace.files()
+    result = run_in_process(*workplace.arguments(*arguments), under_torchrun=under_torchrun)
+    assert_refused(result)
+    assert workplace.files() == before
+    return result.stderr
+
+
+def from_hub(workplace: Workplace, **environment: str) -> CompletedProcess[str]:
+    """Start ddp_train.py anew: the hub's client reads its settings when it is imported."""
+    return run_command(sys.executable, "ddp_train.py", *workplace.arguments("tiny", "--prefetch"),
+                       **environment)
+
+
+def test_all_that_is_there_is_verified_and_nothing_is_written(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    workplace.add_dataset()
+    before = workplace.files()
+    descriptor = lock_directory(run_dir)  # as while it trains
+    try:
+        lines = prefetched(workplace)
+    finally:
+        os.close(descriptor)
+    assert [line.partition(":")[0] for line in lines] == [
+        "dataset", "token ids", "tokenizer", "compiled code", "tiny"]
+    size = r"0\.01 MB"
+    place = re.escape(str(workplace.datasets_dir / "tiny"))
+    assert re.fullmatch(rf"dataset: {place}, {size}: found, 0 of 2 files compared with the hub's"
+                        r" digests; \d+\.\d s", lines[0])
+    assert "are in the vocabulary of 257" in lines[1] and "bytes, found in" in lines[2]
+    assert "compiled code: skipped, there is no GPU here" in lines[3]
+    assert workplace.files() == before
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--fresh"], ["latest"], ["--max-steps", "2"], ["--find-max-microbatch"],
+    ["--find-learning-rate"], ["--when-done", "true"]])
+def test_options_that_contradict_it_are_refused(
+    workplace: Workplace, arguments: list[str]
+) -> None:
+    workplace.add_run()
+    workplace.add_dataset()
+    assert "cannot be used with" in refusal(workplace, "tiny", *arguments, "--prefetch")
+
+
+def test_torchrun_is_refused(workplace: Workplace) -> None:
+    workplace.add_run()
+    workplace.add_dataset()
+    error = refusal(workplace, "tiny", "--prefetch", under_torchrun=True)
+    assert "--prefetch needs no torchrun; start it with python ddp_train.py" in error
+
+
+def test_a_mistake_is_one_line(workplace: Workplace) -> None:
+    workplace.add_run(train={"init_from": "nowhere"})
+    assert "no dataset there" in refusal(workplace, "tiny", "--prefetch")
+    workplace.add_dataset()
+    result = run_in_process(*workplace.arguments("tiny", "--prefetch"))
+    assert result.returncode == 2 and "init_from: " in result.stderr
+    assert result.stderr.count("\n") == 1
+    tokens = np.full(4000, 300, dtype=np.uint16)
+    write_tokens(workplace.datasets_dir / "tiny/train.safetensors", tokens)
+    result = run_in_process(*workplace.arguments("tiny", "--prefetch"))
+    assert result.returncode == 2 and "has id 300, outside" in result.stderr
+
+
+def test_a_tokenizer_of_ones_own_and_weights_in_a_directory(workplace: Workplace) -> None:
+    dataset_dir = workplace.add_dataset()
+    name = choose_tokenizer(str(write_tokenizer(dataset_dir, vocab_size=257))).name
+    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16),
+                 {"tokenizer": name})
+    torch.manual_seed(0)
+    source = export(GPTModel(ModelConfig(**TINY_MODEL)), workplace.root / "published")
+    write_tokenizer(source, vocab_size=257)
+    run_dir = workplace.add_run(train={"init_from": str(source)})
+    lines = prefetched(workplace)
+    assert lines[2].startswith(f"tokenizer: {dataset_dir / 'tokenizer.json'}, ")
+    assert lines[3].startswith(f"initial weights: {source}, ") and ": found, " in lines[3]
+    (run_dir / "checkpoints/20261122Z000000-iteration-4").mkdir(parents=True)
+    assert "initial weights: not needed" in prefetched(workplace)[3]
+
+
+def test_training_needs_no_network_afterwards(workplace: Workplace, hub: Hub) -> None:
+    """And what was fetched is fetched once."""
+    workplace.add_run(train=SHORT | {"dataset": "someone/tiny", "init_from": "someone/tiny"})
+    home = workplace.root / "home"
+    lines = succeeded(from_hub(workplace, **hub.environment(home))).stdout.splitlines()
+    assert ": downloaded, 2 of 2 files compared" in lines[0]
+    assert lines[3].startswith(f"initial weights: {home}/hub/models--someone--tiny/snapshots/")
+    assert ": downloaded, 1 of 1 files compared" in lines[3]
+    assert sorted(path.name for path in (workplace.runs_dir / "tiny").iterdir()) == [
+        "model.json", "train.json"]
+    assert {len(hub.downloads(name)) for name in hub.files if name.endswith(".safetensors")} == {1}
+    environment = environment_of_refusal(workplace.root / "site", workplace.root / "log")
+    away = environment | {"HF_ENDPOINT": "http://192.0.2.1:9", "HF_HOME": str(home)}
+    again = succeeded(from_hub(workplace, **away)).stdout
+    assert again.count(": found, ") == 2 and "downloaded" not in again
+    succeeded(run_command(sys.executable, "ddp_train.py", *workplace.arguments(
+        "tiny", "--nproc-per-node", "1"), **away))
+    assert (workplace.runs_dir / "tiny/checkpoints/latest").exists()
+
+
+def test_a_hub_that_does_not_answer_is_one_line(workplace: Workplace, hub: Hub) -> None:
+    workplace.add_run(train=SHORT | {"dataset": "someone/tiny"})
+    hub.faults.append(Fault("/api/", times=-1, status=401))
+    result = from_hub(workplace, **hub.environment(workplace.root / "home"))
+    assert_refused(result)
+    assert "someone/tiny on the Hugging Face hub" in result.stderr
+
+
+def test_a_damaged_download_is_found(workplace: Workplace, hub: Hub) -> None:
+    workplace.add_run(train=SHORT | {"dataset": "someone/tiny"})
+    environment = hub.environment(workplace.root / "home")
+    succeeded(from_hub(workplace, **environment))
+    path = workplace.datasets_dir / "someone/tiny/train.safetensors"
+    found, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    result = run_in_process(*workplace.arguments("tiny", "--prefetch"))
+    assert result.returncode == 2 and "is damaged: its SHA-256 is not" in result.stderr
+
+
+@pytest.mark.parametrize(("found", "said"), [
+    (Compiled(Path("/cache"), 2_500_000, 8, True, ""), "/cache, 2.50 MB: compiled for 8 GPUs; "),
+    (Compiled(Path("/cache"), 2_500_000, 1, False, ""), "/cache, 2.50 MB: found; "),
+    (Compiled(Path("/cache"), 0, 1, False, "GPU 0 is in use"), "/cache: skipped: GPU 0 is in use;"),
+])
+def test_the_line_of_compiled_code(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, found: Compiled, said: str
+) -> None:
+    workplace.add_run(train={"compile": True})
+    workplace.add_dataset()
+    asked = []
+    monkeypatch.setattr(prefetch, "compile_step", lambda *task: asked.append(task) or found)
+    lines = prefetched(workplace, "--nproc-per-node", "3")
+    assert lines[3].startswith(f"compiled code: {said}")
+    assert [(run.name, num) for run, num in asked] == [("tiny", 3)]
+
+
+def test_one_process_compiles_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices_of(num_processes: int, num_gpus: int) -> list[tuple[int, str]]:
+        monkeypatch.setattr(precompile, "num_gpus", lambda: num_gpus)
+        found = precompile._processes(num_processes)
+        assert {process.world_size for process in found} == {num_processes}
+        return [(process.rank, str(process.device)) for process in found]
+
+    assert devices_of(2, 8) == [(0, "cuda:0"), (1, "cuda:1")]
+    assert devices_of(16, 2) == [(0, "cuda:0"), (1, "cuda:1")]  # of a run on 8 machines
+    assert devices_of(4, 0) == [(0, "cpu")]
+
+
+def test_a_gpu_in_use_is_left_alone(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.add_run()
+    run = load_run(workplace.runs_dir, "tiny")
+    monkeypatch.setattr(precompile, "num_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 80 * 2**30))
+    process, = precompile._processes(1)
+    assert precompile.compile_for(run, process) == "GPU 0 is in use: 10.0 of 80.0 GiB are free"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_compiles_nothing_afterwards(workplace: Workplace, num_processes: int) -> None:
+    workplace.add_run(train=SHORT | {"compile": True})
+    workplace.add_dataset()
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(workplace.root / "cache")}
+    command = [sys.executable, "ddp_train.py", *workplace.arguments(
+        "tiny", "--nproc-per-node", str(num_processes))]
+    assert ": compiled; " in succeeded(run_command(*command, "--prefetch", **cache)).stdout
+    kept = precompile._entries(workplace.root / "cache")
+    assert kept
+    assert ": found; " in succeeded(run_command(*command, "--prefetch", **cache)).stdout
+    succeeded(run_command(*command, **cache))
+    assert precompile._entries(workplace.root / "cache") == kept

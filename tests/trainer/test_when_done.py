@@ -1,0 +1,206 @@
+"""--when-done: a command after the end of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from basics.errors import UserError
+from processes.launch import Process
+from run_config import Run, load_run
+from tests.support.checkpoints import ONE_PROCESS, save
+from tests.support.in_process import assert_refused, run_in_process
+from tests.support.runs import last_line_of_ours, summary_of, wait_for
+from tests.support.workplace import Workplace, read_lines, start_forked, succeeded
+from trainer import when_done
+from trainer.when_done import environment_of, run_command, run_facts, run_when_done
+
+ENDED = {"status": "finished", "reason": None, "global_step": 9, "num_steps": 10, "tokens": 640,
+         "train_loss": 2.5, "validation_loss": 2.25, "seconds": {"training": 2.0, "chart": 1.0},
+         "usd": {"training": 0.5, "total": 0.75}}
+SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 320}
+
+
+def run_after(workplace: Workplace, summary: dict, command: str | None, *, stop_signal: int = 0,
+              process: Process = ONE_PROCESS) -> Run:
+    """Run a command as after a launch that has left this summary."""
+    run_dir = workplace.add_run()
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    run = load_run(workplace.runs_dir, "tiny")
+    prepared = SimpleNamespace(run=run, options=SimpleNamespace(when_done=command))
+    run_when_done(prepared, process, stop_signal=stop_signal)
+    return run
+
+
+@pytest.mark.parametrize(("status", "reason", "stop_signal", "said"), [
+    ("finished", None, 0, ""),
+    ("stopped", "max_hours 2 is spent", 0, ""),
+    ("stopped", "--max-steps", 0, "not run: --max-steps ended the launch"),
+    ("stopped", "SIGTERM", 0, "not run: SIGTERM ended the launch"),
+    ("finished", None, signal.SIGINT, "not run: SIGINT ended the launch"),
+    ("running", None, 0, "not run: the run has not ended"),
+])
+def test_it_runs_after_the_end_of_the_run_or_its_budget_only(
+    workplace: Workplace, capsys: pytest.CaptureFixture, status: str, reason: str | None,
+    stop_signal: int, said: str,
+) -> None:
+    run = run_after(workplace, ENDED | {"status": status, "reason": reason}, "echo hello",
+                    stop_signal=stop_signal)
+    lines = capsys.readouterr().out.splitlines()
+    if said:
+        assert lines == [f"when-done: {said}"] and "when_done" not in summary_of(run.run_dir)
+        return
+    assert lines[:2] == ["when-done: running echo hello", "when-done: hello"]
+    assert lines[2].startswith("when-done: ended with status 0 after ")
+    assert summary_of(run.run_dir) == ENDED | {
+        "status": status, "reason": reason, "when_done": {"command": "echo hello", "status": 0}}
+
+
+def test_it_runs_on_rank_0_only(workplace: Workplace, capsys: pytest.CaptureFixture) -> None:
+    run_after(workplace, ENDED, "echo hello", process=replace(ONE_PROCESS, rank=1))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_command_that_fails_leaves_the_run_finished(workplace: Workplace) -> None:
+    with pytest.raises(UserError, match="the run is finished, and --when-done ended with status 3"
+                       ) as caught:
+        run_after(workplace, ENDED, "exit 3")
+    assert caught.value.status == 1
+    summary = summary_of(workplace.runs_dir / "tiny")
+    assert summary == ENDED | {"when_done": {"command": "exit 3", "status": 3}}
+
+
+def test_what_began_is_on_disk_before_the_machine_may_go(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shut_down(command: str, environment: dict[str, str]) -> tuple[int, int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(when_done, "run_command", shut_down)
+    with pytest.raises(KeyboardInterrupt):
+        run_after(workplace, ENDED, "poweroff")
+    summary = summary_of(workplace.runs_dir / "tiny")
+    assert summary["when_done"] == {"command": "poweroff", "status": None}
+
+
+def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    best, newest = (save(run_dir / "checkpoints", step, loss) for step, loss in ((4, 1.0), (9, 2)))
+    run = load_run(workplace.runs_dir, "tiny")
+    assert run_facts(run, ENDED) == {
+        "DDP_TRAIN_RUN": "tiny", "DDP_TRAIN_RUN_DIR": str(run_dir),
+        "DDP_TRAIN_STATUS": "finished", "DDP_TRAIN_REASON": "", "DDP_TRAIN_STEP": "10",
+        "DDP_TRAIN_NUM_STEPS": "10", "DDP_TRAIN_TOKENS": "640", "DDP_TRAIN_LOSS": "2.25",
+        "DDP_TRAIN_CHECKPOINT": str(newest.path), "DDP_TRAIN_BEST": str(best.path),
+        "DDP_TRAIN_SECONDS": "3.0", "DDP_TRAIN_USD": "0.75"}
+    unknown = run_facts(run, ENDED | {"validation_loss": None, "usd": None})
+    assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
+
+
+def test_it_is_not_taken_for_a_process_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "DDP_TRAIN_LOCK",
+                 "DDP_TRAIN_SPENT_SECONDS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_TOKEN", "of the user")
+    found = environment_of({"DDP_TRAIN_RUN": "tiny"})
+    own = set(found) & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "DDP_TRAIN_LOCK",
+                        "DDP_TRAIN_SPENT_SECONDS", "TORCHELASTIC_RUN_ID"}
+    assert not own and found["DDP_TRAIN_RUN"] == "tiny" and found["HF_TOKEN"] == "of the user"
+
+
+def test_what_it_prints_is_shown_by_lines_and_obeyed_by_no_terminal(
+    capsys: pytest.CaptureFixture
+) -> None:
+    command = r"printf 'a\033[2J\rb\n'; echo error >&2; printf 'no end'; exit 7"
+    assert run_command(command, dict(os.environ)) == (7, 0)
+    assert capsys.readouterr().out.splitlines() == [
+        "when-done: a\\x1b[2J", "when-done: b", "when-done: error", "when-done: no end"]
+
+
+def test_what_it_leaves_in_the_background_is_not_waited_for() -> None:
+    assert run_command("sleep 60 & echo $! > /dev/null; kill -9 $$", dict(os.environ)) == (137, 0)
+
+
+def test_a_stop_signal_ends_it(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(when_done, "GRACE_SECONDS", 0.5)
+    ignoring = "trap '' TERM; kill -TERM $PPID; sleep 60; sleep 60"  # its parent is this process
+    with pytest.raises(UserError, match="the run is finished, and --when-done was ended by SIGTERM"
+                       ) as caught:
+        run_after(workplace, ENDED, ignoring)
+    assert caught.value.status == 128 + signal.SIGTERM
+    assert summary_of(workplace.runs_dir / "tiny")["when_done"]["status"] == 128 + signal.SIGKILL
+    assert run_command("kill -INT $PPID; sleep 60", dict(os.environ)) == (143, signal.SIGINT)
+
+
+def test_an_empty_command_and_one_with_a_search_are_refused(workplace: Workplace) -> None:
+    workplace.add_run()
+    workplace.add_dataset()
+    for options, message in ((["--when-done", " "], "--when-done is empty; name a command"), (
+            ["--find-learning-rate", "--when-done", "true"], "--when-done cannot be used with")):
+        result = run_in_process(*workplace.arguments("tiny", *options))
+        assert_refused(result)
+        assert message in result.stderr
+
+
+def test_after_a_run_without_torchrun_and_never_again(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train=SHORT)
+    workplace.add_dataset()
+    said = workplace.root / "said"
+    command = f"env > {said}; cp $DDP_TRAIN_RUN_DIR/summary.json {said}.json; exit 3"
+    two_processes = ("--nproc-per-node", "2")
+    result = workplace.ddp_train("tiny", *two_processes, "--when-done", command)
+    assert result.returncode == 1, result.stderr
+    assert last_line_of_ours(result) == (
+        "Error: the run is finished, and --when-done ended with status 3")
+    facts = dict(line.split("=", 1) for line in said.read_text().splitlines() if "=" in line)
+    assert facts["DDP_TRAIN_STATUS"] == "finished" and facts["DDP_TRAIN_STEP"] == "5"
+    assert Path(facts["DDP_TRAIN_CHECKPOINT"]).name.endswith("-iteration-4")
+    assert not facts.keys() & {"RANK", "WORLD_SIZE", "DDP_TRAIN_LOCK"}
+    assert json.loads(Path(f"{said}.json").read_text())["status"] == "finished"
+    assert summary_of(run_dir)["when_done"] == {"command": command, "status": 3}
+    said.unlink()
+    again = succeeded(workplace.ddp_train("tiny", *two_processes, "--when-done", command))
+    assert "tiny is complete" in again.stdout and "--when-done is not run" in again.stdout
+    assert not said.exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("arguments", "fault", "runs"), [
+    (["--max-steps", "2"], "", False), ([], "train:raise:hit=3:rank=1", False),
+    ([], "wait:signal:number=15:rank=1:hit=1", False), ([], "", True)])
+def test_not_after_a_failure_or_a_stop(
+    workplace: Workplace, arguments: list[str], fault: str, runs: bool
+) -> None:
+    workplace.add_run(train=SHORT)
+    workplace.add_dataset()
+    workplace.torchrun(2, "tiny", *arguments, "--when-done", f"touch {workplace.root}/ran",
+                       **({"DDP_TRAIN_FAILPOINT": fault} if fault else {}))
+    assert (workplace.root / "ran").exists() == runs
+
+
+@pytest.mark.thorough
+def test_torchrun_waits_for_it_and_a_signal_to_torchrun_ends_it(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train=SHORT)
+    workplace.add_dataset()
+    began = workplace.root / "began"
+    process, _ = start_forked("ddp_train.py", workplace.arguments(
+        "tiny", "--when-done", f"echo $$ > {began}; sleep 100"), num_processes=2)
+    wait_for(began)
+    time.sleep(3)
+    assert process.is_alive() and summary_of(run_dir)["when_done"]["status"] is None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=20)
+    assert not process.is_alive()
+    assert summary_of(run_dir)["when_done"]["status"] == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{began.read_text().strip()}").exists()
+    assert read_lines(run_dir / "metrics.jsonl")

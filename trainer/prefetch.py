@@ -1,0 +1,155 @@
+"""`--prefetch`: fetch and verify all that a launch of a run needs, and train nothing.
+
+Nothing is written into the run directory, and it is not locked: the run may be training meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from basics.errors import print_line
+from checkpointing import BEST, named_as_checkpoints
+from preparation.digests import verify_digests
+from preparation.ensure_dataset import is_complete, provide_dataset
+from processes.command_line import Options
+from processes.launch import num_gpus
+from run_config import Run, check_inside, load_run
+from tokens.batches import RunData, check_token_range, open_run_data
+from tokens.tokenizer import load_tokenizer
+from tokens.tokenizer_file import TOKENIZER_FILE
+from trainer.initial_weights import initial_model
+from trainer.precompile import compile_step
+from trainer.startup import check_run_dir
+
+TOKEN_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE)
+
+
+@dataclass
+class Line:
+    """What is printed of one thing, once it is there."""
+
+    place: str = ""
+    num_bytes: int = 0
+    result: str = ""  # such as found or downloaded
+
+
+def prefetch_run(options: Options, num_processes: int) -> None:
+    """Fetch and verify a run's dataset, tokenizer, initial weights and compiled code.
+
+    Raises:
+        UserError: something is missing, damaged or cannot be fetched, or the run is not valid.
+    """
+    run = load_run(options.runs_dir, options.run)
+    check_run_dir(run)
+    dataset_dir = options.datasets_dir / run.train.dataset
+    check_inside(dataset_dir, options.datasets_dir, "--datasets-dir")
+    _fetch_dataset(run, dataset_dir)
+    data = open_run_data(run, dataset_dir, world_size=num_processes)
+    _check_tokens(data)
+    _find_tokenizer(data)
+    if run.train.init_from:
+        _fetch_initial_weights(run, options.runs_dir, data.tokenizer_name)
+    _compile(run, num_processes)
+    print_line(f"{run.name}: all that a launch needs is on this machine")
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[Line]:
+    """Print one line of a thing after the block: what, where, size, how, and how long it took."""
+    line, began = Line(), time.monotonic()
+    yield line
+    size = f", {line.num_bytes / 1e6:,.2f} MB" if line.num_bytes else ""
+    place = f"{line.place}{size}: " if line.place else ""
+    print_line(f"{what}: {place}{line.result}; {time.monotonic() - began:.1f} s")
+
+
+def _fetch_dataset(run: Run, dataset_dir: Path) -> None:
+    with _reported("dataset") as line:
+        was_complete = is_complete(dataset_dir)
+        provide_dataset(dataset_dir, run.train.dataset)
+        files = [path for name in TOKEN_FILES if (path := dataset_dir / name).is_file()]
+        line.place, line.num_bytes = str(dataset_dir), _size(files)
+        how = "found" if was_complete else "downloaded" if "/" in run.train.dataset else "made"
+        line.result = f"{how}, {_verified(files)}"
+
+
+def _check_tokens(data: RunData) -> None:
+    with _reported("token ids") as line:
+        check_token_range(data)
+        counts = f"{data.plan.num_tokens:,} for training"
+        if data.validation is not None:
+            counts += f" and {data.validation.num_tokens:,} for validation"
+        line.result = f"{counts} are in the vocabulary of {data.train.vocab_size:,}"
+
+
+def _find_tokenizer(data: RunData) -> None:
+    """Load the vocabulary that samples and bits per byte need, as the run will."""
+    with _reported("tokenizer") as line:
+        name, path = data.tokenizer_name, data.tokenizer_path
+        if name is None:
+            line.result = "not known, so there will be no samples"
+            return
+        vocabulary = load_tokenizer(name, path)
+        line.place = "" if path is None else str(path)
+        line.num_bytes = 0 if path is None else _size([path])
+        kind = "found" if path else f"{name}, found in the installed packages"
+        line.result = f"{kind}, {vocabulary.n_vocab:,} ids"
+
+
+def _fetch_initial_weights(run: Run, runs_dir: Path, tokenizer_name: str | None) -> None:
+    with _reported("initial weights") as line:
+        if named_as_checkpoints(run.checkpoints_dir):
+            line.result = "not needed, the run resumes from its checkpoints"
+            return
+        before = _weight_files(run.train.init_from, runs_dir)
+        initial_model(run, runs_dir, tokenizer_name=tokenizer_name)
+        files = _weight_files(run.train.init_from, runs_dir)
+        line.place, line.num_bytes = str(files[0].parent if files else runs_dir), _size(files)
+        line.result = f"{'found' if files == before else 'downloaded'}, {_verified(files)}"
+
+
+def _weight_files(source: str, runs_dir: Path) -> list[Path]:
+    """Return the files of a model that are on this machine; none of one still to be downloaded."""
+    from huggingface_hub import try_to_load_from_cache  # takes half a second
+
+    from trainer.targets import DOWNLOADED, is_run
+
+    if is_run(source, runs_dir):
+        directory = runs_dir / source / "checkpoints" / BEST
+    elif Path(source).is_dir():
+        directory = Path(source)
+    else:
+        config_path = try_to_load_from_cache(source, "config.json")
+        if not isinstance(config_path, str):
+            return []
+        directory = Path(config_path).parent
+    return sorted(path for pattern in DOWNLOADED for path in directory.glob(pattern))
+
+
+def _compile(run: Run, num_processes: int) -> None:
+    with _reported("compiled code") as line:
+        if not num_gpus() and not run.train.compile:
+            line.result = "skipped, there is no GPU here, and the run is not compiled on a CPU"
+            return
+        if run.train.compile is False:
+            line.result = "none, as train.json says"
+            return
+        found = compile_step(run, num_processes)
+        line.place, line.num_bytes = str(found.cache_dir), found.num_bytes
+        devices = "" if found.num_devices == 1 else f" for {found.num_devices} GPUs"
+        line.result = ("compiled" if found.is_new else "found") + devices
+        if found.why_not:
+            line.result = f"skipped: {found.why_not}"
+
+
+def _verified(files: list[Path]) -> str:
+    num_known = verify_digests(files)
+    return f"{num_known} of {len(files)} files compared with the hub's digests"
+
+
+def _size(files: list[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
