@@ -11,6 +11,7 @@ import click
 
 from basics.errors import BAD_INPUT, FAILED, UserError, print_error, print_traceback
 from basics.out_of_memory import is_out_of_memory
+from basics.spinning import limit_spinning
 
 MODULES = {
     "compare": "lab.compare.compare",
@@ -43,6 +44,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; print errors that the user can correct as one line."""
+    limit_spinning()
     try:
         cli(prog_name="lab")
     except UserError as error:

@@ -9,6 +9,7 @@ import sys
 from typing import NoReturn
 
 from basics.errors import UserError, print_error
+from basics.spinning import limit_spinning
 from processes.command_line import read_command_line
 from processes.run_lock import LockedError, end_with_torchrun, lock_run
 from run_config import load_run
@@ -20,6 +21,7 @@ def check_before_torch() -> None:
     Under torchrun only rank 0 checks, and only a locked run ends it here: all ranks find the
     other errors again later, together, so that one line reports them.
     """
+    limit_spinning()
     gc.disable()  # collecting while modules are imported takes a tenth of the start-up time
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
     rank = os.environ.get("RANK")

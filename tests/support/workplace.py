@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -204,7 +205,12 @@ def _run_forked(script: str, arguments: list[str], outputs: list[Path],
     if launch is None:
         _run_script(script, arguments)
         return
-    _run_agent(script, arguments, **launch)
+    try:
+        _run_agent(script, arguments, **launch)
+    except BaseException:  # torchrun would not wait for its workers any more, as this would
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:

@@ -1,0 +1,37 @@
+"""The limit for threads that spin: set before torch is imported, unless a person has chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from basics.spinning import CHOSEN_BY_USER, SPIN_COUNT, limit_spinning
+from lab.__main__ import main
+from processes.before_torch import check_before_torch
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", *CHOSEN_BY_USER):
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("command", [check_before_torch, main])
+def test_both_commands_limit_it(command: Callable[[], None],
+                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["command", "--help"])
+    monkeypatch.setattr("gc.disable", lambda: None)  # what else is done before torch is imported
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit):
+        command()
+    assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT
+
+
+@pytest.mark.parametrize("name", sorted(CHOSEN_BY_USER))
+def test_a_choice_in_the_environment_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "7")
+    limit_spinning()
+    assert {key: os.environ[key] for key in CHOSEN_BY_USER & os.environ.keys()} == {name: "7"}
