@@ -1,54 +1,72 @@
 #!/usr/bin/env bash
-# Set up a fresh Ubuntu GPU machine for training. Safe to run again: finished steps are skipped.
+# Set up a fresh Ubuntu or Debian machine for training, with or without a GPU.
+# Safe to run again: finished steps are skipped. Says what each step does and how long it took.
 set -euo pipefail
 cd "$(dirname "$0")"
 
+began=$SECONDS step_began=''
 say() { printf '\n==> %s\n' "$*"; }
 warn() { printf 'warning: %s\n' "$*" >&2; }
+end_step() { [ -z "$step_began" ] || echo "took $((SECONDS - step_began)) s"; }
+step() {
+    end_step
+    step_began=$SECONDS
+    say "$*"
+}
 as_root() { if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -n "$@"; fi; }
+has() { command -v "$1" >/dev/null; }
 
 caller_path=$PATH
 export PATH="$HOME/.local/bin:$PATH" # where both installers install uv
 
-say "Installing uv"
-if command -v uv >/dev/null; then
+step "1/4 System packages: what uv needs, and a hand-drawn font for the charts"
+packages=()
+has curl || packages+=(ca-certificates curl)
+has git || packages+=(git)
+has python3 || packages+=(python3)
+has uv || python3 -m pip --version >/dev/null 2>&1 || packages+=(python3-pip)
+if [ -e /dev/nvidia0 ]; then # PyTorch compiles C for a GPU
+    has cc || packages+=(gcc libc6-dev)
+    compgen -G '/usr/include/python3*/Python.h' >/dev/null || packages+=(python3-dev)
+fi
+fc-list 2>/dev/null | grep -iE 'xkcd|humor ?sans' >/dev/null ||
+    packages+=(fontconfig fonts-humor-sans)
+if [ "${#packages[@]}" -eq 0 ]; then
+    echo "already installed"
+elif as_root apt-get update -qq && as_root env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null; then
+    rm -rf "${XDG_CACHE_HOME:-$HOME/.cache}/matplotlib" # its font cache is out of date
+    echo "installed ${packages[*]}"
+else
+    warn "not installed: ${packages[*]}; charts use matplotlib's font, other steps may fail"
+fi
+
+step "2/4 uv, which installs Python packages"
+if has uv; then
     echo "already installed: $(uv --version)"
 elif curl -LsSf https://astral.sh/uv/install.sh 2>/dev/null | sh; then
     echo "installed with its official installer"
 else
     warn "the official installer could not be downloaded; trying pip"
-    python3 -m pip install --user uv || python3 -m pip install --user --break-system-packages uv
+    python3 -m pip install --quiet --user uv ||
+        python3 -m pip install --quiet --user --break-system-packages uv
 fi
 
-say "Installing a hand-drawn font for the charts"
-if fc-list 2>/dev/null | grep -iE 'xkcd|humor ?sans' >/dev/null; then
-    echo "already installed"
-elif as_root apt-get update -qq && as_root env DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y -qq fontconfig fonts-humor-sans; then
-    rm -rf "${XDG_CACHE_HOME:-$HOME/.cache}/matplotlib" # its font cache is out of date
-    echo "installed fonts-humor-sans"
-else
-    warn "no font installed; the charts use matplotlib's default"
-fi
-
-say "Installing Python packages"
+step "3/4 Python packages, 5.5 GiB, nearly all of it PyTorch with CUDA"
 uv sync --compile-bytecode # otherwise eight processes compile at once at the first launch
 
-say "GPUs found by PyTorch"
-uv run python - <<'PYTHON'
-import torch
-
-print(f"PyTorch {torch.__version__}, {torch.cuda.device_count()} GPUs")
-for i in range(torch.cuda.device_count()):
-    gpu = torch.cuda.get_device_properties(i)
-    print(f"  {i}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB")
-if not torch.cuda.is_available():
-    print("  no GPU: training runs on the CPU, slowly")
-PYTHON
+step "4/4 Is this machine fit to train?"
+fit=0
+uv run lab doctor || fit=$?
+end_step
 
 num_processes=$(uv run python -c 'import torch; print(max(1, torch.cuda.device_count()))')
-say "Done. To try it, run:"
-if ! (export PATH="$caller_path" && command -v uv >/dev/null); then
+if [ "$fit" -ne 0 ]; then
+    say "Set up in $((SECONDS - began)) s, but training would fail: see the problems above"
+    exit "$fit"
+fi
+say "Done in $((SECONDS - began)) s. To try it, run:"
+if ! (export PATH="$caller_path" && has uv); then
     # shellcheck disable=SC2016 # printed, not expanded
     echo 'export PATH="$HOME/.local/bin:$PATH"'
 fi

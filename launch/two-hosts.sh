@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Train a run on two hosts (or more): the same command on each of them.
+#
+#     launch/two-hosts.sh FIRST_HOST RUN [OPTION...]
+#
+# FIRST_HOST is the name or address under which all of them reach one of them, at port 29400 and at
+# those that NCCL chooses. runs/ must be shared between them. NUM_HOSTS=4 for four.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+first_host=${1:?name the first host: launch/two-hosts.sh FIRST_HOST RUN}
+run=${2:?name a run: launch/two-hosts.sh FIRST_HOST RUN}
+shift 2
+
+export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT # SIGUSR1 stops, too
+num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+exec uv run torchrun --nnodes="${NUM_HOSTS:-2}" --nproc_per_node="$((num_gpus > 0 ? num_gpus : 1))" \
+    --rdzv-backend=c10d --rdzv-id="$run" --rdzv-endpoint="$first_host:29400" \
+    ddp_train.py "$run" "$@"

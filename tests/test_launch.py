@@ -1,0 +1,211 @@
+"""The files in launch/: their tools' own parsers, and real runs with stand-ins for the tools."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import parse_args
+
+from processes.command_line import command_line
+from tests.support.runs import summary_of, wait_for
+from tests.support.workplace import PROJECT_DIR, Workplace
+
+LAUNCH_DIR = PROJECT_DIR / "launch"
+WORTH_A_RETRY = {5, 138, 143}
+# Stand-ins for commands. `uv run X` runs X with this Python.
+UV = f'''shift
+case $1 in
+    torchrun) shift; exec {sys.executable} -m torch.distributed.run "$@" ;;
+    *) exec {sys.executable} "$@" ;;
+esac'''
+SRUN = '''while [ "${1#--}" != "$1" ]; do shift; done
+"$@" & echo $! > srun.pid
+trap 'kill -USR1 $(cat srun.pid)' USR1
+while kill -0 $(cat srun.pid) 2>/dev/null; do wait $(cat srun.pid); status=$?; done
+exit $status'''
+SCONTROL = 'echo "$*" >> scontrol.calls; [ "$1" = show ] && echo localhost; true'
+SCANCEL = 'kill -USR1 $(cat srun.pid)'
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> tuple[Workplace, dict[str, str]]:
+    """A copy of the project that has a tiny run, and an environment with the stand-ins."""
+    workplace = Workplace(tmp_path)
+    workplace.add_dataset()
+    workplace.add_run(train={"min_train_tokens": 3000})
+    (tmp_path / "ddp_train.py").symlink_to(PROJECT_DIR / "ddp_train.py")
+    shutil.copytree(LAUNCH_DIR, tmp_path / "launch")
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    for name, body in {"uv": UV, "srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL,
+                       "nvidia-smi": "exit 9"}.items():
+        (commands / name).write_text(f"#!/bin/bash\n{body}\n")
+        (commands / name).chmod(0o755)
+    return workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}",
+                                    "DDP_TRAIN_FAILPOINT": "", "OMP_NUM_THREADS": "1"}
+
+
+def launch_options(command: str) -> tuple[object, object]:
+    """Parse a command line that ends in `[torchrun ...] ddp_train.py ...`; return both parts."""
+    words = command.replace("\\\n", " ").replace('"', "").split()
+    script = words.index("ddp_train.py")
+    torchrun = None
+    if "torchrun" in words[:script]:
+        values = {"nnodes": "2", "nproc_per_node": "8", "node_rank": "1", "master_port": "29400"}
+        torchrun = parse_args([re.sub(r"=\$.*", f"={values.get(word[2:].split('=')[0], 'x')}", word)
+                               for word in words[words.index("torchrun") + 1:script + 1]])
+    arguments = [word for word in words[script + 1:] if word not in ("&", "$@")]
+    options = command_line.main([re.sub(r"^\$.*", "tiny", word) for word in arguments],
+                                standalone_mode=False)
+    options.check()
+    return torchrun, options
+
+
+def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it() -> None:
+    job = yaml.safe_load((LAUNCH_DIR / "skypilot.yaml").read_text())
+    recovery = job["resources"]["job_recovery"]
+    assert set(recovery["recover_on_exit_codes"]) == WORTH_A_RETRY
+    assert job["resources"]["use_spot"] and recovery["max_restarts_on_errors"] == 1
+    (place, mount), = job["file_mounts"].items()
+    assert mount["mode"] == "MOUNT_CACHED"
+    command = next(line for line in job["run"].splitlines() if "ddp_train.py" in line)
+    _, options = launch_options(command.partition(" #")[0].partition("uv run ")[2])
+    assert str(options.sync_to) == place
+    prefetch = next(line for line in job["setup"].splitlines() if "ddp_train.py" in line)
+    assert launch_options(prefetch.partition("uv run ")[2])[1].prefetch
+
+
+def test_dstack_tasks_start_torchrun_with_dstacks_variables() -> None:
+    task = yaml.safe_load((LAUNCH_DIR / "dstack.yaml").read_text())
+    assert task["retry"]["on_events"] == ["no-capacity", "interruption"] and task["max_price"]
+    several = task["commands"][-1].partition("fi\nexec uv run ")[2]
+    torchrun, options = launch_options(several)
+    assert (torchrun.nnodes, torchrun.node_rank, torchrun.nproc_per_node) == ("2", 1, "8")
+    assert str(options.runs_dir) == f"{task['volumes'][0]['path']}/runs"
+    alone, options = launch_options(task["commands"][-1].partition("run's\n  exec uv run ")[2]
+                                    .partition("\nfi")[0])
+    assert alone is None and str(options.datasets_dir).startswith("/data/")
+
+
+PARSERS = {
+    "skypilot": ("skypilot==0.14.1", "import sky; print(sky.Task.from_yaml('{}').name)"),
+    "dstack": ("dstack==0.22.5", "import yaml; from dstack._internal.core.models.configurations"
+               " import parse_run_configuration as p; print(p(yaml.safe_load(open('{}'))).name)"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+@pytest.mark.parametrize("tool", PARSERS)
+def test_the_tools_own_parser_accepts_the_file(tool: str) -> None:
+    """Installs the tool into an environment of its own: it may want other versions than ours."""
+    package, program = PARSERS[tool]
+    result = subprocess.run(
+        ["uv", "run", "--isolated", "--no-project", "--with", package, "python", "-c",
+         program.format(LAUNCH_DIR / f"{tool}.yaml")], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.strip() == "ddp-train", result.stderr
+
+
+@pytest.fixture
+def stopped_at_time_limit(machine: tuple[Workplace, dict[str, str]]) -> Iterator[subprocess.Popen]:
+    """A Slurm job that Slurm has told that its time ends, during the training."""
+    workplace, environment = machine
+    environment |= {
+        "SLURM_SUBMIT_DIR": str(workplace.root), "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1",
+        "DDP_TRAIN_FAILPOINT": "train:slow:seconds=0.2"}
+    process = subprocess.Popen(["bash", workplace.root / "launch/slurm.sbatch", "tiny"],
+                               env=environment, cwd=workplace.root)
+    wait_for(workplace.runs_dir / "tiny/checkpoints/latest")
+    process.send_signal(signal.SIGUSR1)
+    yield process
+    process.wait()
+
+
+def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(
+    machine: tuple[Workplace, dict[str, str]], stopped_at_time_limit: subprocess.Popen
+) -> None:
+    workplace, environment = machine
+    assert stopped_at_time_limit.wait(timeout=100) != 0
+    assert summary_of(workplace.runs_dir / "tiny")["reason"] == "SIGUSR1"
+    calls = (workplace.root / "scontrol.calls").read_text().splitlines()
+    assert calls == ["show hostnames localhost", "requeue 7"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["skypilot", "dstack", "two-hosts"])
+def test_a_preempted_job_resumes_with_the_same_command(
+    machine: tuple[Workplace, dict[str, str]], way: str
+) -> None:
+    workplace, environment = machine
+    command = script_of(way, workplace.root)
+    environment |= {"RUN": "tiny", "DSTACK_NODES_NUM": "1", "NUM_HOSTS": "1"}
+    slowly = environment | {"DDP_TRAIN_FAILPOINT": "train:slow:seconds=0.2"}
+    process = subprocess.Popen(command, env=slowly, cwd=workplace.root)
+    wait_for(workplace.runs_dir / "tiny/checkpoints/latest")
+    process.send_signal(signal.SIGTERM)  # the notice
+    assert process.wait(timeout=100) in ({1} if way == "two-hosts" else {143})
+    assert summary_of(workplace.runs_dir / "tiny")["status"] == "stopped"
+    assert subprocess.run(command, env=environment, cwd=workplace.root).returncode == 0
+    assert summary_of(workplace.runs_dir / "tiny")["status"] == "finished"
+
+
+def script_of(way: str, root: Path) -> list[str]:
+    """Return the command that a tool would run, without the installation."""
+    if way == "two-hosts":
+        return ["bash", str(root / "launch/two-hosts.sh"), "localhost", "tiny"]
+    config = yaml.safe_load((LAUNCH_DIR / f"{way}.yaml").read_text())
+    script = config["run"] if way == "skypilot" else config["commands"][-1]
+    return ["bash", "-c", script.replace("/second-copy", str(root / "second"))
+            .replace("/data", str(root / "data")).replace("data/datasets", "datasets")
+            .replace("data/runs", "runs").replace("cp -rn runs/. runs", "true")
+            .replace("$HOME/.local/bin:", "")]
+
+
+def test_two_hosts_meet_at_the_first_one() -> None:
+    script = (LAUNCH_DIR / "two-hosts.sh").read_text()
+    torchrun, _ = launch_options(script.partition("exec uv run ")[2])
+    assert torchrun.nnodes == "2" and torchrun.rdzv_backend == "c10d"
+    missing = subprocess.run(["bash", LAUNCH_DIR / "two-hosts.sh"], capture_output=True, text=True)
+    assert missing.returncode != 0 and "name the first host" in missing.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_accepts_the_service(tmp_path: Path) -> None:
+    text = (LAUNCH_DIR / "ddp-train@.service").read_text()
+    unit = tmp_path / "ddp-train@.service"
+    unit.write_text(text.replace("/home/ubuntu/ddp-train/.venv/bin/python", sys.executable)
+                    .replace("User=ubuntu", "User=root"))
+    result = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+
+
+def test_the_service_is_not_restarted_where_a_person_has_to_act() -> None:
+    text = (LAUNCH_DIR / "ddp-train@.service").read_text()
+    assert "RestartPreventExitStatus=2 3 4\n" in text and "Restart=on-failure\n" in text
+
+
+def test_every_exit_status_says_whether_to_start_again() -> None:
+    """The table of the documentation, and what the files do."""
+    text = (PROJECT_DIR / "docs" / "rented-machines.md").read_text()
+    rows = dict(re.findall(r"^\| ([0-9 +n]+) \|.*\| (yes|no)[^|]*\|$", text, re.MULTILINE))
+    assert {status for status, answer in rows.items() if answer == "yes"} == {
+        "1", "5", "138", "143"}
+    assert {"0", "2", "3", "4", "130", "137"} <= rows.keys()
+
+
+def test_shell_scripts_are_clean() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    result = subprocess.run(["shellcheck", "-s", "bash", LAUNCH_DIR / "slurm.sbatch",
+                             LAUNCH_DIR / "two-hosts.sh"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
