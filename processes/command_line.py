@@ -25,6 +25,7 @@ class Options:
     max_steps: int | None = None
     fresh: bool = False
     usd_per_hour: float | None = None
+    sync_to: Path | None = None
     find_max_microbatch: bool = False
     find_learning_rate: bool = False
     save: bool = False
@@ -46,7 +47,7 @@ class Options:
         microbatch, rate = "--find-max-microbatch", "--find-learning-rate"
         search = microbatch if self.find_max_microbatch else rate
         no_search = {"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                     "--fresh": self.fresh}
+                     "--fresh": self.fresh, "--sync-to": self.sync_to}
         if search == microbatch:
             no_search[rate] = self.find_learning_rate
         if self.find_max_microbatch or self.find_learning_rate:
@@ -77,6 +78,9 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
               help="Start over; earlier checkpoints are moved to set-aside/, never deleted.")
 @click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD",
               help="Price of the machine; overrides usd_per_hour in train.json.")
+@click.option("--sync-to", type=click.Path(path_type=Path), metavar="DIR",
+              help="Copy each checkpoint and the records to DIR/RUN while training goes on, and"
+                   " fetch them from there where RUN lacks them.")
 @click.option("--find-max-microbatch", is_flag=True,
               help="Find the largest and the fastest microbatch size that fits; no training.")
 @click.option("--find-learning-rate", is_flag=True,

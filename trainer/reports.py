@@ -27,6 +27,7 @@ from trainer.checkpoint_cleanup import remove_partial_checkpoints
 from trainer.checkpoint_cleanup import set_aside as set_checkpoints_aside
 from trainer.diagnostics import Diagnostics
 from trainer.precision import autocast
+from trainer.second_copy import SecondCopy
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
 from trainer.weight_average import averaged_weights
@@ -46,6 +47,9 @@ class Reports:
         self.window = LossWindow(self.process.device)
         self.diagnostics = Diagnostics(prepared.train, self.process)
         self.charts = ChartProcess(self.run.run_dir, heartbeat=watchdog.heartbeat)
+        self.second_copy = SecondCopy(self.run, prepared.copy_dir, from_step=prepared.first_step,
+                                      heartbeat=watchdog.heartbeat)
+        saver.after_write = self.second_copy.update
         self._reports_speed = self._warns_of_cudnn = True
 
     def begin(self, num_parameters: int) -> None:
@@ -61,6 +65,7 @@ class Reports:
                                  f" {aside_dir}")
             if resume_from is not None:
                 self.console.say(f"resuming from {resume_from.path}")
+            self.second_copy.update()
         for line in (*(f"warning: {warning}" for warning in warnings),
                      *batch_arithmetic(self.plan, num_steps)):
             self.console.say(line)
@@ -115,6 +120,7 @@ class Reports:
         self._report_windows(self.window.take(waits=waits or says_speed))
         self.warn_of_failed_write()
         self._warn_of_charts(self.charts.take_failure())
+        self._warn_of_copy(self.second_copy.take_failure())
         self._reports_speed = self._reports_speed and not says_speed
         if says_speed and self.process.is_main:
             self.console.say(self.speed(num_measured).line())
@@ -215,7 +221,8 @@ class Reports:
             | self.step.facts(),
             tokenizer=self.prepared.data.tokenizer_name,
         ))
-        if self.watchdog.stop_signal:  # little time is left: the summary goes first
+        self._finish_second_copy()
+        if self.watchdog.stop_signal:  # little time is left: the summary and the copy go first
             self._finish_charts()
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
@@ -234,6 +241,14 @@ class Reports:
         deadlines = self.watchdog.deadlines
         limit = deadlines.last_write if self.watchdog.stop_signal else deadlines.charts
         return max(0.0, min(limit, Budget(self.run.train, self.clock).seconds_left()))
+
+    def _finish_second_copy(self) -> None:
+        deadlines = self.watchdog.deadlines
+        self._warn_of_copy(self.second_copy.finish(
+            deadlines.last_write if self.watchdog.stop_signal else deadlines.second_copy))
+
+    def _warn_of_copy(self, failure: str) -> None:
+        self.console.warn(f"the second copy in {self.prepared.copy_dir} is not up to date", failure)
 
     def _warn_of_charts(self, failure: str) -> None:
         self.console.warn("charts are not up to date", failure)

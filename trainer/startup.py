@@ -6,15 +6,15 @@ import json
 import shutil
 import socket
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from basics.checkpoint_names import BEST, LATEST, is_link
 from basics.errors import UserError
 from basics.failpoints import failpoint
 from basics.manifest import digest_of
 from checkpointing import (
-    BEST,
-    LATEST,
     PICKLED_OPTIMIZER,
     Checkpoint,
     TrainingState,
@@ -42,6 +42,7 @@ from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
+from trainer.second_copy import fetch
 from trainer.step import build_training_state
 
 
@@ -67,6 +68,11 @@ class PreparedRun:
     @property
     def plan(self) -> BatchPlan:
         return self.data.plan
+
+    @property
+    def copy_dir(self) -> Path | None:
+        """Place of the run's second copy, if it has one."""
+        return self.options.sync_to and self.options.sync_to / self.run.name
 
     @property
     def num_steps(self) -> int:
@@ -134,8 +140,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     step("token ids", lambda: check_token_range(data) if process.is_main_of_node else None)
     summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
-        "checkpoint", lambda: json.dumps([has_status(run, FINISHED),
-                                          *choose_checkpoint(run, options)])))
+        "checkpoint", lambda: find_resume_point(run, options, data, clock)))
     is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
     resume_from = step("resuming", lambda: check_resume_point(
         run, name, data, thoroughly=is_first_reader) if name else None)
@@ -189,8 +194,19 @@ def check_run_dir(run: Run) -> None:
                  run.heartbeat_path):
         check_records(path)
     for path in (run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST):
-        if path.exists() and not path.is_symlink():
+        if path.exists() and not is_link(path):
             raise UserError(f"{path}: is not a link to a checkpoint; move it away")
+
+
+def find_resume_point(run: Run, options: Options, data: RunData, clock: PhaseClock) -> str:
+    """Return as JSON whether the run is finished, then what `choose_checkpoint` returns. Rank 0.
+
+    What the second copy of the run has and its directory lacks is fetched before.
+    """
+    if options.sync_to is not None:
+        with clock.phase(DOWNLOAD):
+            fetch(run, options, data.fingerprints)
+    return json.dumps([has_status(run, FINISHED), *choose_checkpoint(run, options)])
 
 
 def choose_checkpoint(run: Run, options: Options) -> list[str]:
