@@ -90,7 +90,7 @@ def remove_directory(path: Path, *, place: str) -> None:
 def move_directory(path: Path, target: Path) -> None:
     """Move a checkpoint to another directory of its file system. Raises: OSError."""
     if not (can_rename_directories(path.parent) and _renamed(path, target)):
-        shutil.copytree(path, target)
+        shutil.copytree(path, target, dirs_exist_ok=True)  # a kill may have cut one off
         remove_directory(path, place="move.remove")
 
 

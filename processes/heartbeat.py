@@ -80,8 +80,8 @@ def _is_alive(run_dir: Path) -> bool:
                f" {beat['host']} goes on")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if (text := _text(run_dir)) != first:
-            return bool(text)  # without one it has just ended
+        if (text := _text(run_dir)) and text != first:  # empty while it is written in place
+            return True
         time.sleep(POLL_SECONDS)
     return False
 

@@ -1,0 +1,58 @@
+"""A whole run where the run directory lies on a file system that lacks calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from basics.checkpoint_names import directory_of
+from basics.failpoints import VARIABLE
+from basics.manifest import find_damage
+from checkpointing import list_checkpoints
+from tests.support import odd_files
+from tests.support.runs import (
+    SETTINGS,
+    metrics_of,
+    summary_of,
+    train_undisturbed,
+    weights_of,
+    with_deadlines,
+)
+from tests.support.thorough import thorough_but
+from tests.support.workplace import Workplace, succeeded
+
+KEPT = SETTINGS | {"keep_checkpoints": 1}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), KEPT)
+
+
+@pytest.mark.parametrize("fault", thorough_but(
+    ["save.manifest:kill:rank=0:hit=1"],
+    [f"{place}:kill:rank=0:hit={hit}" for place, hit in (
+        ("save.manifest", 1), ("save.rename", 2), ("save.validation", 2), ("save.links", 2),
+        ("save.prune", 1), ("record", 1))]))
+def test_a_killed_run_resumes_to_the_same_weights(
+    workplace: Workplace, undisturbed: Path, fault: str
+) -> None:
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train=KEPT)
+    environment = {odd_files.VARIABLE: str(workplace.runs_dir)} | with_deadlines(heartbeat=0.5)
+    assert workplace.torchrun(2, "tiny", **environment, **{VARIABLE: fault}).returncode
+    for found in list_checkpoints(run_dir / "checkpoints"):
+        assert find_damage(found.path, thoroughly=True) == ""
+    result = succeeded(workplace.torchrun(2, "tiny", **environment))
+    assert "its file system has no locks" in result.stdout
+    assert "its file system cannot rename directories" in result.stdout
+    latest = directory_of(run_dir / "checkpoints/latest")
+    assert latest.name != "latest" and (run_dir / "checkpoints/latest").is_file()
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert metrics_of(run_dir) == metrics_of(undisturbed)
+    assert summary_of(run_dir)["status"] == "finished"
+    assert not list((run_dir / "checkpoints").glob(".partial*"))
+    assert len(list_checkpoints(run_dir / "checkpoints")) == len(
+        list_checkpoints(undisturbed / "checkpoints"))
+    assert "tiny is complete" in succeeded(workplace.ddp_train("tiny")).stdout  # reads the files
