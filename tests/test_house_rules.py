@@ -20,7 +20,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in na
 ROOT_FILES = {"ddp_train", "gpt", "run_config", "checkpointing", "prepare_dataset"}
 WITHOUT_TORCH = ["preparation", "lab.plan", "tokens.batch_plan", "tokens.token_file",
                  "tokens.tokenizer", "run_config", "processes.before_torch", "prepare_dataset",
-                 "reporting.chart_process", "reporting.charts"]
+                 "reporting.chart_process", "reporting.charts", "trainer.copy_process"]
 LINES = {"ddp_train.py": 250, "checkpointing.py": 450}
 
 

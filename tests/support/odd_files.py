@@ -30,8 +30,8 @@ def patches(root: Path) -> list[Patch]:
     def refuse(number: int = errno.EOPNOTSUPP) -> NoReturn:
         raise OSError(number, os.strerror(number))
 
-    def symlink(source: Any, target: Any, **options: Any) -> None:
-        refuse(errno.EPERM) if is_odd(target) else genuine["symlink"](source, target, **options)
+    def symlink(source: Any, target: Any, *options: Any) -> None:
+        refuse(errno.EPERM) if is_odd(target) else genuine["symlink"](source, target, *options)
 
     def rename(source: Any, target: Any, **options: Any) -> None:
         refuse(errno.ENOSYS) if is_odd(source) else genuine["rename"](source, target, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from processes.before_torch import fetch_configs
 from processes.command_line import Options
 from run_config import Run, load_run
 from tests.support.checkpoints import damage, save
-from tests.support.in_process import refused, run_in_process
+from tests.support.in_process import assert_refused, contents, run_in_process
 from tests.support.workplace import TINY_MODEL, Workplace
 from trainer.copy_process import OWN, Copy, Job
 from trainer.second_copy import SecondCopy, fetch
@@ -140,18 +141,27 @@ def test_a_second_copy_that_leads_elsewhere_is_refused(copied: Copied) -> None:
         fetch(copied.run, copied.options(), DATA)
 
 
+def refused(workplace: Workplace, place: Path, *arguments: str) -> str:
+    """Check that a place is refused and no file is changed; return the error line."""
+    before = contents(workplace.root)
+    result = run_in_process(*workplace.arguments("tiny", *arguments, "--sync-to", str(place)))
+    assert_refused(result)
+    assert contents(workplace.root) == before
+    return result.stderr
+
+
 def test_the_runs_directory_is_no_place_for_a_second_copy(tiny: Workplace) -> None:
-    assert "is no second copy" in refused(tiny, "tiny", "--sync-to", str(tiny.runs_dir))
+    assert "is no second copy" in refused(tiny, tiny.runs_dir)
 
 
 def test_a_place_that_cannot_be_made_is_refused(tiny: Workplace) -> None:
     (tiny.root / "file").write_text("")
-    assert "cannot be written" in refused(tiny, "tiny", "--sync-to", str(tiny.root / "file" / "a"))
+    assert "cannot be written" in refused(tiny, tiny.root / "file" / "a")
 
 
 @pytest.mark.parametrize("search", ["--find-max-microbatch", "--find-learning-rate"])
 def test_a_search_copies_nothing(tiny: Workplace, search: str) -> None:
-    line = refused(tiny, "tiny", search, "--sync-to", str(tiny.root / "copies"))
+    line = refused(tiny, tiny.root / "copies", search)
     assert f"--sync-to cannot be used with {search}" in line
 
 
