@@ -30,7 +30,7 @@ from basics.checkpoint_names import (
 )
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
-from basics.files import fsync, read_regular_file, write_atomically
+from basics.files import REFUSALS, fsync, read_regular_file, write_atomically
 from basics.manifest import (
     Manifest,
     add_to_manifest,
@@ -229,11 +229,11 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     """Write a checkpoint's files and fsync each of them before the manifest lists them."""
     directory.mkdir()
     failpoint("save.weights")
-    safetensors.torch.save_file(snapshot.weights, directory / WEIGHTS)
+    _write_tensors(directory / WEIGHTS, snapshot.weights)
     failpoint("save.optimizer")
-    safetensors.torch.save_file(snapshot.moments, directory / OPTIMIZER)
+    _write_tensors(directory / OPTIMIZER, snapshot.moments)
     if snapshot.average:
-        safetensors.torch.save_file(snapshot.average, directory / AVERAGE)
+        _write_tensors(directory / AVERAGE, snapshot.average)
     failpoint("save.meta")
     (directory / META).write_text(meta.model_dump_json(indent=2))
     if meta.tokenizer_file is not None:
@@ -243,6 +243,18 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     failpoint("save.manifest")
     write_manifest(directory, global_step=meta.global_step, tokens=meta.tokens)
     fsync(directory)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; its library needs calls of the file system that some lack."""
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except SafetensorError as error:
+        if not any(f"(os error {number})" in str(error) for number in REFUSALS):
+            raise
+        for leftover in path.parent.glob(".tmp*"):
+            leftover.unlink()
+        path.write_bytes(safetensors.torch.save(tensors))  # takes the file's size in memory
 
 
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:

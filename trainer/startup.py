@@ -261,11 +261,12 @@ def check_disk_space(prepared: PreparedRun) -> None:
     """
     run = prepared.run
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
-    free = shutil.disk_usage(place).free
+    disk = shutil.disk_usage(place)
     needed = checkpoint_bytes(run.model, run.train, num_parameters(run.model))
-    if not prepared.is_trained and free < needed:
+    is_known = disk.total > 0  # a mount of an object store may have no size
+    if not prepared.is_trained and is_known and disk.free < needed:
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
-                        f" disk has {free / 1e9:,.2f} GB free; free some, or set --runs-dir")
+                        f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
 
 
 def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:
