@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+from safetensors import SafetensorError
 
 from basics import checkpoint_names
 from basics.checkpoint_names import (
@@ -17,9 +19,15 @@ from basics.checkpoint_names import (
     write_directory,
 )
 from basics.manifest import find_damage
-from checkpointing import Validation, add_validation, find_checkpoint, list_checkpoints
+from checkpointing import (
+    Validation,
+    add_validation,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+)
 from tests.support import odd_files
-from tests.support.checkpoints import save
+from tests.support.checkpoints import save, state
 from trainer.checkpoint_cleanup import prune, remove_partial_checkpoints, set_aside
 
 NAME = "20260101Z000000-iteration-3"
@@ -81,6 +89,20 @@ def test_a_write_that_fails_leaves_nothing(odd: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         write_directory(odd / NAME, write, place="x")
     assert not list(odd.iterdir())
+
+
+def test_tensors_are_written_where_their_library_needs_calls_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tensors: object, path: Path) -> None:
+        (path.parent / ".tmpA1b2").touch()  # as it leaves behind
+        raise SafetensorError("Error while serializing: I/O error: not supported (os error 95)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", refuse)
+    saved = save(tmp_path, 1)
+    assert find_damage(saved.path, thoroughly=True) == ""
+    load_checkpoint(saved, state(2))
+    assert not list(saved.path.glob(".tmp*"))
 
 
 def test_a_rename_that_fails_later_is_noticed(

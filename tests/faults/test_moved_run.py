@@ -20,6 +20,7 @@ from tests.support.runs import (
     train_undisturbed,
     validations_of,
     weights_of,
+    with_deadlines,
 )
 from tests.support.workplace import Workplace, children_of, start_forked, succeeded
 
@@ -53,6 +54,17 @@ def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
     result = succeeded(machine.ddp_train(
         "tiny", "--nproc-per-node", "2", "--sync-to", str(copies)))
     assert "tiny is complete" in result.stdout
+
+
+def test_the_checkpoint_of_a_stop_signal_is_copied(workplace: Workplace) -> None:
+    workplace.add_dataset()
+    run_dir, copies = workplace.add_run(train=SETTINGS), workplace.root / "copies"
+    result = succeeded(workplace.torchrun(
+        2, "tiny", "--sync-to", str(copies), **with_deadlines(last_write=60, stop=90),
+        **{VARIABLE: "train:signal:number=15:rank=0:hit=7"}))
+    assert "the second copy" not in result.stdout
+    assert newest_in(copies) == 6 and weights_of(copies / "tiny") == weights_of(run_dir)
+    assert summary_of(copies / "tiny")["status"] == "stopped"
 
 
 def new_machine(root: Path, *, has_run: bool) -> Workplace:
