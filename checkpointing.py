@@ -7,8 +7,6 @@ is written under a temporary name, renamed when it is whole, and validated after
 from __future__ import annotations
 
 import math
-import re
-import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,9 +21,16 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from basics.checkpoint_names import (
+    BEST,
+    LATEST,
+    named_as_checkpoints,
+    replace_link,
+    write_directory,
+)
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
-from basics.files import fsync, read_regular_file, write_atomically
+from basics.files import REFUSALS, fsync, read_regular_file, write_atomically
 from basics.manifest import (
     Manifest,
     add_to_manifest,
@@ -37,12 +42,10 @@ from basics.tensor_files import header_of, read_tensors
 from gpt import GPTModel, num_parameters
 from run_config import ModelConfig
 
-CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
 AVERAGE = "average.safetensors"  # averaged weights, towards the end of a run with weight_average
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
-PARTIAL_PREFIX, LATEST, BEST = ".partial-", "latest", "best"
 ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
@@ -178,7 +181,8 @@ class Checkpoint:
 def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointMeta) -> Checkpoint:
     """Write a checkpoint under a temporary name, rename it when it is whole, renew links. Rank 0.
 
-    After the rename it is saved: what fails from there on is only a remark.
+    After the rename it is saved: what fails from there on is only a remark. Without renames: see
+    `basics/checkpoint_names.py`.
 
     Raises:
         OSError: it could not be written; no partial checkpoint is left.
@@ -187,13 +191,10 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
         checkpoints_dir.mkdir(parents=True)
         fsync(checkpoints_dir.parent)
     name = _new_name(checkpoints_dir, meta.global_step)
-    partial_dir = checkpoints_dir / f"{PARTIAL_PREFIX}{name}"
     try:
-        _write(partial_dir, snapshot, meta)
-        failpoint("save.rename")
-        partial_dir.rename(checkpoints_dir / name)
+        write_directory(checkpoints_dir / name, lambda place: _write(place, snapshot, meta),
+                        place="save.rename")
     except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: out of memory
-        shutil.rmtree(partial_dir, ignore_errors=True)
         raise as_os_error(error) from None
     return Checkpoint(checkpoints_dir / name, meta, has_average=bool(snapshot.average),
                       remark=_sync_and_link(checkpoints_dir))
@@ -228,11 +229,11 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     """Write a checkpoint's files and fsync each of them before the manifest lists them."""
     directory.mkdir()
     failpoint("save.weights")
-    safetensors.torch.save_file(snapshot.weights, directory / WEIGHTS)
+    _write_tensors(directory / WEIGHTS, snapshot.weights)
     failpoint("save.optimizer")
-    safetensors.torch.save_file(snapshot.moments, directory / OPTIMIZER)
+    _write_tensors(directory / OPTIMIZER, snapshot.moments)
     if snapshot.average:
-        safetensors.torch.save_file(snapshot.average, directory / AVERAGE)
+        _write_tensors(directory / AVERAGE, snapshot.average)
     failpoint("save.meta")
     (directory / META).write_text(meta.model_dump_json(indent=2))
     if meta.tokenizer_file is not None:
@@ -242,6 +243,18 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     failpoint("save.manifest")
     write_manifest(directory, global_step=meta.global_step, tokens=meta.tokens)
     fsync(directory)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; its library needs calls of the file system that some lack."""
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except SafetensorError as error:
+        if not any(f"(os error {number})" in str(error) for number in REFUSALS):
+            raise
+        for leftover in path.parent.glob(".tmp*"):
+            leftover.unlink()
+        path.write_bytes(safetensors.torch.save(tensors))  # takes the file's size in memory
 
 
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
@@ -273,7 +286,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
             if (meta.global_step, meta.tokens) != (manifest.global_step, manifest.tokens):
                 damage = f"{META} does not agree with the manifest"
             elif thoroughly:
-                damage = (_find_oversized(manifest, meta.model)
+                damage = (find_oversized(manifest, meta.model)
                           or find_damage(path, thoroughly=True))
             if not damage:
                 return checkpoint
@@ -282,7 +295,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
     raise UserError(f"{path}: damaged: {damage}")
 
 
-def _find_oversized(manifest: Manifest, model: ModelConfig) -> str:
+def find_oversized(manifest: Manifest, model: ModelConfig) -> str:
     """Return which file is larger than a model's can be; empty if none is.
 
     A sparse file of terabytes takes no room on the disk, and hours to read.
@@ -344,8 +357,8 @@ def renew_links(checkpoints_dir: Path) -> None:
     checkpoints = list_checkpoints(checkpoints_dir)
     best = best_of(checkpoints)
     if best is not None:
-        _replace_link(checkpoints_dir / LATEST, checkpoints[-1].name)
-        _replace_link(checkpoints_dir / BEST, best.name)
+        replace_link(checkpoints_dir / LATEST, checkpoints[-1].name)
+        replace_link(checkpoints_dir / BEST, best.name)
 
 
 def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
@@ -403,17 +416,6 @@ def _read_moments(checkpoint: Checkpoint, state: TrainingState) -> dict[str, Ten
         0.0 if name.startswith(("step/", "exp_avg_sq/")) else -math.inf))
 
 
-def named_as_checkpoints(checkpoints_dir: Path) -> list[Path]:
-    """Return the directories that have a checkpoint's name, by global step, whole or not."""
-    paths = [path for path in checkpoints_dir.glob("*-iteration-*")
-             if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
-    return sorted(paths, key=lambda path: (step_of(path), path.name))
-
-
-def step_of(path: Path) -> int:
-    return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
-
-
 def _new_name(checkpoints_dir: Path, global_step: int) -> str:
     name = f"{time.strftime('%Y%m%dZ%H%M%S', time.gmtime())}-iteration-{global_step}"
     unused, copies = name, 0
@@ -421,10 +423,3 @@ def _new_name(checkpoints_dir: Path, global_step: int) -> str:
         copies += 1
         unused = f"{name}-{copies}"
     return unused
-
-
-def _replace_link(link: Path, target: str) -> None:
-    temporary = link.with_name(f"{PARTIAL_PREFIX}{link.name}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    temporary.replace(link)

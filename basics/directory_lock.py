@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -11,6 +12,11 @@ from pathlib import Path
 from basics.errors import UserError, cannot_be_written
 
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+
+
+class NoLocksError(OSError):
+    """The file system has no locks, as mounts of object stores and some network file systems."""
 
 
 def lock_directory(directory: Path) -> int:
@@ -20,6 +26,7 @@ def lock_directory(directory: Path) -> int:
 
     Raises:
         BlockingIOError: another process holds the lock.
+        NoLocksError: the file system has none.
         OSError: the directory is missing or cannot be opened.
     """
     try:
@@ -27,7 +34,13 @@ def lock_directory(directory: Path) -> int:
     except BlockingIOError:
         raise
     except OSError:
-        return _lock(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        path = directory / LOCK_NAME
+    try:
+        return _lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise NoLocksError(error.errno, "its file system has no locks", str(directory)) from None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from basics.files import fsync, write_atomically
+from basics.files import fsync, partial_file, read_regular_file, write_atomically
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 2**20  # far more than a manifest needs
@@ -65,10 +65,18 @@ def add_to_manifest(directory: Path, name: str) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Read a directory's manifest. Raises: OSError or ValueError if missing or damaged."""
     path = directory / MANIFEST
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError("too large for a manifest")
-    manifest = Manifest.model_validate_json(path.read_bytes())
-    if path.read_text() != manifest.text():
+    try:
+        return _parse(path)
+    except (OSError, ValueError):
+        if not partial_file(path).is_file():
+            raise
+    return _parse(partial_file(path))  # a kill, where files are not replaced by a rename
+
+
+def _parse(path: Path) -> Manifest:
+    text = read_regular_file(path, max_bytes=MAX_BYTES)
+    manifest = Manifest.model_validate_json(text)
+    if text != manifest.text():
         raise ValueError("not the text that was written")
     return manifest
 
@@ -85,6 +93,11 @@ def find_damage(directory: Path, *, thoroughly: bool = False) -> str:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError):
         return f"{MANIFEST} cannot be read"
+    return find_difference(manifest, directory, thoroughly=thoroughly)
+
+
+def find_difference(manifest: Manifest, directory: Path, *, thoroughly: bool) -> str:
+    """Compare a directory with a manifest; return the first difference, empty if none."""
     for name, facts in manifest.files.items():
         path = directory / name
         try:

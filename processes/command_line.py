@@ -26,6 +26,7 @@ class Options:
     max_steps: int | None = None
     fresh: bool = False
     usd_per_hour: float | None = None
+    sync_to: Path | None = None
     find_max_microbatch: bool = False
     find_learning_rate: bool = False
     save: bool = False
@@ -62,7 +63,7 @@ class Options:
 
     def _check_prefetch(self) -> None:
         _refuse({"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                 "--fresh": self.fresh, "--when-done": self.when_done},
+                 "--fresh": self.fresh, "--when-done": self.when_done, "--sync-to": self.sync_to},
                 "cannot be used with --prefetch")
         if "RANK" in os.environ:
             raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
@@ -71,7 +72,7 @@ class Options:
         microbatch, rate = "--find-max-microbatch", "--find-learning-rate"
         search = microbatch if self.find_max_microbatch else rate
         no_search = {"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                     "--fresh": self.fresh, "--prefetch": self.prefetch,
+                     "--fresh": self.fresh, "--sync-to": self.sync_to, "--prefetch": self.prefetch,
                      "--when-done": self.when_done}
         if search == microbatch:
             no_search[rate] = self.find_learning_rate
@@ -104,6 +105,9 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
               help="Start over; earlier checkpoints are moved to set-aside/, never deleted.")
 @click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD",
               help="Price of the machine; overrides usd_per_hour in train.json.")
+@click.option("--sync-to", type=click.Path(path_type=Path), metavar="DIR",
+              help="Copy each checkpoint and the records to DIR/RUN while training goes on, and"
+                   " fetch them from there where RUN lacks them.")
 @click.option("--find-max-microbatch", is_flag=True,
               help="Find the largest and the fastest microbatch size that fits; no training.")
 @click.option("--find-learning-rate", is_flag=True,

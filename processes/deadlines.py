@@ -24,6 +24,7 @@ class Deadlines:
     last_write: float = 5.0  # for a checkpoint or charts in flight, when a rank fails or must exit
     charts: float = 60.0  # for the last charts, at the end of a run
     tracker: float = 60.0  # for the tracker, at the end of a run; after a signal `last_write`
+    second_copy: float = 900.0  # for the copy of the last checkpoint, at the end of a launch
     orphans: float = 30.0  # for a run's lock, held by processes that have lost their torchrun
     first_step: float = 3600.0  # of compiling, without a heartbeat; max-autotune takes minutes
     store: float = 20.0  # for an answer of torchrun's store; after that it counts as down

@@ -10,13 +10,14 @@ rank 0 through a socket. So
   until its end, and the processes of a run cannot outlive the lock otherwise: the kernel sends them
   SIGTERM when torchrun dies, and one that had not asked for that yet ends itself;
 - a launch that finds only such orphans behind the lock waits for them.
+
+Where the file system has no locks, `processes/heartbeat.py` decides.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import signal
 import socket
@@ -28,15 +29,15 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from basics.directory_lock import LOCK_NAME, is_lock_of, lock_directory
+from basics.directory_lock import LOCK_NAME, NoLocksError, is_lock_of, lock_directory
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
-from basics.files import read_regular_file, write_atomically
-from basics.json_files import to_json
 from processes.deadlines import Deadlines
+from processes.heartbeat import claim, read_heartbeat
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 # Name and value of an environment variable; without it, SIGUSR1 would kill torchrun.
@@ -110,7 +111,12 @@ def lock_run(run_dir: Path) -> None:
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         descriptor = _take_over(run_dir)
-        _descriptors.append(_lock(run_dir) if descriptor is None else descriptor)
+        with suppress(NoLocksError):
+            _descriptors.append(_lock(run_dir) if descriptor is None else descriptor)
+            return
+        if beat := claim(run_dir):
+            raise LockedError(f"{run_dir}: another launch is training this run{_name(beat)}; stop"
+                              " it, or wait for its end")
     except OSError as error:
         raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror});"
                           " a run writes its checkpoints and charts there") from None
@@ -206,13 +212,6 @@ def release_run() -> None:
         os.close(_descriptors.pop())
 
 
-def write_heartbeat(path: Path, *, phase: str, step: int | None) -> None:
-    """Show that the run makes progress: to people, and to a launch that finds it locked."""
-    write_atomically(path, to_json({
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "phase": phase,
-        "global_step": step, "pid": os.getpid(), "host": socket.gethostname()}) + "\n")
-
-
 def trained_by(run_dir: Path) -> int | None:
     """Return a process of this machine that holds a run's lock; None without one."""
     return next(iter(_holders(run_dir)), None)
@@ -221,16 +220,20 @@ def trained_by(run_dir: Path) -> int | None:
 def _describe(run_dir: Path, holders: list[int]) -> str:
     """Describe the processes that hold the lock. The heartbeat may be that of a dead process."""
     host = socket.gethostname()
-    with suppress(OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        beat = json.loads(read_regular_file(run_dir / "heartbeat.json"))
-        if beat["host"] == host:
+    with suppress(TypeError, OverflowError):
+        beat = read_heartbeat(run_dir)
+        if beat.get("host") == host:
             is_its_own = beat["pid"] in holders if holders else psutil.pid_exists(beat["pid"])
         else:
-            is_its_own = not holders
+            is_its_own = bool(beat) and not holders
         if is_its_own:
-            return f": process {beat['pid']} on {beat['host']}, last heartbeat {beat['time']}"
+            return _name(beat)
     return f": process {holders[0]} on {host}, which has just begun" if holders else (
         ", which has just begun")
+
+
+def _name(beat: dict[str, Any]) -> str:
+    return f": process {beat['pid']} on {beat['host']}, last heartbeat {beat['time']}"
 
 
 def _holders(run_dir: Path) -> list[int]:

@@ -32,9 +32,9 @@ from basics.errors import (
 from basics.failpoints import failpoint
 from basics.out_of_memory import is_out_of_gpu_memory
 from processes.deadlines import Deadlines
+from processes.heartbeat import write_heartbeat
 from processes.launch import Process, end_torchrun, spans_nodes
 from processes.peers import Peers, PeerStore, is_caused_by_peers
-from processes.run_lock import write_heartbeat
 from processes.startup_agreement import AgreedError
 
 NEVER = float("inf")

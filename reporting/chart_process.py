@@ -15,18 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from basics.errors import describe, one_line
+from basics.errors import describe
 from basics.failpoints import failpoint
+from processes.helper_process import failure_of, kill, start_module
 from processes.run_lock import end_with_parent
 
-PROJECT_DIR = Path(__file__).resolve().parents[1]
 LOWEST, NORMAL = 19, 0  # priorities, as `nice` counts
 MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
 POLL_SECONDS = 0.25  # between two heartbeats while a drawing is waited for
-TORCHRUN = "MASTER_", "TORCHELASTIC_"  # beginnings of its variables; others end as follows
-TORCHRUN_ENDS = "RANK", "WORLD_SIZE"
-SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1"}
 
 
 class ChartProcess:
@@ -59,7 +55,7 @@ class ChartProcess:
         if self._process is None or self._process.poll() is None:
             return ""
         process, self._process = self._process, None
-        return failure_of(process, "the drawing process")
+        return failure_of(process, "drawing")
 
     def finish(self, limit_seconds: Callable[[], float]) -> str:
         """Wait until the charts show all records; end a drawing that takes longer than the limit.
@@ -95,55 +91,15 @@ class ChartProcess:
         if self._process is None:
             return
         process, self._process = self._process, None
-        end_helper(process)
+        kill(process)
         for partial in self._run_dir.glob(".*-chart.png.partial"):
             partial.unlink(missing_ok=True)
 
 
 def start_process(run_dir: Path, niceness: int) -> subprocess.Popen[bytes]:
     """Start a process that draws; return at once."""
-    return start_helper(["reporting.chart_process", str(run_dir.resolve()), str(niceness),
-                         str(os.getpid())])
-
-
-def start_helper(module: list[str], *,
-                 stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """Start a module in a process of its own. It inherits no files, so no lock of the run.
-
-    A process group of its own: Ctrl-C does not reach it. No session of its own: Linux may share
-    the cores out by sessions, and a priority counts inside one.
-
-    Args:
-        module: its name, and its arguments.
-    """
-    environment = {key: value for key, value in os.environ.items()
-                   if not (key.startswith(TORCHRUN) or key.endswith(TORCHRUN_ENDS))}
-    process = subprocess.Popen(
-        [sys.executable, "-m", *module], cwd=PROJECT_DIR, env=environment | SETTINGS,
-        process_group=0, bufsize=0, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    os.set_blocking(process.stderr.fileno(), False)  # what it has started may keep it open
-    return process
-
-
-def end_helper(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that `start_helper` has started, and what it has started in its group."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk does not end
-        process.wait(1)
-    process.stderr.close()
-
-
-def failure_of(process: subprocess.Popen[bytes], name: str) -> str:
-    """Return why a process that has ended failed: the last line that it wrote."""
-    lines = (process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
-    process.stderr.close()
-    if process.returncode < 0:
-        number = -process.returncode
-        return f"{name} was ended by signal {number} ({signal.strsignal(number)})"
-    if process.returncode:
-        return one_line(lines[-1]) if lines else f"exit status {process.returncode}"
-    return ""
+    return start_module("reporting.chart_process", str(run_dir.resolve()), str(niceness),
+                        str(os.getpid()))
 
 
 def main(run_dir: Path, niceness: int, parent: int) -> None:

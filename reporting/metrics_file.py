@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from basics.errors import UserError
-from basics.files import fsync, read_regular_file, write_atomically
+from basics.files import fsync, read_regular_file, recover, write_atomically, write_held
 from basics.json_files import to_json
 
 MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # per file: about four million steps
@@ -146,6 +146,7 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
     Args:
         lacks_validation: drop the validation and samples before that step too: they are repeated.
     """
+    recover(path)
     if not path.exists():
         return
     kept = [record for record in read_metrics(path) if record["global_step"] < first_step
@@ -156,5 +157,6 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
 
 def fsync_records(path: Path) -> None:
     """Call fsync on a run's metrics, if there are any."""
+    write_held(path)
     with suppress(FileNotFoundError):
         fsync(path)

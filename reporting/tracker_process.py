@@ -24,8 +24,9 @@ from typing import Any
 from basics.errors import UserError, describe, one_line, visible
 from basics.failpoints import failpoint
 from basics.files import read_regular_file
+from processes.helper_process import failure_of, kill, start_module
 from processes.run_lock import end_with_parent
-from reporting.chart_process import LOWEST, end_helper, failure_of, start_helper
+from reporting.chart_process import LOWEST
 from reporting.metric_names import final_figures
 from reporting.metrics_file import check_records
 from reporting.tracked_run import STATE_NAME, Feed, Start, TrackedRun
@@ -66,9 +67,9 @@ class TrackerProcess:
             failpoint("tracker")
             tracked, kind = TrackedRun.load(run_dir, starts_over=starts_over), train.tracker
             tracked.save(run_dir, kind, tracked.num_logged.get(kind, 0))  # so the id stays
-            self._process = start_helper(
-                ["reporting.tracker_process", str(run_dir.absolute()),
-                 json.dumps(dataclasses.asdict(self._start(first_step))), str(os.getpid())],
+            self._process = start_module(
+                "reporting.tracker_process", str(run_dir.absolute()),
+                json.dumps(dataclasses.asdict(self._start(first_step))), str(os.getpid()),
                 stdin=subprocess.PIPE)
         except Exception as error:
             return describe(error)
@@ -87,7 +88,7 @@ class TrackerProcess:
             return self._note() or self._lag()
         said, process, self._process = self._note(), self._process, None
         process.stdin.close()
-        failure = failure_of(process, "its process")
+        failure = failure_of(process, "tracker")
         if failure or not self._told_at:
             return f"{said or failure or 'it has ended'}; {self._remedy()}"
         return said
@@ -130,7 +131,7 @@ class TrackerProcess:
             if time.monotonic() - self._told_at >= (limit := limit_seconds()):
                 process, self._process = self._process, None
                 process.stdin.close()
-                end_helper(process)
+                kill(process)
                 return f"it had not taken all records after {limit:.0f} s; {self._remedy()}"
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_SECONDS)

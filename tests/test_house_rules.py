@@ -21,7 +21,7 @@ ROOT_FILES = {"ddp_train", "gpt", "run_config", "checkpointing", "prepare_datase
 WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "tokens.token_file",
                  "tokens.tokenizer", "run_config", "processes.before_torch", "prepare_dataset",
                  "reporting.chart_process", "reporting.charts", "reporting.tracker_process",
-                 "lab.export_metrics", "lab.doctor.examination"]
+                 "lab.export_metrics", "lab.doctor.examination", "trainer.copy_process"]
 LINES = {"ddp_train.py": 250, "checkpointing.py": 450}
 
 

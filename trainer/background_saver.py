@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
+from basics.checkpoint_names import partial_files
 from basics.failpoints import failpoint
 from checkpointing import (
-    PARTIAL_PREFIX,
     Checkpoint,
     CheckpointMeta,
     Snapshot,
@@ -36,6 +36,9 @@ class BackgroundSaver:
     Args:
         newest: the checkpoint that the run resumed from, which may still lack its validation.
         heartbeat: called while a write is waited for and makes progress.
+
+    Attributes:
+        after_write: called in the thread when something has been written.
     """
 
     def __init__(self, checkpoints_dir: Path, *, keep: int | None = None,
@@ -49,6 +52,7 @@ class BackgroundSaver:
         self._unsaved: tuple[Snapshot, CheckpointMeta] | None = None
         self._newest, self._validation = newest, newest and newest.validation
         self._failure = ""
+        self.after_write: Callable[[], None] = lambda: None
         self.num_checkpoints = 0
         self.longest_write_seconds = 0.0
 
@@ -110,8 +114,8 @@ class BackgroundSaver:
     def _progress(self) -> list[tuple[str, int]]:
         """Return the names and sizes of the files that are being written."""
         with suppress(OSError):  # a directory was renamed meanwhile
-            files = self._checkpoints_dir.glob(f"{PARTIAL_PREFIX}*/*")
-            return sorted((str(path), path.stat().st_size) for path in files)
+            return sorted((str(path), path.stat().st_size)
+                          for path in partial_files(self._checkpoints_dir))
         return []
 
     def take_failure(self) -> str:
@@ -137,6 +141,7 @@ class BackgroundSaver:
         if self._lacks_validation() and not self._save_validation(self._newest):
             return
         self.prune()
+        self.after_write()
         self.longest_write_seconds = max(self.longest_write_seconds, time.perf_counter() - began)
 
     def _save(self, snapshot: Snapshot, meta: CheckpointMeta) -> bool:

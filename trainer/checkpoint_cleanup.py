@@ -7,18 +7,18 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from basics.failpoints import failpoint
-from basics.manifest import find_damage
-from checkpointing import (
+from basics.checkpoint_names import (
     BEST,
     LATEST,
     PARTIAL_PREFIX,
-    best_of,
-    list_checkpoints,
+    move_directory,
     named_as_checkpoints,
-    renew_links,
+    remove_directory,
+    remove_partial,
     step_of,
 )
+from basics.manifest import find_damage
+from checkpointing import best_of, list_checkpoints, renew_links
 
 
 def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> None:
@@ -33,16 +33,13 @@ def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> No
     if not removed or find_damage(checkpoints[-1].path, thoroughly=True):
         return
     for checkpoint in removed:
-        failpoint("save.prune")
-        renamed = checkpoint.path.with_name(f"{PARTIAL_PREFIX}{checkpoint.name}")
-        checkpoint.path.rename(renamed)  # atomic: a kill leaves no damaged checkpoint
-        shutil.rmtree(renamed)
+        remove_directory(checkpoint.path, place="save.prune")
 
 
 def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
     """Remove the partial files of a process that was killed while it saved. Rank 0."""
     for path in checkpoints_dir.glob(f"{PARTIAL_PREFIX}*"):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        remove_partial(path)
 
 
 def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
@@ -60,9 +57,9 @@ def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
     for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
         if path.is_file() and not path.is_symlink():
             shutil.copy2(path, aside_dir / path.name)
-    for path in chosen:
-        path.rename(aside_dir / "checkpoints" / path.name)
     for link in (checkpoints_dir / LATEST, checkpoints_dir / BEST):
         link.unlink(missing_ok=True)
+    for path in chosen:
+        move_directory(path, aside_dir / "checkpoints" / path.name)
     renew_links(checkpoints_dir)
     return aside_dir

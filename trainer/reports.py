@@ -14,8 +14,7 @@ from checkpointing import best_of, list_checkpoints, renew_links
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
-from reporting.chart_process import ChartProcess
-from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
+from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.console import Console, batch_arithmetic
 from reporting.loss_window import ClosedWindow, LossWindow
 from reporting.machine_meter import MachineMeter
@@ -23,14 +22,13 @@ from reporting.metrics_file import energy_before
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd
-from reporting.tracker_process import TrackerProcess
 from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
-from trainer.budget import Budget
 from trainer.checkpoint_cleanup import remove_partial_checkpoints
 from trainer.checkpoint_cleanup import set_aside as set_checkpoints_aside
 from trainer.diagnostics import Diagnostics
 from trainer.precision import autocast
+from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
 from trainer.weight_average import averaged_weights
@@ -49,11 +47,12 @@ class Reports:
         self.console = Console(self.run, self.plan, clock=clock, is_active=self.process.is_main)
         self.window = LossWindow(self.process.device)
         self.diagnostics = Diagnostics(prepared.train, self.process)
-        self.charts = ChartProcess(self.run.run_dir, heartbeat=watchdog.heartbeat)
         gpus = gpu_uuids(self.process) if self.process.is_main else []
         self.meter = MachineMeter(self.run.run_dir, gpus)
         self._gpu = find_gpu(device_name(self.process))
-        self.tracker = TrackerProcess(self.run, heartbeat=watchdog.heartbeat)
+        self.beside = SideProcesses(prepared, console=self.console, clock=clock,
+                                    watchdog=watchdog)
+        saver.after_write = self.beside.copy
         self._reports_speed = self._warns_of_cudnn = True
 
     def begin(self, num_parameters: int) -> None:
@@ -71,6 +70,7 @@ class Reports:
                 self.console.say(f"resuming from {resume_from.path}")
             self.meter.start(0.0 if self.prepared.options.fresh else energy_before(
                 self.run.metrics_path, self.run.summary_path))
+            self.beside.copy()
         for line in (*(f"warning: {warning}" for warning in warnings),
                      *batch_arithmetic(self.plan, num_steps)):
             self.console.say(line)
@@ -80,8 +80,7 @@ class Reports:
         self.console.start(first_step, num_steps=num_steps,
                            lacks_validation=self.prepared.lacks_validation)
         if self.process.is_main:
-            self._warn_of_tracker(self.tracker.start(
-                first_step, starts_over=self.prepared.options.fresh))
+            self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step
 
     def report_compilation(self, step: TrainingStep) -> None:
@@ -127,8 +126,7 @@ class Reports:
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
         self._report_windows(self.window.take(waits=waits or says_speed))
         self.warn_of_failed_write()
-        self._warn_of_charts(self.charts.take_failure())
-        self._warn_of_tracker(self.tracker.take_failure())
+        self.beside.warn()
         self._reports_speed = self._reports_speed and not says_speed
         if says_speed and self.process.is_main:
             self.console.say(self.speed(num_measured).line())
@@ -206,16 +204,15 @@ class Reports:
 
         A failure is only a warning.
         """
-        with self.clock.phase(CHART):
-            self._warn_of_charts(self.charts.start())
+        self.beside.draw_charts()
         gc.collect()  # the automatic collection is off, and checkpoints leave reference cycles
         self.window.restart_timing()
 
     def end(self, global_step: int, num_steps: int, *, stop_reason: str | None,
             lacks_validation: bool) -> None:
-        """Wait for the last checkpoint and the charts; write and print the summary. Rank 0.
+        """Wait for the last checkpoint; write and print the summary. Rank 0.
 
-        Then wait for the tracker, whose last figures are those of the summary.
+        Then wait for the processes beside training.
 
         Raises:
             UserError: the last checkpoint or the records could not be written.
@@ -226,7 +223,7 @@ class Reports:
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()
         if not self.watchdog.stop_signal:
-            self._finish_charts()
+            self.beside.finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         self.meter.stop()
         unwritten = self.console.finish(RunEnd(
@@ -243,11 +240,7 @@ class Reports:
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
         ))
-        self.tracker.end()
-        if self.watchdog.stop_signal:  # little time is left: the summary goes first
-            self._finish_charts()
-        self._warn_of_tracker(self.tracker.finish(
-            lambda: self._limit(self.watchdog.deadlines.tracker)))
+        self.beside.finish()
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
         if unwritten:
@@ -255,23 +248,6 @@ class Reports:
                             " command again: it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
         self._print_sample()
-
-    def _finish_charts(self) -> None:
-        with self.clock.phase(CHART):
-            self._warn_of_charts(self.charts.finish(
-                lambda: self._limit(self.watchdog.deadlines.charts)))
-
-    def _limit(self, seconds: float) -> float:
-        """Return how many seconds the last charts or records are waited for."""
-        if self.watchdog.stop_signal:
-            seconds = self.watchdog.deadlines.last_write
-        return max(0.0, min(seconds, Budget(self.run.train, self.clock).seconds_left()))
-
-    def _warn_of_charts(self, failure: str) -> None:
-        self.console.warn("charts are not up to date", failure)
-
-    def _warn_of_tracker(self, failure: str) -> None:
-        self.console.warn(f"tracker {self.run.train.tracker}", failure)
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""

@@ -6,15 +6,15 @@ import json
 import shutil
 import socket
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from basics.checkpoint_names import BEST, LATEST, is_link
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.manifest import digest_of
 from checkpointing import (
-    BEST,
-    LATEST,
     PICKLED_OPTIMIZER,
     Checkpoint,
     TrainingState,
@@ -43,6 +43,7 @@ from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
+from trainer.second_copy import fetch
 from trainer.step import build_training_state
 
 
@@ -68,6 +69,11 @@ class PreparedRun:
     @property
     def plan(self) -> BatchPlan:
         return self.data.plan
+
+    @property
+    def copy_dir(self) -> Path | None:
+        """Place of the run's second copy, if it has one."""
+        return self.options.sync_to and self.options.sync_to / self.run.name
 
     @property
     def num_steps(self) -> int:
@@ -139,8 +145,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     step("token ids", lambda: check_token_range(data) if process.is_main_of_node else None)
     summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
-        "checkpoint", lambda: json.dumps([has_status(run, FINISHED),
-                                          *choose_checkpoint(run, options)])))
+        "checkpoint", lambda: find_resume_point(run, options, data, clock)))
     is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
     resume_from = step("resuming", lambda: check_resume_point(
         run, name, data, thoroughly=is_first_reader) if name else None)
@@ -194,8 +199,19 @@ def check_run_dir(run: Run) -> None:
                  run.heartbeat_path):
         check_records(path)
     for path in (run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST):
-        if path.exists() and not path.is_symlink():
+        if path.exists() and not is_link(path):
             raise UserError(f"{path}: is not a link to a checkpoint; move it away")
+
+
+def find_resume_point(run: Run, options: Options, data: RunData, clock: PhaseClock) -> str:
+    """Return as JSON whether the run is finished, then what `choose_checkpoint` returns. Rank 0.
+
+    What the second copy of the run has and its directory lacks is fetched before.
+    """
+    if options.sync_to is not None:
+        with clock.phase(DOWNLOAD):
+            fetch(run, options, data.fingerprints)
+    return json.dumps([has_status(run, FINISHED), *choose_checkpoint(run, options)])
 
 
 def choose_checkpoint(run: Run, options: Options) -> list[str]:
@@ -250,11 +266,12 @@ def check_disk_space(prepared: PreparedRun) -> None:
     """
     run = prepared.run
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
-    free = shutil.disk_usage(place).free
+    disk = shutil.disk_usage(place)
     needed = checkpoint_bytes(run.model, run.train, num_parameters(run.model))
-    if not prepared.is_trained and free < needed:
+    is_known = disk.total > 0  # a mount of an object store may have no size
+    if not prepared.is_trained and is_known and disk.free < needed:
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
-                        f" disk has {free / 1e9:,.2f} GB free; free some, or set --runs-dir")
+                        f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
 
 
 def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:

@@ -9,20 +9,13 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
+from basics.checkpoint_names import BEST, directory_of, named_as_checkpoints
 from basics.config_files import describe
 from basics.errors import UserError, first_line
 from basics.json_files import read_json_object
 from basics.manifest import MANIFEST
 from basics.tensor_files import read_tensors
-from checkpointing import (
-    BEST,
-    DAMAGE,
-    Checkpoint,
-    find_checkpoint,
-    load_weights,
-    named_as_checkpoints,
-    open_checkpoint,
-)
+from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
 from preparation.hub import ask_hub
 from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
@@ -87,7 +80,8 @@ def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
     if is_run(name, runs_dir):
         target = _of_run(name, runs_dir, checkpoint_name)
     else:
-        target = _of_directory(name, Path(name) if Path(name).is_dir() else _download(name))
+        place = directory_of(Path(name))
+        target = _of_directory(name, place if place.is_dir() else _download(name))
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target.model.to(device).eval()
@@ -96,7 +90,8 @@ def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
 
 def check_name(name: str, runs_dir: Path) -> None:
     """Check that a name is a run, a directory, or owner/name. Raises: UserError."""
-    if not (is_run(name, runs_dir) or Path(name).is_dir() or HUB_NAME.fullmatch(name)):
+    is_place = is_run(name, runs_dir) or directory_of(Path(name)).is_dir()
+    if not (is_place or HUB_NAME.fullmatch(name)):
         load_run(runs_dir, name)  # its error lists the runs
 
 

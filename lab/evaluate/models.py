@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from basics.checkpoint_names import BEST, LATEST, directory_of, named_as_checkpoints
 from basics.errors import UserError
-from checkpointing import BEST, LATEST, find_checkpoint, list_checkpoints, named_as_checkpoints
+from checkpointing import find_checkpoint, list_checkpoints
 from run_config import Run, load_run
 from trainer.targets import check_name, is_run
 
@@ -49,7 +50,7 @@ def choose_models(names: tuple[str, ...], checkpoints: str, runs_dir: Path) -> l
 def _split(text: str, runs_dir: Path) -> tuple[str, str]:
     """Split RUN@CHECKPOINT; a directory may have an @ in its name."""
     name, _, checkpoints = text.partition("@")
-    is_whole = is_run(text, runs_dir) or Path(text).is_dir()
+    is_whole = is_run(text, runs_dir) or directory_of(Path(text)).is_dir()
     return (text, "") if is_whole or not checkpoints else (name, checkpoints)
 
 

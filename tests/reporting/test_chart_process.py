@@ -15,6 +15,7 @@ import pytest
 
 from basics.directory_lock import lock_directory
 from basics.failpoints import MARKS, VARIABLE
+from processes import helper_process
 from reporting import chart_process
 from reporting.chart_process import ChartProcess
 from reporting.charts import draw_charts
@@ -210,7 +211,7 @@ def test_what_a_drawing_has_started_does_not_hold_up_the_run(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text("#!/bin/sh\nsleep 3600 &\necho $! > pid; exit 7\n")
     (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(chart_process, "PROJECT_DIR", tmp_path)
+    monkeypatch.setattr(helper_process, "PROJECT_DIR", tmp_path)
     drawing.start()
     process = drawing._process
     process.wait(60)

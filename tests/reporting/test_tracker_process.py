@@ -150,8 +150,8 @@ def run(workplace: Workplace) -> Run:
     ({"log": "1 / 0"}, "ZeroDivisionError: division by zero"),
     ({"log": "warnings.warn('trackio.log() failed')"}, "RuntimeError: trackio.log() failed"),
     ({"finish": "sys.exit(3)"}, "exit status 3"),
-    ({"finish": "os.kill(os.getpid(), 11)"}, "its process was ended by signal 11 (Segmentation "
-                                             "fault)"),
+    ({"finish": "os.kill(os.getpid(), 11)"}, "the tracker process was ended by signal 11"
+                                             " (Segmentation fault)"),
 ])
 def test_a_tracker_that_fails_is_told_once(
     run: Run, stand_in: StandIn, code: dict[str, str], failure: str

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
+from basics.checkpoint_names import directory_of
 from basics.failpoints import VARIABLE
 from processes import deadlines
 from reporting.metrics_file import OF_MACHINE
@@ -46,7 +47,7 @@ def last_line_of_ours(result: CompletedProcess[str]) -> str:
 
 
 def weights_of(run_dir: Path) -> str:
-    path = run_dir / "checkpoints/latest/model.safetensors"
+    path = directory_of(run_dir / "checkpoints/latest") / "model.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

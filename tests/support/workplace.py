@@ -33,6 +33,7 @@ from basics import failpoints
 from processes.run_lock import PARENT_DEATH_SIGNAL, release_run
 from reporting import chart_process, charts
 from reporting.metrics_file import read_metrics
+from tests.support import odd_files
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 
@@ -247,6 +248,7 @@ def _end_with_siblings() -> None:
 
 def _run_script(script: str, arguments: list[str]) -> None:
     sys.argv, parent = [script, *arguments], os.getppid()
+    odd_files.install()
     charts.draw_by_hand = draw_bare
     if "draw:" not in os.environ.get(failpoints.VARIABLE, ""):
         chart_process.start_process = DrawnHere

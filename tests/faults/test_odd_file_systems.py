@@ -1,0 +1,114 @@
+"""A whole run where the run directory lies on a file system that lacks calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from basics.checkpoint_names import directory_of
+from basics.failpoints import VARIABLE
+from basics.manifest import find_damage
+from checkpointing import list_checkpoints
+from tests.support import odd_files
+from tests.support.runs import (
+    SETTINGS,
+    metrics_of,
+    summary_of,
+    train_undisturbed,
+    weights_of,
+    with_deadlines,
+)
+from tests.support.thorough import thorough_but
+from tests.support.workplace import PROJECT_DIR, Workplace, succeeded
+
+KEPT = SETTINGS | {"keep_checkpoints": 1}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), KEPT)
+
+
+@pytest.mark.parametrize("fault", thorough_but(
+    ["save.manifest:kill:rank=0:hit=1"],
+    [f"{place}:kill:rank=0:hit={hit}" for place, hit in (
+        ("save.manifest", 1), ("save.rename", 2), ("save.validation", 2), ("save.links", 2),
+        ("save.prune", 1), ("record", 1))]))
+def test_a_killed_run_resumes_to_the_same_weights(
+    workplace: Workplace, undisturbed: Path, fault: str
+) -> None:
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train=KEPT)
+    environment = {odd_files.VARIABLE: str(workplace.runs_dir)} | with_deadlines(heartbeat=0.5)
+    assert workplace.torchrun(2, "tiny", **environment, **{VARIABLE: fault}).returncode
+    for found in list_checkpoints(run_dir / "checkpoints"):
+        assert find_damage(found.path, thoroughly=True) == ""
+    result = succeeded(workplace.torchrun(2, "tiny", **environment))
+    assert "its file system has no locks" in result.stdout
+    assert "its file system cannot rename directories" in result.stdout
+    latest = directory_of(run_dir / "checkpoints/latest")
+    assert latest.name != "latest" and (run_dir / "checkpoints/latest").is_file()
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert metrics_of(run_dir) == metrics_of(undisturbed)
+    assert summary_of(run_dir)["status"] == "finished"
+    assert not list((run_dir / "checkpoints").glob(".partial*"))
+    assert len(list_checkpoints(run_dir / "checkpoints")) <= 2  # one may have been resumed from
+    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2"))  # on a usual one
+    assert "tiny is complete" in result.stdout
+
+
+@pytest.mark.skipif(find_spec("mfusepy") is None, reason="needs mfusepy, which mounts in Python")
+def test_a_run_and_its_second_copy_on_a_mount_that_lacks_calls(
+    workplace: Workplace, undisturbed: Path
+) -> None:
+    """A real file system, with a kill; FUSE's kernel part has locks of its own."""
+    workplace.add_dataset()
+    with mounted(workplace.root / "behind", workplace.root / "mount") as mount:
+        odd = OnMount(mount)
+        odd.add_run(train=KEPT)
+        arguments = ("tiny", "--sync-to", str(mount / "copies"))
+        fault = {VARIABLE: "save.manifest:kill:rank=0:hit=2"}
+        assert odd.torchrun(2, *arguments, **fault).returncode
+        assert len(list_checkpoints(odd.runs_dir / "tiny/checkpoints")) == 1
+        result = succeeded(odd.torchrun(2, *arguments))
+        assert "its file system cannot rename directories" in result.stdout
+        assert "warning: the second copy" not in result.stdout
+        for run_dir in (odd.runs_dir / "tiny", mount / "copies/tiny"):
+            assert (run_dir / "checkpoints/latest").is_file()
+            assert weights_of(run_dir) == weights_of(undisturbed)
+            assert metrics_of(run_dir) == metrics_of(undisturbed)
+            assert not list((run_dir / "checkpoints").glob(".partial*"))
+
+
+class OnMount(Workplace):
+    """A workplace whose runs lie on a mount inside another one, which has the datasets."""
+
+    @property
+    def datasets_dir(self) -> Path:
+        return self.root.parent / "datasets"
+
+
+@contextmanager
+def mounted(behind: Path, place: Path) -> Iterator[Path]:
+    for path in (behind, place):
+        path.mkdir()
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.fuse_files", behind, place],
+                               cwd=PROJECT_DIR, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 60
+        while not place.is_mount():
+            if process.poll() is not None or time.monotonic() > until:
+                pytest.skip(f"cannot mount: {process.stderr.read().strip()[-80:]}")
+            time.sleep(0.05)
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], capture_output=True)
+        process.kill()
+        process.communicate()

@@ -1,0 +1,123 @@
+"""The claim on a run whose file system has no locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from processes import heartbeat
+from processes.heartbeat import HEARTBEAT, claim, read_heartbeat
+from processes.run_lock import LockedError, lock_run
+from tests.support import odd_files
+from tests.support.runs import with_deadlines
+
+REPLACE = os.replace
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run directory where nothing can be locked."""
+    for patch in odd_files.patches(tmp_path):
+        monkeypatch.setattr(*patch)
+    for name, value in with_deadlines(heartbeat=0.2).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(heartbeat, "SETTLING_SECONDS", 0.3)
+    yield tmp_path
+    beat(tmp_path, -1)
+    wait_for_the_end_of_the_claim()
+
+
+def wait_for_the_end_of_the_claim() -> None:
+    until = time.monotonic() + 30
+    while any(thread.name == "heartbeat" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def beat(run_dir: Path, number: int, **facts: object) -> None:
+    partial = run_dir / "partial"
+    partial.write_text(json.dumps(
+        {"pid": 7, "host": "elsewhere", "time": f"at {number}"} | facts))
+    REPLACE(partial, run_dir / HEARTBEAT)
+
+
+@contextmanager
+def beating(run_dir: Path, **facts: object) -> Iterator[None]:
+    """Renew the heartbeat of another process."""
+    beat(run_dir, 0, **facts)
+    ended = threading.Event()
+
+    def renew() -> None:
+        number = 0
+        while not ended.wait(0.05):
+            number += 1
+            beat(run_dir, number, **facts)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_launch_is_refused_while_the_heartbeat_of_another_one_changes(run_dir: Path) -> None:
+    with beating(run_dir), pytest.raises(
+            LockedError, match="another launch is training this run: process 7 on elsewhere"):
+        lock_run(run_dir)
+
+
+def test_a_heartbeat_that_stays_is_that_of_a_dead_process(
+    run_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
+    beat(run_dir, 0)
+    lock_run(run_dir)
+    assert read_heartbeat(run_dir)["pid"] == os.getpid()
+    told = capsys.readouterr().out
+    assert "has no locks" in told and "waiting 0.6 s whether the heartbeat of process 7" in told
+
+
+@pytest.mark.parametrize("pid", [os.getpid, os.getppid])
+def test_the_process_that_prepared_the_launch_is_not_another_one(run_dir: Path, pid) -> None:
+    with beating(run_dir, pid=pid(), host=os.uname().nodename):
+        assert not heartbeat._is_alive(run_dir)
+
+
+def test_of_two_launches_at_once_one_trains(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = time.sleep
+
+    def settle(seconds: float) -> None:
+        if seconds == heartbeat.SETTLING_SECONDS:
+            beat(run_dir, 0)  # the other one has found no heartbeat either
+        genuine(0)
+
+    monkeypatch.setattr(heartbeat.time, "sleep", settle)
+    assert claim(run_dir)["host"] == "elsewhere"
+
+
+def test_a_claim_is_renewed_until_another_process_goes_on(run_dir: Path) -> None:
+    assert claim(run_dir) == {}
+    path = run_dir / HEARTBEAT
+    first, until = path.read_text(), time.monotonic() + 20
+    while path.read_text() == first:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    beat(run_dir, 0)
+    wait_for_the_end_of_the_claim()
+    assert read_heartbeat(run_dir)["host"] == "elsewhere"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', '{"pid": [], "host": 1, "time": 2}'])
+def test_a_heartbeat_that_cannot_be_read_is_none(run_dir: Path, content: str) -> None:
+    (run_dir / HEARTBEAT).write_text(content)
+    assert read_heartbeat(run_dir) == {} and claim(run_dir) == {}

@@ -1,0 +1,224 @@
+"""One update of a second copy, killed at every step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from basics import verified_copy
+from basics.checkpoint_names import linked_name, named_as_checkpoints
+from basics.failpoints import VARIABLE
+from basics.manifest import find_damage
+from checkpointing import Validation, add_validation, list_checkpoints, renew_links
+from tests.support import odd_files
+from tests.support.checkpoints import save
+from tests.support.thorough import thorough_but
+from tests.support.workplace import PROJECT_DIR
+from trainer.copy_process import OWN, Copy, Job
+
+PLACES = ["copy.start", "copy.own", "copy.set-aside", "copy.records", "copy.file:hit=2",
+          "copy.verify", "copy.manifest", "copy.rename", "copy.links", "copy.late",
+          "copy.late-manifest", "copy.prune"]
+ON_ODD_FILES = ["copy.set-aside", "copy.file:hit=2", "copy.rename", "copy.late-manifest",
+                "copy.prune", "move.remove"]
+
+
+class Scene:
+    """A run directory and its second copy, with ways to bring that up to date."""
+
+    def __init__(self, root: Path) -> None:
+        self.run_dir, self.copy_dir = root / "runs" / "tiny", root / "copies" / "tiny"
+        self.source, self.target = self.run_dir / "checkpoints", self.copy_dir / "checkpoints"
+        self.run_dir.mkdir(parents=True)
+        for name in ("model.json", "train.json", "summary.json", "loss-chart.png"):
+            (self.run_dir / name).write_text(name)
+        (self.run_dir / "metrics.jsonl").write_text('{"global_step": 1}\n')
+
+    def job(self, **options: int) -> Job:
+        return Job(str(self.run_dir), str(self.copy_dir), **options)
+
+    def update(self, **options: int) -> str:
+        return Copy(self.job(**options)).update()
+
+    def update_in_process(self, fault: str = "", **options: int) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "tests.support.odd_files", "trainer.copy_process",
+             self.job(**options).text(), str(os.getpid())],
+            cwd=PROJECT_DIR, env=os.environ | {VARIABLE: fault}, capture_output=True, text=True,
+            timeout=60)
+
+    def assert_whole(self) -> None:
+        for path in named_as_checkpoints(self.target):
+            assert find_damage(path, thoroughly=True) == ""
+        assert len(list_checkpoints(self.target)) == len(named_as_checkpoints(self.target))
+
+    def assert_equal(self) -> None:
+        self.assert_whole()
+        assert contents(self.source) == contents(self.target)
+        for name in ("model.json", "metrics.jsonl", "summary.json", "loss-chart.png"):
+            assert (self.run_dir / name).read_text() == (self.copy_dir / name).read_text()
+        for link in ("latest", "best"):
+            assert linked_name(self.source / link) == linked_name(self.target / link) != ""
+
+
+def contents(checkpoints_dir: Path) -> dict[str, bytes]:
+    assert not list(checkpoints_dir.glob(".partial*"))
+    return {f"{path.name}/{file.name}": file.read_bytes()
+            for path in named_as_checkpoints(checkpoints_dir) for file in path.iterdir()}
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+@pytest.fixture
+def odd(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of the copy, on a file system that lacks calls."""
+    place = scene.copy_dir.parent
+    place.mkdir()
+    monkeypatch.setenv(odd_files.VARIABLE, str(place))
+    for patch in odd_files.patches(place):
+        monkeypatch.setattr(*patch)
+    return place
+
+
+def remove(scene: Scene, *steps: int) -> None:
+    for found in list_checkpoints(scene.source):
+        if found.meta.global_step in steps:
+            shutil.rmtree(found.path)
+
+
+def assert_a_kill_is_harmless(scene: Scene, place: str) -> None:
+    """Kill an update that copies, adds a validation, prunes and sets aside; then complete it."""
+    for step, loss in ((1, 3.0), (2, 2.0), (9, 1.0)):
+        save(scene.source, step, loss)
+    assert scene.update() == ""
+    scene.assert_equal()
+    remove(scene, 1, 9)
+    add_validation(list_checkpoints(scene.source)[0], Validation(loss=0.5))
+    save(scene.source, 3, 4.0)
+    (scene.run_dir / "metrics.jsonl").write_text('{"global_step": 1}\n{"global_step": 3}\n')
+    point, _, condition = place.partition(":")
+    fault = ":".join(filter(None, (point, "kill", condition)))
+    killed = scene.update_in_process(fault, keep=2, from_step=3)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    scene.assert_whole()
+    assert scene.update(keep=2, from_step=3) == ""
+    scene.assert_equal()
+    aside = {path.name for path in scene.copy_dir.glob("set-aside/*/checkpoints/*")
+             if not find_damage(path, thoroughly=True)}
+    assert {name.rpartition("-")[2] for name in aside} == {"9"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kill_at_any_step_leaves_whole_checkpoints(scene: Scene, place: str) -> None:
+    assert_a_kill_is_harmless(scene, place)
+
+
+@pytest.mark.parametrize("place", thorough_but(["copy.rename", "copy.prune"], ON_ODD_FILES))
+def test_a_kill_at_any_step_on_a_file_system_without_renames(
+    scene: Scene, odd: Path, place: str
+) -> None:
+    assert_a_kill_is_harmless(scene, place)
+    assert not (scene.target / "latest").is_symlink()
+
+
+def test_nothing_is_removed_that_was_not_copied(scene: Scene) -> None:
+    other = save(scene.target, 0, 9.0).path
+    (scene.target / ".partial-20260101Z000000-iteration-5").mkdir()
+    save(scene.source, 1, 1.0)
+    assert scene.update(keep=1) == ""
+    remove(scene, 1)
+    save(scene.source, 2, 0.5)
+    assert scene.update(keep=1) == ""
+    assert [path.name.rpartition("-")[2] for path in named_as_checkpoints(scene.target)] == [
+        "0", "2"]
+    assert not find_damage(other, thoroughly=True)
+    assert (scene.target / ".partial-20260101Z000000-iteration-5").is_dir()
+
+
+def test_without_a_record_of_what_was_copied_nothing_is_removed(scene: Scene) -> None:
+    save(scene.source, 1, 1.0)
+    scene.update(keep=1)
+    (scene.copy_dir / OWN).write_text('{"checkpoints": 3')
+    remove(scene, 1)
+    save(scene.source, 2, 0.5)
+    assert scene.update(keep=1) == ""
+    assert len(named_as_checkpoints(scene.target)) == 2
+
+
+def test_what_reads_back_different_does_not_count(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save(scene.source, 1)
+
+    def change(path: Path) -> None:
+        if path.name == "optimizer.safetensors":
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(verified_copy, "_flush", change)
+        problem = scene.update()
+    assert problem == (f"{saved.name}: reads back different: optimizer.safetensors has changed"
+                       " since it was written")
+    assert not named_as_checkpoints(scene.target) and not list(scene.target.glob(".partial*"))
+    assert scene.update() == ""
+    scene.assert_equal()
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_copied_whole(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = save(scene.source, 1)
+    genuine = shutil.copyfileobj
+
+    def prune(source: object, *arguments: object) -> None:
+        if "checkpoints" in str(getattr(arguments[0], "name", "")):
+            shutil.rmtree(saved.path, ignore_errors=True)
+        genuine(source, *arguments)
+
+    monkeypatch.setattr(verified_copy.shutil, "copyfileobj", prune)
+    assert scene.update() == ""
+    assert not saved.path.exists()
+    (copied,) = named_as_checkpoints(scene.target)
+    assert find_damage(copied, thoroughly=True) == ""
+
+
+def test_a_damaged_copy_is_made_anew_and_a_damaged_checkpoint_is_not_copied(scene: Scene) -> None:
+    first, second = save(scene.source, 1), save(scene.source, 2)
+    scene.update()
+    (scene.target / first.name / "optimizer.safetensors").write_bytes(b"short")
+    (second.path / "model.safetensors").unlink()
+    shutil.rmtree(scene.target / second.name)
+    assert scene.update() == ""
+    assert [path.name for path in named_as_checkpoints(scene.target)] == [first.name]
+    scene.assert_whole()
+
+
+def test_another_checkpoint_of_that_name_is_left_alone(scene: Scene) -> None:
+    saved = save(scene.source, 1)
+    scene.update()
+    shutil.rmtree(saved.path)
+    changed = save(scene.source, 2)
+    changed.path.rename(saved.path)
+    renew_links(scene.source)
+    before = (scene.target / saved.name / "manifest.json").read_text()
+    assert scene.update() == f"{saved.name}: is another checkpoint of that name"
+    assert (scene.target / saved.name / "manifest.json").read_text() == before
+
+
+def test_nothing_is_copied_through_a_link(scene: Scene, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (scene.run_dir / "samples.jsonl").symlink_to(tmp_path / "secret")
+    save(scene.source, 1)
+    assert scene.update_in_process().returncode == 1
+    assert not (scene.copy_dir / "samples.jsonl").exists()
