@@ -177,7 +177,8 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
                 return
             content = hub.files[name]
-            headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": hub.sha if sha == "main" else sha,
+            headers = {"ETag": f'"{etag(content)}"',
+                       "X-Repo-Commit": hub.sha if sha == "main" else sha,
                        "Accept-Ranges": "bytes", "X-Linked-Size": str(len(content)),
                        "X-Linked-Etag": f'"{etag(content)}"'}
             status, part = 200, content
