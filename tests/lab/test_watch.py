@@ -220,6 +220,27 @@ def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir: Path) -> None:
         "gpus_throttled": [1]}
 
 
+@pytest.mark.parametrize("odd", [None, {"mfu": "x"}, {"usd": -1}, {"global_step": 2.5}, "no JSON",
+                                 {"gpu_power_w": [None, "x"]}, {"train_loss": 1e30}])
+def test_many_records_are_read_as_one_by_one(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, odd: dict | str | None
+) -> None:
+    run_dir = add_run(runs_dir, "long", steps=3000)
+    append(run_dir, *(report(step, mfu=0.4, gpu_power_w=[100, step], gpu_memory_gib=[None, 2.0],
+                             gpu_throttling=["", "x"][:step % 3], train_loss=[None, 2.5][step % 2],
+                             layer_grad_norm=[1.0]) for step in range(3001, 3201)))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("" if odd is None else f"{odd}\n" if odd == "no JSON" else lines(
+            report(3300, **odd), report(3400)))
+    found = []
+    for min_bytes in (0, 2**30):
+        monkeypatch.setattr("lab.watch.columns.MIN_BYTES", min_bytes)
+        with Columns(run_dir / "metrics.jsonl").updated() as columns:
+            found.append((columns.series, [columns.axis(axis).tolist()[:3200] for axis in (
+                "steps", "tokens", "time")]))
+    assert found[0] == found[1] and columns.num_rows > 500
+
+
 # Thinning
 
 
