@@ -89,8 +89,6 @@ class Console:
             self.num_steps = self._bar.total = num_steps
             self.say(f"schedule fitted to the budget: {num_steps:,} steps ="
                      f" {num_steps * self.plan.tokens_per_step:,} tokens")
-            if self.is_active:
-                self.write_status("running", None)
 
     def report_steps(self, closed: ClosedWindow, window: WindowSummary,
                      machine: dict[str, Any]) -> None:
@@ -107,6 +105,7 @@ class Console:
         self._record(global_step, asdict(window) | {
             "learning_rate": learning_rate,
             "tokens_per_second": tokens_per_second,
+            **({} if self.num_steps == self.plan.num_steps else {"num_steps": self.num_steps}),
         } | machine, seconds=seconds, usd=closed.usd)
         share = seconds[VALIDATION] / sum(seconds.values())
         said = f"{tokens_per_second or 0:,.0f} tok/s | {share:.0%} in validation"

@@ -17,6 +17,7 @@ import numpy as np
 from lab.compare.run_figures import Record, number
 from lab.watch.files import Identity, identity_of, read_part
 from lab.watch.latest import MAX_GPUS
+from lab.watch.many_records import MIN_BYTES, Table, table_of
 from reporting.metrics_file import MAX_RECORDS_BYTES, valid_records
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}
@@ -94,11 +95,37 @@ class Columns:
             content, overlap = read_part(self._path, 0, max_bytes=MAX_RECORDS_BYTES), 0
         end = content.rfind(b"\n") + 1  # the last line may not be complete yet
         if end > overlap:
-            for record in valid_records(content[overlap:end].decode(errors="replace")):
-                self._append(record)
+            self._append_all(content[overlap:end])
             self._offset += end - overlap
             self._last_bytes = content[max(0, end - CHECKED_BYTES):end]
         self._found = found
+
+    def _append_all(self, content: bytes) -> None:
+        table = None
+        if len(content) >= MIN_BYTES:
+            table = table_of(content, (*AXES.values(), *NUMBERS), number_lists=BY_GPU,
+                             text_lists=(THROTTLING,))
+        if table is not None:
+            self._append_table(table)
+            return
+        for record in valid_records(content.decode(errors="replace")):
+            self._append(record)
+
+    def _append_table(self, table: Table) -> None:
+        """Append what `_append` would."""
+        start = self.num_rows
+        for name, key in AXES.items():
+            self.axes[name].frombytes((table.numbers[key] + (name == "steps")).tobytes())
+        for key in NUMBERS:
+            rows = np.flatnonzero(np.isfinite(table.numbers[key]))
+            self.series[key].rows.frombytes((start + rows).astype(np.int32).tobytes())
+            self.series[key].values.frombytes(table.numbers[key][rows].tobytes())
+        for key, (rows, lists) in table.lists.items():
+            for row, values in zip(rows.tolist(), lists, strict=True):
+                if key == THROTTLING:
+                    self._append_throttled(start + row, values)
+                else:
+                    self._append_gpus(start + row, key, values)
 
     def _append(self, record: Record) -> None:
         row = self.num_rows
@@ -113,7 +140,10 @@ class Columns:
             if key in record:
                 self._append_gpus(row, key, record[key])
         if isinstance(throttled := record.get(THROTTLING), list):
-            self.series[THROTTLED].append(row, sum(map(bool, throttled[:MAX_GPUS])))
+            self._append_throttled(row, throttled)
+
+    def _append_throttled(self, row: int, reasons: list[object]) -> None:
+        self.series[THROTTLED].append(row, sum(map(bool, reasons[:MAX_GPUS])))
 
     def _append_gpus(self, row: int, key: str, values: object) -> None:
         """Append the mean, the smallest and the largest number of the GPUs."""

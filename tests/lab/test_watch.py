@@ -73,6 +73,9 @@ def test_the_state_of_a_running_run(runs_dir: Path) -> None:
     assert (state.status, state.phase, state.is_running) == ("running", "validation", True)
     assert 0 <= state.heartbeat_seconds < 30
     assert state.seconds_left == pytest.approx(9.0)  # 90 steps of 0.1 seconds
+    append(run_dir, report(120, num_steps=150, mfu=0.41, usd=0.25))  # fitted to a budget
+    fitted = read_state(runs_dir, "live")
+    assert fitted.num_steps == 150 and fitted.seconds_left == pytest.approx(3.0)
     assert (state.mfu, state.usd, state.memory_gib, state.seconds) == (0.41, 0.25, 70.25, 11.0)
     assert [any(part in warning for warning in state.warnings)
             for part in ("3 of the last", "GPU 1: power cap", "2.0 GiB free")] == [True] * 3
@@ -218,6 +221,27 @@ def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir: Path) -> None:
         "gpu_power_w": [200], "gpu_power_w_min": [100], "gpu_power_w_max": [300],
         "gpu_memory_gib": [2], "gpu_memory_gib_min": [1], "gpu_memory_gib_max": [3],
         "gpus_throttled": [1]}
+
+
+@pytest.mark.parametrize("odd", [None, {"mfu": "x"}, {"usd": -1}, {"global_step": 2.5}, "no JSON",
+                                 {"gpu_power_w": [None, "x"]}, {"train_loss": 1e30}])
+def test_many_records_are_read_as_one_by_one(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, odd: dict | str | None
+) -> None:
+    run_dir = add_run(runs_dir, "long", steps=3000)
+    append(run_dir, *(report(step, mfu=0.4, gpu_power_w=[100, step], gpu_memory_gib=[None, 2.0],
+                             gpu_throttling=["", "x"][:step % 3], train_loss=[None, 2.5][step % 2],
+                             layer_grad_norm=[1.0]) for step in range(3001, 3201)))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("" if odd is None else f"{odd}\n" if odd == "no JSON" else lines(
+            report(3300, **odd), report(3400)))
+    found = []
+    for min_bytes in (0, 2**30):
+        monkeypatch.setattr("lab.watch.columns.MIN_BYTES", min_bytes)
+        with Columns(run_dir / "metrics.jsonl").updated() as columns:
+            found.append((columns.series, [columns.axis(axis).tolist()[:3200] for axis in (
+                "steps", "tokens", "time")]))
+    assert found[0] == found[1] and columns.num_rows > 500
 
 
 # Thinning

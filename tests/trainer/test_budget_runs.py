@@ -144,6 +144,8 @@ def test_a_schedule_is_fitted_to_the_budget(workplace: Workplace) -> None:
     assert 3.7 < sum(summary["seconds"].values()) <= 4
     records = read_lines(run_dir / "metrics.jsonl")
     rates = [record["learning_rate"] for record in records if "learning_rate" in record]
+    reports = [record for record in records if "learning_rate" in record]
+    assert reports[-1]["num_steps"] == summary["num_steps"]
     assert rates[-1] == pytest.approx(1e-4)  # a tenth of the peak: the cosine's very end
     assert max(rates) > 0.97e-3
     assert records[-1]["global_step"] == summary["global_step"]

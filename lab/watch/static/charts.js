@@ -10,7 +10,10 @@ const format = {
   fixed: (digits) => (value) => value.toFixed(digits),
   whole: (value) => Math.round(value).toLocaleString("en-US"),
   percent: (value) => `${value.toFixed(1)}%`,
-  dollars: (value) => `$${value.toFixed(value < 1 && value > 0 ? 4 : 2)}`,
+  dollars(value) {
+    const digits = value > 0 && value < 1 ? 4 : 2;
+    return `$${value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })}`;
+  },
   short(value) {
     for (const [size, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (Math.abs(value) >= size) return format.three(value / size) + letter;
