@@ -17,6 +17,7 @@ from basics.files import read_regular_file
 from basics.json_files import read_json_object
 from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
+from lab.publish.plain_files import read_charts
 from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
 from tokens.tokenizer_file import read_named_tokenizer
 from trainer.targets import Target
@@ -45,13 +46,14 @@ def write_export(target: Target, output_dir: Path, card: str,
 
     Raises:
         UserError: GPT-2 does not support the model, the directory cannot be written, or it holds
-            something else.
+            something else; or a chart is a link.
     """
     check_output(output_dir)
     if extras.with_gguf:
         check_gguf(target)
     end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
     config = gpt2_config(target.model.config, end_of_text)
+    charts = {} if extras.charts_dir is None else read_charts(extras.charts_dir, list(CHARTS))
     partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
     old_dir = _old_dir(output_dir)
     try:
@@ -60,6 +62,8 @@ def write_export(target: Target, output_dir: Path, card: str,
         partial_dir.mkdir(parents=True)
         _write(target, partial_dir, config)
         _write_extras(target, extras, partial_dir)
+        for name, content in charts.items():
+            (partial_dir / name).write_bytes(content)
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
         if output_dir.exists():
             output_dir.rename(old_dir)
@@ -131,9 +135,6 @@ def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
 
 
 def _write_extras(target: Target, extras: Extras, directory: Path) -> None:
-    for name in CHARTS if extras.charts_dir else ():
-        if (extras.charts_dir / name).is_file():
-            shutil.copyfile(extras.charts_dir / name, directory / name)
     if extras.chat_template is not None:
         path = directory / "tokenizer_config.json"
         values = read_json_object(path) | {"chat_template": extras.chat_template}

@@ -19,6 +19,7 @@ from lab.publish.export import (
     write_export,
 )
 from lab.publish.model_card import HERE, CardFacts, changed_card, model_card
+from lab.publish.plain_files import is_plain
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run
@@ -26,7 +27,8 @@ from tokens.token_file import TokenFile
 from tokens.tokenizer_file import TOKENIZER_FILE
 from trainer.targets import HUB_NAME, is_run, load_target
 
-DATASET_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE, "README.md")
+TOKEN_FILES = ("train.safetensors", "validation.safetensors")
+TEXTS = (TOKENIZER_FILE, "README.md")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def find_dataset(request: Request) -> Upload | None:
     Only the token files, their tokenizer and README.md are uploaded, unchanged.
 
     Raises:
-        UserError: the dataset is incomplete, or an option applies only to models.
+        UserError: the dataset is incomplete, an option applies only to models, or README.md or
+            the tokenizer is a link.
     """
     directory = Path(request.source)
     if not is_complete(directory):
@@ -82,10 +85,10 @@ def find_dataset(request: Request) -> Upload | None:
     if request.output_dir or request.licence or request.languages or request.with_gguf:
         raise UserError(f"{directory}: is a dataset; --output, --license, --language and --gguf"
                         " apply only to models; put a dataset's licence in its README.md")
-    for split in ("train", "validation"):
-        TokenFile(directory / f"{split}.safetensors")  # raises an error if it is damaged
-    present = [name for name in DATASET_FILES if (directory / name).is_file()]
-    return Upload(directory, present, "dataset")
+    for name in TOKEN_FILES:
+        TokenFile(directory / name)  # raises an error if it is damaged, or no token file
+    texts = [name for name in TEXTS if is_plain(directory / name)]
+    return Upload(directory, [*TOKEN_FILES, *texts], "dataset")
 
 
 def export_model(request: Request) -> Upload:
