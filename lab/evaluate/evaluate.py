@@ -46,7 +46,7 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     hub (owner/name). Under torchrun (torchrun --nproc_per_node=8 -m lab evaluate ...) the processes
     share the work. The results of a run are added to its evaluations.jsonl; of a run with several
     checkpoints a chart over tokens is drawn in its directory. In brackets are 95% intervals: of
-    losses over the sequences (Student's t), of accuracies Wilson's.
+    losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
     from tabulate import tabulate

@@ -26,11 +26,15 @@ class Quiz:
 
     Attributes:
         name: the task's; of minimal pairs that are all of one kind, `blimp_` and that kind.
+        source: the name of the file, of the directory or of the dataset on the hub.
+        split: of the task's own dataset; None of any other, whose split is not known.
     """
 
     name: str
     task: Task
     questions: list[Question]
+    source: str = ""
+    split: str | None = None
 
 
 def parse_task(text: str) -> tuple[str, str]:
@@ -60,7 +64,8 @@ def read_quiz(name: str, source: str) -> Quiz:
     """
     task, records = TASKS[name], []
     paths = _local_files(Path(source), task)
-    if not paths and HUB_NAME.fullmatch(source):
+    is_on_hub = not paths and bool(HUB_NAME.fullmatch(source))
+    if is_on_hub:
         paths = _download(source, task)
     if not paths:
         raise UserError(f"{source}: no such file, and not the owner/name of a dataset on the hub;"
@@ -74,7 +79,10 @@ def read_quiz(name: str, source: str) -> Quiz:
         raise UserError(f"{source}: has no questions; give a file with {task.title}'s")
     kind = records[0] if len(set(map(str, records))) == 1 else None
     is_kind = isinstance(kind, str) and re.fullmatch(r"\w{1,80}", kind)
-    return Quiz(f"{name}_{kind}" if is_kind else name, task, questions)
+    is_own = source == task.hub_name and not Path(source).exists()
+    return Quiz(f"{name}_{kind}" if is_kind else name, task, questions,
+                source if is_on_hub else Path(source).resolve().name,
+                task.split if is_own else None)
 
 
 def _question(record: Any, path: Path, task: Task) -> Question:
@@ -124,9 +132,9 @@ def _labels_beside(path: Path) -> Iterator[str] | None:
 
 
 def _local_files(path: Path, task: Task) -> list[Path]:
-    if not path.is_dir():
+    if not path.is_dir():  # reading a pipe could block forever
         return [path] if path.is_file() else []
-    found = sorted(file for file in path.iterdir() if file.suffix in KINDS)
+    found = sorted(file for file in path.iterdir() if file.suffix in KINDS and file.is_file())
     if not found:
         raise UserError(f"{path}: has no .jsonl or .parquet file; give a file with {task.title}'s"
                         " questions")

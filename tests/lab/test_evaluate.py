@@ -18,6 +18,7 @@ from basics.errors import UserError
 from checkpointing import list_checkpoints
 from lab import __main__
 from lab.evaluate import charts as lab_charts
+from lab.evaluate import held_out
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.sharing import Share
 from processes.launch import Process
@@ -306,6 +307,7 @@ def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(
     trained: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
+    monkeypatch.setattr(held_out, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(lab_charts, "draw_by_hand", lambda path, plot: drawn.append(
         figure := Figure()) or plot(figure) or path)
     write_records(trained.root / "pairs.jsonl", [
@@ -361,7 +363,10 @@ def test_a_run_without_checkpoints_is_refused(trained: Workplace) -> None:
             lab_evaluate(trained, *arguments))
 
 
-def test_the_interval_of_the_loss_is_that_of_the_mean_of_sequences(tmp_path: Path) -> None:
+def test_the_interval_of_the_loss_is_that_of_the_mean_of_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_out, "BLOCK_TOKENS", 16)
     model = random_model(vocab_size=257, context_length=8)
     file = token_file(tmp_path / "validation.safetensors",
                       np.random.default_rng(0).integers(0, 256, size=200), tokenizer="bytes")
@@ -371,7 +376,8 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_sequences(tmp_path: Pat
     with torch.no_grad():
         losses = [F.cross_entropy(model(ids[i : i + 8][None])[0], ids[i + 1 : i + 9]).item()
                   for i in range(0, 160, 8)]
-    half = 2.093 * np.std(losses, ddof=1) / math.sqrt(20)  # Student's t, 19 degrees of freedom
+    blocks = np.reshape(losses, (10, 2)).mean(axis=1)
+    half = 2.262 * np.std(blocks, ddof=1) / math.sqrt(10)  # Student's t, 9 degrees of freedom
     assert found.num_sequences == 20
     assert found.loss_interval == pytest.approx((found.loss - half, found.loss + half), abs=1e-5)
     assert found.bits_interval == pytest.approx(
@@ -382,6 +388,10 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_sequences(tmp_path: Pat
     for key in ("loss", "perplexity", "bits_per_byte"):
         low, high = record[f"{key}_interval"]
         assert low < record[key] < high
-    one = choose_slice(file, "mine", start_token=0, num_tokens=8)
+    for size in (1, 2, 100):
+        again = evaluate(Target("x", model, "bytes"), file, token_slice, microbatch_size=size,
+                         share=ALONE)
+        assert again.loss_interval == pytest.approx(found.loss_interval, abs=1e-6)
+    one = choose_slice(file, "mine", start_token=0, num_tokens=16)
     assert evaluate(Target("x", model, "bytes"), file, one, microbatch_size=3,
                     share=ALONE).loss_interval is None

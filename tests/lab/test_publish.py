@@ -167,7 +167,12 @@ def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
                 "dataset": "tiny", "split": "validation", "start_token": 16, "num_tokens": 320}
     (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
         measured | {"loss": 9.5}, measured | {"loss": 5.25, "perplexity": 190.5},
-        measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1}]) + '{"half')
+        measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1},
+        measured | {"split": "train", "loss": 0.5},  # of tokens trained on
+        measured | {"dataset": None, "benchmark": "blimp", "split": "train", "accuracy": 0.5,
+                    "questions_from": "nyu-mll/blimp"},
+        measured | {"dataset": None, "benchmark": "blimp", "split": None, "accuracy": 0.25,
+                    "questions_from": "own|.jsonl"}]) + '{"half')
     succeeded(publish(trained, "tiny", "--output", str(output), "--license", "apache-2.0"))
     card = ModelCard.load(output / "README.md")
     facts = card.data.to_dict()
@@ -177,7 +182,10 @@ def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
         "validation loss during training (nats per token)": checkpoint.loss,
         "loss (nats per token), 320 tokens from token 16": 5.25,
         "perplexity, 320 tokens from token 16": 190.5,
+        "accuracy": 0.5, "accuracy, questions of own|.jsonl": 0.25,
     }
+    splits = {found.metric_name: found.dataset_split for found in card.data.eval_results}
+    assert splits["accuracy"] == "train" and splits["accuracy, questions of own|.jsonl"] is None
     for wanted in (f"{checkpoint.meta.tokens:,} tokens of `tiny`", "14,976 parameters",
                    f"step | {checkpoint.meta.global_step + 1} of 10", "| US$ | ",
                    '"learning_rate": 0.01', "![Training and validation loss](loss-chart.png)",

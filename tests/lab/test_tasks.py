@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_all_tasks_are_one_table_and_one_record_each(trained: Workplace) -> None
         line.split()[2] for line in table[2:]]
     for record, line in zip(records, table[2:], strict=True):
         low, high = record["accuracy_interval"]
+        assert record["split"] is None and record["questions_from"].endswith(".jsonl")
         assert record["questions"] == 3 and 0 <= low <= record["accuracy"] <= high <= 1
         assert f" {record['accuracy']:.4f} [{low:.4f}, {high:.4f}] " in line
     by_two = process_succeeded(forked("lab/__main__.py", trained.arguments(
@@ -159,7 +161,10 @@ def test_minimal_pairs_are_named_by_their_kind_and_may_be_many_files(tmp_path: P
     both = read_quiz("blimp", str(tmp_path / "data"))
     assert (both.name, len(both.questions)) == ("blimp", 4)
     write_records(tmp_path / "own.jsonl", [{"sentence_good": "a", "sentence_bad": "b"}])
-    assert read_quiz("blimp", str(tmp_path / "own.jsonl")).name == "blimp"
+    own = read_quiz("blimp", str(tmp_path / "own.jsonl"))
+    assert (own.name, own.source, own.split) == ("blimp", "own.jsonl", None)
+    os.mkfifo(tmp_path / "data/pipe.jsonl")  # is skipped
+    assert len(read_quiz("blimp", str(tmp_path / "data")).questions) == 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,6 +239,7 @@ def test_questions_are_downloaded_from_the_hub(
     with serving(hub), used_in_this_process(hub, tmp_path / "home"):
         quiz = read_quiz(name, "someone/questions")
     assert len(quiz.questions) == 3 * len(wanted)
+    assert (quiz.source, quiz.split) == ("someone/questions", None)
     assert not any(hub.downloads(other) for other in others)
 
 
