@@ -12,7 +12,7 @@ from typing import Any
 from basics.errors import UserError
 from lab.evaluate.scoring import Question
 from lab.evaluate.tasks import TASKS, Task
-from preparation.hub import ask_hub
+from preparation.hub import ask_hub, check_names, hide_progress_bars
 from trainer.targets import HUB_NAME
 
 LONGEST_LINE = 2**20
@@ -148,6 +148,8 @@ def _download(repository: str, task: Task) -> list[Path]:
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
     names = [file.rfilename for file in info.siblings or ()
              if re.search(task.hub_files, file.rfilename)]
+    check_names(repository, names)
+    hide_progress_bars()
     tables = [name for name in names if name.endswith(".parquet")]
     if not names:
         raise UserError(f"{repository} on the Hugging Face hub: has no file of {task.title}'s"

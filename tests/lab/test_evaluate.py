@@ -271,12 +271,12 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
-        monkeypatch.setattr(__main__, "cli", lambda error=error, **_: raise_(error))
+        monkeypatch.setattr(__main__.cli, "main", lambda *_, error=error, **__: raise_(error))
         with pytest.raises(SystemExit) as caught:
             __main__.main()
         assert caught.value.code == 2
         assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller")
-    monkeypatch.setattr(__main__, "cli", lambda **_: raise_(RuntimeError("another")))
+    monkeypatch.setattr(__main__.cli, "main", lambda *_, **__: raise_(RuntimeError("another")))
     with pytest.raises(SystemExit) as caught:
         __main__.main()
     assert caught.value.code == 1
