@@ -52,15 +52,18 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     from tabulate import tabulate
 
     from lab.evaluate.held_out_files import Tokens
-    from lab.evaluate.measure import Request, measure_all
+    from lab.evaluate.measure import Request, draw, measure_all
     from lab.evaluate.sharing import join_processes
 
     tasks = (*tasks, *(["=".join(benchmark)] if benchmark else []))
     request = Request(targets, checkpoints, tasks, measures_loss=with_loss or not tasks,
                       microbatch_size=microbatch_size, tokens=Tokens(**tokens))
     share = join_processes()
-    tables = measure_all(request, share)
-    if share.process.is_main:
+    measured = measure_all(request, share)
+    if share.process.is_main and (tables := measured.tables()):
         click.echo(visible("\n\n".join(
             tabulate(rows, headers="keys", disable_numparse=True,
                      colalign=["left"] + ["right"] * (len(rows[0]) - 1)) for rows in tables)))
+        draw(measured.results)
+    if measured.error is not None:
+        raise measured.error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,9 @@ def read_quiz(name: str, source: str) -> Quiz:
                         f" give a file with {task.title}'s questions, or {task.hub_name}")
     questions: list[Question] = []
     for path in paths:
-        for record in _records(path, task):
-            questions.append(_question(record, path, task))
+        for number, record in enumerate(_records(path, task), start=1):
+            question = _question(record, path, task)
+            questions.append(replace(question, place=f"{name}, {path.name}, question {number}"))
             records.append(record.get("UID") if name == "blimp" else None)
     if not questions:
         raise UserError(f"{source}: has no questions; give a file with {task.title}'s")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -18,8 +19,9 @@ from basics.errors import UserError
 from checkpointing import list_checkpoints
 from lab import __main__
 from lab.evaluate import charts as lab_charts
-from lab.evaluate import held_out
+from lab.evaluate import held_out, measure
 from lab.evaluate.held_out import choose_slice, evaluate
+from lab.evaluate.models import Chosen
 from lab.evaluate.sharing import Share
 from processes.launch import Process
 from processes.startup_agreement import Agreement
@@ -346,6 +348,55 @@ def test_checkpoints_are_named_one_by_one_or_with_their_run(trained: Workplace) 
     chart.unlink()
     lab_evaluate(trained, f"tiny@{first}")
     assert not chart.exists()  # of one point
+
+
+def test_a_checkpoint_of_two_names_is_measured_once(trained: Workplace) -> None:
+    for checkpoint in list_checkpoints(trained.runs_dir / "tiny/checkpoints")[:-1]:
+        shutil.rmtree(checkpoint.path)
+    rows = rows_of(lab_evaluate(trained, "tiny", "tiny@latest", "--checkpoints", "best,latest"))
+    assert len(rows) == 1 and len(read_lines(trained.runs_dir / "tiny/evaluations.jsonl")) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_damaged_checkpoints_are_left_out_of_all_and_refused_by_name(
+    trained: Workplace, damage: str
+) -> None:
+    first, *others = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
+    weights = first.path / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] if damage == "cut" else content[:-1] + b"x")
+    for names in (f"latest,{first.name}", first.name):
+        assert first.name in error_line(lab_evaluate(trained, "tiny", "--checkpoints", names))
+    assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()  # before any work
+    result = lab_evaluate(trained, "tiny@all")
+    assert sorted(row[0] for row in rows_of(result)) == sorted(
+        f"tiny ({checkpoint.name})" for checkpoint in others)
+    assert result.stderr.count("warning: left out: ") == 1 and first.name in result.stderr
+
+
+def test_a_late_error_loses_no_result(trained: Workplace, tmp_path: Path) -> None:
+    broken = export(random_model(vocab_size=257, context_length=16), tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"junk")
+    result = lab_evaluate(trained, "tiny", str(broken))
+    assert isinstance(result.exception, UserError) and "broken" in result.exception.line()
+    assert "tiny (" in result.stdout and str(broken) not in result.stdout
+
+
+def test_the_table_is_printed_before_a_chart_is_drawn(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "draw_over_tokens", lambda _: raise_(RuntimeError("drawn")))
+    result = lab_evaluate(trained, "tiny")
+    assert isinstance(result.exception, RuntimeError) and "tiny (" in result.stdout
+
+
+def test_a_checkpoint_that_a_run_has_removed_is_replaced_by_the_newest(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_, last = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
+    monkeypatch.setattr(measure, "choose_models", lambda *_: [
+        Chosen("tiny", "20200101Z000000-iteration-0", "latest")])
+    assert rows_of(lab_evaluate(trained, "tiny"))[0][0] == f"tiny ({last.name})"
 
 
 def test_only_runs_have_checkpoints(trained: Workplace, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from basics.errors import UserError
 from lab.evaluate.evaluate import NAMES
 from lab.evaluate.questions import read_quiz
 from lab.evaluate.results import TaskResult
-from lab.evaluate.scoring import Question, score
+from lab.evaluate.scoring import Question, encode_questions, score
 from lab.evaluate.sharing import Share
 from lab.evaluate.tasks import TASKS
 from lab.publish.export import write_export
@@ -72,7 +72,8 @@ def test_lm_eval_gives_an_export_the_same_scores(
     for name, path in paths.items():
         quiz = read_quiz(name, str(path))
         for size in (1, 3, 100):
-            scored = score(target, quiz.questions, microbatch_size=size, share=ALONE)
+            texts = encode_questions(target, quiz.questions, ALONE)
+            scored = score(target, quiz.questions, texts, microbatch_size=size, share=ALONE)
             found = TaskResult.of(quiz, scored).figures
             expected = {key: theirs[f"local_{name}"][names[key]] for key in found}
             assert {key: figure.value for key, figure in found.items()} == pytest.approx(
@@ -188,8 +189,9 @@ def test_a_file_without_valid_questions_is_a_user_error(name: str, tmp_path: Pat
     (("--task", "blimp=pairs.jsonl", "--task", "blimp=pairs.jsonl"), "blimp is there twice"),
     (("--task", "piqa=pairs.jsonl"), "not PIQA's questions (KeyError: 'goal'); each needs goal,"),
     (("--task", "piqa=empty"), "empty: has no .jsonl or .parquet file"),
-    (("--task", "blimp=pairs.jsonl"), "question 2: a choice has 21 tokens, but tiny has a context"
-                                      " of 16"),
+    (("--task", "blimp=pairs.jsonl"), "Error: blimp, pairs.jsonl, question 2: a choice has 21"
+                                      " tokens, but tiny has a context of 16"),
+    (("--with-loss", "--task", "blimp=pairs.jsonl"), "blimp, pairs.jsonl, question 2: a choice"),
 ])
 def test_a_user_error_is_one_line(trained: Workplace, arguments: tuple[str, ...], message: str,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +216,8 @@ def test_equal_choices_are_a_tie_that_the_first_one_wins() -> None:
     """In different batches, their log probabilities could differ in the last bit."""
     target = Target("x", random_model(vocab_size=257, context_length=32), "bytes")
     questions = [Question("a" * n, ["b" * 9, "b" * 9, "c" * 5], right=1) for n in range(1, 22)]
-    found = score(target, questions, microbatch_size=1, share=ALONE)
+    texts = encode_questions(target, questions, ALONE)
+    found = score(target, questions, texts, microbatch_size=1, share=ALONE)
     assert found.num_right == 0 == found.num_right_normalised
 
 
