@@ -45,6 +45,7 @@ class Request:
     licence: str | None
     languages: tuple[str, ...]
     runs_dir: Path
+    datasets_dir: Path
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def find_dataset(request: Request) -> Upload | None:
 def export_model(request: Request) -> Upload:
     """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
     facts = CardFacts(request.source, request.repository or HERE, request.licence,
-                      request.languages, request.with_gguf)
+                      request.languages, request.with_gguf, request.datasets_dir)
     put_back(Path(request.source).absolute())
     if is_run(request.source, request.runs_dir):
         folder = _export_run(request, facts)
