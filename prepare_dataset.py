@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from basics.errors import BAD_INPUT, UserError, drop_unwritable_output, print_error, print_line
 from basics.machine import num_cpu_cores
+from basics.usage_errors import run_and_exit
 
 if TYPE_CHECKING:
     from preparation.journal import Progress
@@ -190,4 +191,4 @@ def start_fork_server(tokenizer: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_exit(main)

@@ -6,11 +6,12 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from basics.errors import UserError, cannot_be_written
 
+TRIES = 10  # to lock what is removed again and again; some file systems show other inodes each time
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
@@ -44,18 +45,18 @@ def lock_directory(directory: Path) -> int:
 
 
 @contextmanager
-def locked(directory: Path, *, busy: str) -> Iterator[None]:
+def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterator[None]:
     """Create a directory if it is missing, and lock it while the block runs.
 
     Args:
         busy: the message if another process holds the lock.
+        is_temporary: remove the directory again if nothing is left in it.
 
     Raises:
         UserError: another process holds it, or it cannot be made.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = lock_directory(directory)
+        descriptor = _make_and_lock(directory)
     except BlockingIOError:
         raise UserError(busy) from None
     except OSError as error:
@@ -63,7 +64,32 @@ def locked(directory: Path, *, busy: str) -> Iterator[None]:
     try:
         yield
     finally:
+        if is_temporary:
+            with suppress(OSError):
+                _remove_if_empty(directory)
         os.close(descriptor)
+
+
+def _make_and_lock(directory: Path) -> int:
+    """Lock a directory that another process may remove meanwhile, with its lock."""
+    for tries_left in reversed(range(TRIES)):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = lock_directory(directory)
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+            continue
+        if is_lock_of(directory, descriptor) or not tries_left:
+            return descriptor
+        os.close(descriptor)
+    raise AssertionError
+
+
+def _remove_if_empty(directory: Path) -> None:
+    if {path.name for path in directory.iterdir()} <= {LOCK_NAME}:
+        (directory / LOCK_NAME).unlink(missing_ok=True)
+        directory.rmdir()
 
 
 def is_lock_of(directory: Path, descriptor: int) -> bool:

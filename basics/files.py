@@ -26,7 +26,12 @@ _held_lock = threading.Lock()
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Read an untrusted text file.
+    """Read an untrusted text file. Raises: OSError: as `read_regular_bytes`."""
+    return read_regular_bytes(path, max_bytes=max_bytes).decode(errors="replace")
+
+
+def read_regular_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read an untrusted file.
 
     Raises:
         OSError: it is a link, a pipe or a directory, or larger than `max_bytes`.
@@ -41,7 +46,7 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
         if found.st_size > max_bytes:
             raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes")
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read(max_bytes).decode(errors="replace")
+            return file.read(max_bytes)
     finally:
         os.close(descriptor)
 

@@ -12,6 +12,7 @@ import click
 from basics.errors import BAD_INPUT, FAILED, UserError, print_error, print_traceback
 from basics.out_of_memory import is_out_of_memory
 from basics.spinning import limit_spinning
+from basics.usage_errors import run_command
 
 MODULES = {
     "compare": "lab.compare.compare",
@@ -50,7 +51,10 @@ def main() -> None:
     """Run the command line; print errors that the user can correct as one line."""
     limit_spinning()
     try:
-        cli(prog_name="lab")
+        sys.exit(run_command(cli, sys.argv[1:] or ["--help"], name="lab"))
+    except click.Abort:
+        print_error("Aborted!")
+        sys.exit(FAILED)
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)  # rank 0 prints the same error; torchrun then stops this process

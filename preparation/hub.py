@@ -24,7 +24,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    logging,
+)
 from tqdm import tqdm
 
 from basics.errors import UserError, cannot_be_written, first_line, one_line
@@ -88,7 +92,7 @@ def hub_source(repository: str, choice: Choice, *, text_column: str, raw_files: 
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository, revision=revision))
     card = info.card_data
     entries = ask_hub(repository, lambda: _files(repository, choice.subset, info.sha))
-    _check_names(repository, entries)
+    check_names(repository, [entry.path for entry in entries])
     files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
     place = f"{repository} on the hub"
     found = choice.of_subset(files, place, config_patterns(card.to_dict() if card else {}))
@@ -151,8 +155,7 @@ class HubShard(Shard):
         return ShardFacts(name=self.name, identity=self.identity, num_documents=None)
 
     def fetch(self) -> None:
-        if not are_progress_bars_disabled():
-            disable_progress_bars()  # there is one already
+        hide_progress_bars()  # there is one already
         if not (self.raw_files.dir / self.name).exists():
             tqdm.write(one_line(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB"),
                        file=sys.stderr)
@@ -189,6 +192,7 @@ def ask_hub(subject: str, action: Callable[[], T], *,
         UserError: it failed; says why, and what to do.
         OSError: the disk is full.
     """
+    logging.set_verbosity_error()  # the client prints its retries, and what servers warn of, raw
     for pause in (*pauses, None):
         try:
             return action()
@@ -229,11 +233,17 @@ def _said(error: Exception) -> str:
     return first_line(Exception(str(error).replace(token, "***")) if token else error)
 
 
-def _check_names(repository: str, files: Sequence[RepoFile]) -> None:
+def hide_progress_bars() -> None:
+    """Keep the client from drawing bars, which show the names of files as they are."""
+    if not are_progress_bars_disabled():
+        disable_progress_bars()
+
+
+def check_names(repository: str, names: Sequence[str]) -> None:
     """Check that all files stay inside the download directory. Raises: UserError."""
-    for file in files:
-        if ".." in file.path.split("/") or file.path.startswith("/"):
-            raise UserError(f"{repository} on the hub: {file.path[:60]!r} is no name inside a"
+    for name in names:
+        if ".." in name.split("/") or name.startswith("/"):
+            raise UserError(f"{repository} on the hub: {name[:60]!r} is no name inside a"
                             " repository; use another dataset")
 
 

@@ -72,7 +72,7 @@ class Console:
                 remove_metrics_from(path, first_step, lacks_validation=lacks_validation)
             self.write_status("running", None)
             self._bar = tqdm(total=num_steps, initial=first_step, unit="step",
-                             desc=self.run.name, disable=None, dynamic_ncols=True)
+                             desc=visible(self.run.name), disable=None, dynamic_ncols=True)
 
     def write_status(self, status: str, reason: str | None) -> None:
         """Write the run's status to `summary.json` before it has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import logging
 import re
 import socket
 import sys
@@ -17,11 +18,15 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import get_token
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import prepare_dataset
 from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
+from basics.usage_errors import run_and_exit
 from lab import __main__ as lab_main
+from lab.evaluate.questions import read_quiz
 from lab.instruct.judging import _reason
 from preparation.choosing import Choice
 from preparation.hub import RawFiles, fetch_dataset, hub_source
@@ -42,7 +47,7 @@ HOSTILE = "a\x1b]0;title\x07\x1b[2J\r\x9b31m\u202eb\u2066\x00"
 # written; packages without one are absent. No list of advisories was queried.
 FIXED = {"filelock": "3.20.3", "psutil": "5.6.6", "pyarrow": "23.0.1", "pydantic": "2.4.0",
          "pytest": "9.0.3", "torch": "2.10.0", "tqdm": "4.66.3", "transformers": "5.0.0"}
-PRINTERS = {"click.echo", "print", "tqdm.write"}
+PRINTERS, BARS = {"click.echo", "print", "tqdm.write"}, {"tqdm"}  # a bar prints its `desc`
 OWN = ("tests", "benchmarks", ".venv")  # print nothing from outside, or to developers
 
 
@@ -76,7 +81,13 @@ def prints_only_its_own(call: ast.Call) -> bool:
         return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and bool(
             re.search(r"num_|number$|length$|counts\[|^head$|^kind$", ast.unparse(node)))
 
+    if ast.unparse(call.func) in BARS:
+        return all(is_safe(keyword.value) for keyword in call.keywords if keyword.arg == "desc")
     return all(map(is_safe, call.args))
+
+
+def is_titled(call: ast.Call) -> bool:
+    return any(keyword.arg == "desc" for keyword in call.keywords)
 
 
 def test_what_is_printed_is_made_visible() -> None:
@@ -85,8 +96,10 @@ def test_what_is_printed_is_made_visible() -> None:
         for path in PROJECT_DIR.glob(pattern):
             if path.relative_to(PROJECT_DIR).parts[0] not in OWN:
                 found += [(path, node) for node in ast.walk(ast.parse(path.read_text()))
-                          if isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTERS]
+                          if isinstance(node, ast.Call)
+                          and ast.unparse(node.func) in PRINTERS | BARS]
     assert len(found) > 20
+    assert any(ast.unparse(node.func) == "tqdm" and is_titled(node) for _, node in found)
     for path, node in found:
         assert prints_only_its_own(node), (
             f"{path}:{node.lineno}: print text from outside through basics.errors.visible")
@@ -105,15 +118,51 @@ def test_lines_and_errors_are_inert(show, capsys: pytest.CaptureFixture) -> None
 def test_the_traceback_of_a_verb_is_inert(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def fail(**_: object) -> None:
+    def fail(_: object) -> None:
         raise ValueError(HOSTILE)
 
-    monkeypatch.setattr(lab_main, "cli", fail)
+    monkeypatch.setattr(sys, "argv", ["lab", "compare"])
+    monkeypatch.setattr(lab_main.cli, "invoke", fail)
     with pytest.raises(SystemExit) as caught:
         lab_main.main()
     err = capsys.readouterr().err
     assert caught.value.code == 1 and is_inert(err)
     assert err.startswith("Traceback") and r"\x1b[2J" in err
+
+
+@pytest.mark.parametrize("script", ["lab", "prepare_dataset.py"])
+def test_wrong_command_lines_are_one_inert_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str
+) -> None:
+    words = ["compare"] if script == "lab" else ["source", "output"]
+    for arguments in ([*words, f"--{HOSTILE[:-1]}"], [*words, "--markdown=\x1b[2J"],
+                      [*words, "--revision"], ["\x9b31m\n\x1b[2J"]):
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(SystemExit) as caught:
+            lab_main.main() if script == "lab" else run_and_exit(prepare_dataset.main)
+        captured = capsys.readouterr()
+        assert caught.value.code == 2 and captured.out == ""
+        assert captured.err.startswith("Error: ") and captured.err.count("\n") == 1
+        assert is_inert(captured.err) and " --help." in captured.err
+
+
+@pytest.mark.parametrize("script", ["lab", "prepare_dataset.py"])
+def test_ctrl_c_and_help_end_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = lab_main.cli if script == "lab" else prepare_dataset.main
+    for arguments, status, shown in ((["--help"], 0, "Usage: "), (["a", "b"], 1, "Aborted!")):
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as caught:
+            patched.setattr(sys, "argv", [script, *arguments])
+            if status:
+                patched.setattr(command, "invoke", interrupt)
+            lab_main.main() if script == "lab" else run_and_exit(command)
+        captured = capsys.readouterr()
+        assert caught.value.code == status and shown in captured.out + captured.err
+        assert "Traceback" not in captured.err
 
 
 def test_the_console_of_a_run_shows_hostile_names_and_samples(
@@ -154,6 +203,31 @@ def test_hub_files_outside_of_their_repository_are_refused(
     with serving(Hub({})) as hub, used_in_this_process(hub, tmp_path / "home"):
         with pytest.raises(UserError, match="is no name inside a repository"):
             hub_source(hub.repository, Choice(), text_column="text", raw_files=RawFiles(tmp_path))
+
+
+def test_the_hub_client_prints_nothing_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a server's warnings nor bars with the names of files, which are not made visible."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    client = logging.getLogger("huggingface_hub")
+    before, pair = client.level, b'{"sentence_good": "a", "sentence_bad": "b"}\n'
+    client.addHandler(handler)
+    client.setLevel(logging.WARNING)
+    enable_progress_bars()
+    with (serving(Hub({"a/data.jsonl": pair}, faults=[Fault(
+            "/api/", status=429, headers={"X-HF-Warning": "a; \x9b31m"})])) as hub,
+          used_in_this_process(hub, tmp_path / "home")):
+        assert len(read_quiz("blimp", hub.repository).questions) == 1
+        hub.files["../b.jsonl"] = pair
+        with pytest.raises(UserError, match="is no name inside a repository"):
+            read_quiz("blimp", hub.repository)
+    client.removeHandler(handler)
+    client.setLevel(before)
+    assert are_progress_bars_disabled() and not said
 
 
 ECHO = {"X-Error-Message": f"Authorization: Bearer {TOKEN}", "X-Request-Id": TOKEN,
@@ -250,13 +324,16 @@ def test_training_asks_no_other_machine(tmp_path: Path) -> None:
 
 def requirements() -> Iterator[Requirement]:
     project = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
-    for text in (*project["project"]["dependencies"], *project["dependency-groups"]["test"]):
-        yield Requirement(text)
+    extras = project["project"]["optional-dependencies"].values()
+    tools = project["dependency-groups"]["test"]
+    for texts in (project["project"]["dependencies"], *extras, tools):
+        yield from map(Requirement, texts)
 
 
 def test_no_lower_bound_is_below_a_known_fix() -> None:
     lowest = {each.name: Version(bound.version) for each in requirements()
               for bound in each.specifier if bound.operator == ">="}
+    assert {"gguf", "openai"} <= lowest.keys()  # those of the extras too
     for name, fixed in FIXED.items():
         assert lowest[name] >= Version(fixed), name
 

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from basics.checkpoint_names import BEST, directory_of, named_as_checkpoints
 from basics.config_files import describe
-from basics.errors import UserError, first_line
+from basics.errors import UserError, first_line, print_error
 from basics.json_files import read_json_object
 from basics.manifest import MANIFEST
 from basics.tensor_files import read_tensors
 from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
-from preparation.hub import ask_hub
+from preparation.hub import ask_hub, hide_progress_bars
 from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import END_OF_TEXT_IDS, Tokenizer, file_beside, load_tokenizer
@@ -234,13 +234,13 @@ def _begins_with(found: Tokenizer, known: Tokenizer) -> bool:
 def _download(repository: str) -> Path:
     """Download a model's files into the hub client's cache, unless they are there."""
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # the client warns about each of its retries
+    hide_progress_bars()
     config_path = Path(ask_hub(repository, lambda: hf_hub_download(repository, "config.json"),
                                pauses=()))
     if "cfg" not in read_json_object(config_path, needed_by=NEEDED_BY):
         _gpt2_config(config_path)  # refuse other architectures before downloading gigabytes
+    print_error(f"{repository}: loading the weights from the Hugging Face hub or its cache")
     return Path(ask_hub(repository, lambda: snapshot_download(
         repository, revision=config_path.parent.name, allow_patterns=DOWNLOADED)))
 

@@ -46,21 +46,24 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     hub (owner/name). Under torchrun (torchrun --nproc_per_node=8 -m lab evaluate ...) the processes
     share the work. The results of a run are added to its evaluations.jsonl; of a run with several
     checkpoints a chart over tokens is drawn in its directory. In brackets are 95% intervals: of
-    losses over the sequences (Student's t), of accuracies Wilson's.
+    losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
     from tabulate import tabulate
 
     from lab.evaluate.held_out_files import Tokens
-    from lab.evaluate.measure import Request, measure_all
+    from lab.evaluate.measure import Request, draw, measure_all
     from lab.evaluate.sharing import join_processes
 
     tasks = (*tasks, *(["=".join(benchmark)] if benchmark else []))
     request = Request(targets, checkpoints, tasks, measures_loss=with_loss or not tasks,
                       microbatch_size=microbatch_size, tokens=Tokens(**tokens))
     share = join_processes()
-    tables = measure_all(request, share)
-    if share.process.is_main:
+    measured = measure_all(request, share)
+    if share.process.is_main and (tables := measured.tables()):
         click.echo(visible("\n\n".join(
             tabulate(rows, headers="keys", disable_numparse=True,
                      colalign=["left"] + ["right"] * (len(rows[0]) - 1)) for rows in tables)))
+        draw(measured.results)
+    if measured.error is not None:
+        raise measured.error

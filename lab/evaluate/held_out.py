@@ -16,7 +16,7 @@ from torch import Tensor
 
 from basics.errors import UserError
 from gpt import GPTModel
-from lab.evaluate.intervals import Interval, exp, of_ratio, pair_sums, rounded
+from lab.evaluate.intervals import Interval, add_by_block, exp, of_ratio, pair_sums, rounded
 from lab.evaluate.sharing import Share
 from tokens.batches import TOKENIZERS_BY_VOCABULARY, check_token_ids
 from tokens.token_file import TokenFile
@@ -26,6 +26,9 @@ from trainer.targets import Target
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800
+# The unit of the intervals. Neighbouring sequences share documents, so that their losses are alike;
+# blocks of many documents are close to independent.
+BLOCK_TOKENS = 16_384
 TOKENS_PER_CHUNK = 1024  # whose logits exist at a time: 0.2 GiB with a vocabulary of 50,257
 
 
@@ -43,7 +46,7 @@ class Slice:
 class Evaluation:
     """A model's results on a slice; the loss is in nats per token.
 
-    The intervals regard sequences as independent; they are None with a single one.
+    The intervals regard blocks of `BLOCK_TOKENS` as independent; they are None with a single one.
     """
 
     slice: Slice
@@ -114,7 +117,8 @@ def evaluate(target: Target, file: TokenFile, token_slice: Slice, *, microbatch_
 
     The last sequence may be shorter. All is computed in float32 and summed in float64, so that the
     microbatch size and the number of processes do not change the first six decimals. The intervals
-    are of the ratio of the sequences' losses to their tokens, or bytes.
+    are of the ratio of the blocks' losses to their tokens, or bytes; a sequence belongs to the
+    block in which it begins.
 
     Raises:
         UserError: a token is outside the model's vocabulary.
@@ -123,24 +127,32 @@ def evaluate(target: Target, file: TokenFile, token_slice: Slice, *, microbatch_
     lengths = token_lengths(target, file)
 
     def own_sums() -> list[float]:
-        sums = np.zeros((2, 6))  # of losses over tokens, and over bytes
-        for tokens in _microbatches(target, file, token_slice, microbatch_size=microbatch_size,
-                                    share=share):
+        sums = np.zeros(3)  # sequences, losses, bytes
+        blocks = np.zeros((-(-token_slice.num_tokens // BLOCK_TOKENS), 3))  # losses, tokens, bytes
+        for first, tokens in _microbatches(target, file, token_slice,
+                                           microbatch_size=microbatch_size, share=share):
             losses = _losses(target, tokens)
             starts = np.arange(len(losses)) * target.model.config.context_length
             counts = np.diff(starts, append=len(tokens) - 1)
             num_bytes = 0 * counts if lengths is None else np.add.reduceat(
                 lengths[tokens[1:]], starts)
-            sums += [pair_sums(losses, counts), pair_sums(losses, num_bytes)]
-        return [*sums[0], *sums[1]]
+            sums += [len(losses), losses.sum(), num_bytes.sum()]
+            add_by_block(blocks, first + starts, [losses, counts, num_bytes], block=BLOCK_TOKENS)
+        return [*sums, *np.ravel(blocks)]
 
-    by_token, by_byte = np.array(share.sum(*share.run(own_sums))).reshape(2, 6)
-    num_sequences, loss_sum, num_bytes = int(by_byte[0]), by_byte[1], by_byte[2]
+    (num_sequences, loss_sum, num_bytes), blocks = _added(share.sum(*share.run(own_sums)))
     bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
-    nats_interval = of_ratio(by_byte)
+    nats_interval = of_ratio(pair_sums(blocks[:, 0], blocks[:, 2]))
     return Evaluation(
-        token_slice, loss_sum / token_slice.num_tokens, bits, num_sequences, of_ratio(by_token),
+        token_slice, loss_sum / token_slice.num_tokens, bits, int(num_sequences),
+        of_ratio(pair_sums(blocks[:, 0], blocks[:, 1])),
         nats_interval and tuple(bound / math.log(2) for bound in nats_interval))
+
+
+def _added(sums: list[float]) -> tuple[list[float], np.ndarray]:
+    """Split the sums of all processes into totals and those of the blocks that are not empty."""
+    blocks = np.array(sums[3:]).reshape(-1, 3)
+    return sums[:3], blocks[blocks[:, 1] > 0]
 
 
 def _losses(target: Target, tokens: np.ndarray) -> np.ndarray:
@@ -191,8 +203,11 @@ def token_lengths(target: Target, file: TokenFile) -> np.ndarray | None:
 
 
 def _microbatches(target: Target, file: TokenFile, token_slice: Slice, *, microbatch_size: int,
-                  share: Share) -> Iterator[np.ndarray]:
-    """Read this process's microbatches, (B * T + 1,) uint16 each; the last may be shorter."""
+                  share: Share) -> Iterator[tuple[int, np.ndarray]]:
+    """Read this process's microbatches, (B * T + 1,) uint16 each; the last may be shorter.
+
+    Before each is the place of its first token in the slice.
+    """
     config = target.model.config
     stride = microbatch_size * config.context_length
     indices = share.indices(math.ceil(token_slice.num_tokens / stride))
@@ -201,4 +216,4 @@ def _microbatches(target: Target, file: TokenFile, token_slice: Slice, *, microb
         stop = min(first + stride, token_slice.start_token + token_slice.num_tokens) + 1
         tokens = file.read(first, stop)
         check_token_ids(tokens, Path(file.path), first=first, vocab_size=config.vocab_size)
-        yield tokens
+        yield index * stride, tokens

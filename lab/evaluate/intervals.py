@@ -36,6 +36,19 @@ def pair_sums(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.array([len(x), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()])
 
 
+def add_by_block(sums: np.ndarray, starts: np.ndarray, columns: list[np.ndarray], *,
+                 block: int) -> None:
+    """Add values to the sums of the blocks in which they start, in place.
+
+    Args:
+        sums: (blocks, columns) float64.
+        starts: (N,), the positions of the values, for example of sequences of tokens.
+        columns: (N,) each.
+        block: the length of a block, in positions.
+    """
+    np.add.at(sums, starts // block, np.stack(columns, axis=1).astype(np.float64))
+
+
 def of_ratio(sums: np.ndarray) -> Interval | None:
     """Return the interval of sum(x) / sum(y).
 

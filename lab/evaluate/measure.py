@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import astuple, dataclass
+from pathlib import Path
 
-from basics.errors import print_error
+from basics.errors import UserError, print_error
 from basics.files import append_whole
 from basics.json_files import to_json
 from lab.evaluate.charts import draw_over_tokens
 from lab.evaluate.held_out import Evaluation, check_tokenizer, evaluate, text_identity
 from lab.evaluate.held_out_files import HeldOut, Tokens, open_held_out
-from lab.evaluate.models import Chosen, choose_models
+from lab.evaluate.models import Chosen, choose_models, warn_of_skipped
 from lab.evaluate.questions import Quiz, parse_task, read_quizzes
 from lab.evaluate.results import Result, Row, TaskResult, loss_rows, task_rows
-from lab.evaluate.scoring import score
+from lab.evaluate.scoring import encode_questions, score
 from lab.evaluate.sharing import Share
-from trainer.targets import Target, load_target
+from run_config import load_run
+from trainer.targets import Target, is_run, load_target
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,32 @@ class Work:
     microbatch_size: int
 
 
-def measure_all(request: Request, share: Share) -> list[list[Row]]:
-    """Measure every model; return the table of losses, that of the tasks, or both. Every rank."""
+@dataclass(frozen=True)
+class Measured:
+    """What was measured.
+
+    Attributes:
+        error: what ended the work early, None if nothing did.
+    """
+
+    results: list[Result]
+    work: Work
+    error: UserError | None = None
+
+    def tables(self) -> list[list[Row]]:
+        """Return the table of losses, that of the tasks, or both; none without results."""
+        held_out, quizzes = self.work.held_out, self.work.quizzes
+        tables = [loss_rows(self.results, by_bits=held_out.differ)] if held_out else []
+        tables += [task_rows(self.results, quizzes)] if quizzes else []
+        return [table for table in tables if table]
+
+
+def measure_all(request: Request, share: Share) -> Measured:
+    """Measure every model; an error ends the work, but loses no result. Every rank.
+
+    Raises:
+        UserError: a target, the tokens or the questions cannot be used; nothing was measured.
+    """
     runs_dir = request.tokens.runs_dir
     models = [Chosen(*facts) for facts in share.from_rank_0(lambda: [
         astuple(one) for one in choose_models(request.targets, request.checkpoints, runs_dir)])]
@@ -55,30 +81,51 @@ def measure_all(request: Request, share: Share) -> list[list[Row]]:
         open_held_out(request.tokens, list(dict.fromkeys(model.name for model in models)), share)
         if request.measures_loss else None,
         share.run_first_on_each_node(lambda: read_quizzes(wanted)), request.microbatch_size)
-    results = [_measure(share.run_first_on_each_node(lambda model=model: load_target(
-        model.name, runs_dir=runs_dir, checkpoint_name=model.checkpoint,
-        device=share.process.device)), work, share) for model in models]
-    if share.process.is_main:
-        _draw(results)
-    tables = [task_rows(results, work.quizzes)] if work.quizzes else []
-    if work.held_out:
-        tables.insert(0, loss_rows(results, by_bits=work.held_out.differ))
-    return tables
+    results: list[Result] = []
+    for model in models:
+        try:
+            results += _measure(model, runs_dir, work, share)
+        except UserError as error:
+            return Measured(results, work, error)
+    return Measured(results, work, None if results else UserError("no checkpoint could be read"))
 
 
-def _measure(target: Target, work: Work, share: Share) -> Result:
-    """Measure one model, which is freed before the next one is loaded. Every rank."""
+def _measure(model: Chosen, runs_dir: Path, work: Work, share: Share) -> list[Result]:
+    """Measure one model, which is freed before the next one is loaded. Every rank.
+
+    Returns no result if it is one of all checkpoints, and cannot be loaded.
+    """
+    try:
+        target = share.run_first_on_each_node(lambda: _load(model, runs_dir, share))
+    except UserError as error:
+        if not model.is_optional:
+            raise
+        if share.process.is_main:
+            warn_of_skipped(error)
+        return []
     result = _describe(target)
+    # Errors of the questions come before any work.
+    texts = [encode_questions(target, quiz.questions, share) for quiz in work.quizzes]
     if work.held_out:
         result.evaluation = _evaluate(target, work, share)
-    for quiz in work.quizzes:
-        scored = score(target, quiz.questions, microbatch_size=work.microbatch_size, share=share)
+    for quiz, encoded in zip(work.quizzes, texts, strict=True):
+        scored = score(target, quiz.questions, encoded, microbatch_size=work.microbatch_size,
+                       share=share)
         found = result.tasks[quiz.name] = TaskResult.of(quiz, scored)
         if scored.num_cut and share.process.is_main:
             print_error(f"warning: {quiz.name}: {scored.num_cut:,} texts are longer than the"
                         f" context of {target.name} and lost their beginning, as in lm-eval")
         _record(target, found.as_record(), share)
-    return result
+    return [result]
+
+
+def _load(model: Chosen, runs_dir: Path, share: Share) -> Target:
+    checkpoint = model.checkpoint
+    if is_run(model.name, runs_dir):
+        directory = load_run(runs_dir, model.name).checkpoints_dir
+        checkpoint = checkpoint if (directory / checkpoint).is_dir() else model.asked_for
+    return load_target(model.name, runs_dir=runs_dir, checkpoint_name=checkpoint,
+                       device=share.process.device)
 
 
 def _describe(target: Target) -> Result:
@@ -114,7 +161,7 @@ def _record(target: Target, measured: dict[str, object], share: Share) -> None:
                     f" {error.strerror or error}")
 
 
-def _draw(results: list[Result]) -> None:
+def draw(results: list[Result]) -> None:
     """Draw the charts of runs with several results; a failure is only a warning."""
     try:
         for path in draw_over_tokens(results):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from basics.checkpoint_names import BEST, LATEST, directory_of, named_as_checkpoints
-from basics.errors import UserError
-from checkpointing import find_checkpoint, list_checkpoints
+from basics.checkpoint_names import BEST, directory_of, named_as_checkpoints
+from basics.errors import UserError, one_line, print_error
+from checkpointing import find_checkpoint, open_checkpoint
 from run_config import Run, load_run
 from trainer.targets import check_name, is_run
 
@@ -16,21 +16,30 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Chosen:
-    """A target by its name; of a run, one of its checkpoints (`latest`, `best` or a name)."""
+    """A target by its name, and of a run one of its checkpoints.
+
+    Attributes:
+        checkpoint: its name, found when the command began.
+        asked_for: `latest`, `best` or the name: what replaces a checkpoint that a training run has
+            removed meanwhile.
+        is_optional: it is one of all, so that it may be missing or damaged.
+    """
 
     name: str
     checkpoint: str = BEST
+    asked_for: str = BEST
+    is_optional: bool = False
 
 
 def choose_models(names: tuple[str, ...], checkpoints: str, runs_dir: Path) -> list[Chosen]:
-    """Return all models that are asked for, each once.
+    """Return all models that are asked for, each once; warn about damaged checkpoints of all.
 
     Args:
         names: targets; RUN@CHECKPOINT chooses this run's own checkpoints.
         checkpoints: of runs: `all`, or names separated by commas.
 
     Raises:
-        UserError: one does not exist.
+        UserError: one does not exist, or is damaged.
     """
     found: list[Chosen] = []
     for text in names:
@@ -38,13 +47,13 @@ def choose_models(names: tuple[str, ...], checkpoints: str, runs_dir: Path) -> l
         check_name(name, runs_dir)
         if is_run(name, runs_dir):
             run = load_run(runs_dir, name)
-            found += [Chosen(name, one) for one in _checkpoints(run, own or checkpoints)]
+            found += _checkpoints(run, own or checkpoints)
         elif own:
             raise UserError(f"{text}: {name} is no run, so it has no checkpoints; give"
                             f" {name} alone")
         else:
             found.append(Chosen(name))
-    return list(dict.fromkeys(found))
+    return list({(one.name, one.checkpoint): one for one in reversed(found)}.values())[::-1]
 
 
 def _split(text: str, runs_dir: Path) -> tuple[str, str]:
@@ -54,15 +63,34 @@ def _split(text: str, runs_dir: Path) -> tuple[str, str]:
     return (text, "") if is_whole or not checkpoints else (name, checkpoints)
 
 
-def _checkpoints(run: Run, wanted: str) -> list[str]:
-    directory = run.checkpoints_dir
+def _checkpoints(run: Run, wanted: str) -> list[Chosen]:
+    """Open the checkpoints of a run; those of `all` only quickly. Raises: UserError."""
     if wanted == ALL:
-        names = [checkpoint.name for checkpoint in list_checkpoints(directory)]
-        if not names:
-            raise UserError(f"{directory}: no checkpoint yet; train the run first")
-        return names
-    present = {path.name for path in named_as_checkpoints(directory)}
-    for name in (names := wanted.split(",")):
-        if name not in {*present, LATEST, BEST}:
-            find_checkpoint(directory, name)  # its error lists the checkpoints
+        names = _sound_ones(run.checkpoints_dir)
+        return [Chosen(run.name, name, name, is_optional=True) for name in names]
+    found = [(find_checkpoint(run.checkpoints_dir, name), name) for name in wanted.split(",")]
+    if None in (checkpoint for checkpoint, _ in found):
+        raise _no_checkpoint(run.checkpoints_dir)
+    return [Chosen(run.name, checkpoint.name, name) for checkpoint, name in found]
+
+
+def _sound_ones(directory: Path) -> list[str]:
+    """Return the names of the checkpoints; warn about damaged ones. Raises: UserError: none."""
+    names = []
+    for path in named_as_checkpoints(directory):
+        try:
+            names.append(open_checkpoint(path).name)
+        except UserError as error:
+            warn_of_skipped(error)
+    if not names:
+        raise _no_checkpoint(directory)
     return names
+
+
+def warn_of_skipped(error: UserError) -> None:
+    """Warn about a checkpoint that is left out."""
+    print_error(f"warning: left out: {one_line(str(error))}")
+
+
+def _no_checkpoint(directory: Path) -> UserError:
+    return UserError(f"{directory}: no checkpoint yet; train the run first")

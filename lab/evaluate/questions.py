@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from basics.errors import UserError
 from lab.evaluate.scoring import Question
 from lab.evaluate.tasks import TASKS, Task
-from preparation.hub import ask_hub
+from preparation.hub import ask_hub, check_names, hide_progress_bars
 from trainer.targets import HUB_NAME
 
 LONGEST_LINE = 2**20
@@ -26,11 +26,15 @@ class Quiz:
 
     Attributes:
         name: the task's; of minimal pairs that are all of one kind, `blimp_` and that kind.
+        source: the name of the file, of the directory or of the dataset on the hub.
+        split: of the task's own dataset; None of any other, whose split is not known.
     """
 
     name: str
     task: Task
     questions: list[Question]
+    source: str = ""
+    split: str | None = None
 
 
 def parse_task(text: str) -> tuple[str, str]:
@@ -60,21 +64,26 @@ def read_quiz(name: str, source: str) -> Quiz:
     """
     task, records = TASKS[name], []
     paths = _local_files(Path(source), task)
-    if not paths and HUB_NAME.fullmatch(source):
+    is_on_hub = not paths and bool(HUB_NAME.fullmatch(source))
+    if is_on_hub:
         paths = _download(source, task)
     if not paths:
         raise UserError(f"{source}: no such file, and not the owner/name of a dataset on the hub;"
                         f" give a file with {task.title}'s questions, or {task.hub_name}")
     questions: list[Question] = []
     for path in paths:
-        for record in _records(path, task):
-            questions.append(_question(record, path, task))
+        for number, record in enumerate(_records(path, task), start=1):
+            question = _question(record, path, task)
+            questions.append(replace(question, place=f"{name}, {path.name}, question {number}"))
             records.append(record.get("UID") if name == "blimp" else None)
     if not questions:
         raise UserError(f"{source}: has no questions; give a file with {task.title}'s")
     kind = records[0] if len(set(map(str, records))) == 1 else None
     is_kind = isinstance(kind, str) and re.fullmatch(r"\w{1,80}", kind)
-    return Quiz(f"{name}_{kind}" if is_kind else name, task, questions)
+    is_own = source == task.hub_name and not Path(source).exists()
+    return Quiz(f"{name}_{kind}" if is_kind else name, task, questions,
+                source if is_on_hub else Path(source).resolve().name,
+                task.split if is_own else None)
 
 
 def _question(record: Any, path: Path, task: Task) -> Question:
@@ -124,9 +133,9 @@ def _labels_beside(path: Path) -> Iterator[str] | None:
 
 
 def _local_files(path: Path, task: Task) -> list[Path]:
-    if not path.is_dir():
+    if not path.is_dir():  # reading a pipe could block forever
         return [path] if path.is_file() else []
-    found = sorted(file for file in path.iterdir() if file.suffix in KINDS)
+    found = sorted(file for file in path.iterdir() if file.suffix in KINDS and file.is_file())
     if not found:
         raise UserError(f"{path}: has no .jsonl or .parquet file; give a file with {task.title}'s"
                         " questions")
@@ -140,6 +149,8 @@ def _download(repository: str, task: Task) -> list[Path]:
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
     names = [file.rfilename for file in info.siblings or ()
              if re.search(task.hub_files, file.rfilename)]
+    check_names(repository, names)
+    hide_progress_bars()
     tables = [name for name in names if name.endswith(".parquet")]
     if not names:
         raise UserError(f"{repository} on the Hugging Face hub: has no file of {task.title}'s"

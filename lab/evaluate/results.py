@@ -37,7 +37,8 @@ class TaskResult:
     def as_record(self) -> dict[str, object]:
         record: dict[str, object] = {
             "benchmark": self.quiz.name, "questions": len(self.quiz.questions),
-            "split": self.quiz.task.split, "cut_texts": self.num_cut}
+            "questions_from": self.quiz.source, "split": self.quiz.split,
+            "cut_texts": self.num_cut}
         for key, figure in self.figures.items():
             record |= {key: figure.value, f"{key}_interval": rounded(figure.interval)}
         return record

@@ -24,11 +24,16 @@ from trainer.targets import Target
 
 @dataclass(frozen=True)
 class Question:
-    """A context, texts that may follow it, and the index of the right one."""
+    """A context, texts that may follow it, and the index of the right one.
+
+    Attributes:
+        place: the task, the file and the number in it, for errors.
+    """
 
     context: str
     choices: list[str]
     right: int
+    place: str = "a question"
 
 
 class Figure(NamedTuple):
@@ -76,29 +81,39 @@ class _Text(NamedTuple):
     num_new: int
 
 
+Texts = list[list[tuple[_Text, bool]]]  # of each question, each choice; whether it was cut
+
+
 class _Result(NamedTuple):
     log_probability: float
     is_greedy: bool
 
 
+def encode_questions(target: Target, questions: list[Question], share: Share) -> Texts:
+    """Turn this process's questions into tokens. Every rank.
+
+    Raises:
+        UserError: a choice is longer than the model's context, or its tokenizer is not known.
+    """
+    tokenizer = share.run(target.load_tokenizer)
+    return share.run(lambda: [_texts_of(target, tokenizer, questions[index])
+                              for index in share.indices(len(questions))])
+
+
 @torch.inference_mode()
-def score(target: Target, questions: list[Question], *, microbatch_size: int,
+def score(target: Target, questions: list[Question], texts: Texts, *, microbatch_size: int,
           share: Share) -> Score:
     """Score a model on all questions. Every rank.
 
     Args:
+        texts: of `encode_questions`.
         microbatch_size: sequences of the model's context length whose tokens go into one forward
             pass; of shorter texts, as many more.
-
-    Raises:
-        UserError: a choice is longer than the model's context.
     """
     torch.set_float32_matmul_precision("highest")
-    tokenizer = share.run(target.load_tokenizer)
 
     def own_sums() -> list[float]:
         indices = share.indices(len(questions))
-        texts = [_texts_of(target, tokenizer, questions[index], index) for index in indices]
         unique = list(dict.fromkeys(text for of_one in texts for text, _ in of_one))
         results = _results(target, unique, microbatch_size=microbatch_size, share=share)
         answers = np.array([_judge(questions[index], [results[text] for text, _ in of_one])
@@ -121,8 +136,8 @@ def _judge(question: Question, results: list[_Result]) -> tuple[bool, bool, bool
             of_right.is_greedy, of_right.log_probability)
 
 
-def _texts_of(target: Target, tokenizer: Tokenizer, question: Question,
-              index: int) -> list[tuple[_Text, bool]]:
+def _texts_of(target: Target, tokenizer: Tokenizer,
+              question: Question) -> list[tuple[_Text, bool]]:
     """Return each choice after the context, and whether it lost its beginning. Raises: UserError"""
     longest = target.model.config.context_length + 1  # the last token is only a target
     before = tokenizer.encode_ordinary(question.context.rstrip())
@@ -132,9 +147,9 @@ def _texts_of(target: Target, tokenizer: Tokenizer, question: Question,
         tokens = start + tokenizer.encode_ordinary(f"{question.context} {choice}")
         num_new = len(tokens) - len(start or before)
         if num_new >= longest:
-            raise UserError(f"question {index + 1}: a choice has {num_new:,} tokens, but"
-                            f" {target.name} has a context of {longest - 1:,}; leave the question"
-                            " out, or name another model")
+            raise UserError(f"{question.place}: a choice has {num_new:,} tokens, but {target.name}"
+                            f" has a context of {longest - 1:,}; leave the question out, or name"
+                            " another model")
         found.append((_Text(tuple(tokens[-longest:]), num_new), len(tokens) > longest))
     return found
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from basics.errors import one_line
 from processes.launch import Process, share_cpu_cores, started_by_torchrun, this_process
 from processes.startup_agreement import Agreement
 
@@ -38,7 +39,7 @@ class Share:
 
     def progress(self, batches: range, *, desc: str) -> tqdm:
         """Show a progress bar on rank 0, if stderr is a terminal."""
-        return tqdm(batches, desc=desc, unit="batch", leave=False,
+        return tqdm(batches, desc=one_line(desc), unit="batch", leave=False,
                     disable=None if self.process.is_main else True)
 
     def sum(self, *values: float) -> list[float]:

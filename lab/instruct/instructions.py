@@ -22,6 +22,7 @@ DEFAULT_NAME = "instruction-data.json"
 DOWNLOAD_SECONDS = 30  # timeout without any data
 MIN_ENTRIES = 10  # leaves one for the test
 MAX_FILE_BYTES = 2**30
+MAX_DOWNLOAD_BYTES = 2**24  # many times what the book's entries have; the branch may change
 
 # Alpaca's template: the head, the instruction, the input if there is one, and the response.
 HEAD = ("Below is an instruction that describes a task. Write a response that appropriately"
@@ -99,24 +100,27 @@ def split_entries(entries: list[Entry]) -> Split:
                  entries[num_train + num_test :])
 
 
-def load_entries(path: Path) -> list[Entry]:
+@dataclass(frozen=True)
+class Data:
+    """The entries of a file, and the SHA-256 of the bytes from which they were read."""
+
+    entries: list[Entry]
+    sha256: str
+
+
+def load_entries(path: Path) -> Data:
     """Read an Alpaca-style file. Raises: UserError if it is invalid or too short to split."""
-    entries = _load(path, TypeAdapter(list[Entry]))
+    content = _read(path)
+    entries = _parse(path, content, TypeAdapter(list[Entry]))
     if len(entries) < MIN_ENTRIES:
         raise UserError(f"{path}: has {len(entries)} entries; give {MIN_ENTRIES} or more, for"
                         " training, validation and test")
-    return entries
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file of entries."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return Data(entries, hashlib.sha256(content).hexdigest())
 
 
 def load_answers(path: Path) -> AnswersFile:
     """Read one model's answers. Raises: UserError if the file is invalid."""
-    return _load(path, TypeAdapter(AnswersFile))
+    return _parse(path, _read(path), TypeAdapter(AnswersFile))
 
 
 def fetch_default_entries(datasets_dir: Path) -> Path:
@@ -132,7 +136,12 @@ def fetch_default_entries(datasets_dir: Path) -> Path:
     try:
         datasets_dir.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(DEFAULT_URL, timeout=DOWNLOAD_SECONDS) as response:
-            partial.write_bytes(response.read())
+            content = response.read(MAX_DOWNLOAD_BYTES + 1)
+        if len(content) > MAX_DOWNLOAD_BYTES:
+            raise OSError(f"it has more than {MAX_DOWNLOAD_BYTES:,} bytes")
+        if response.length:  # bytes that did not come; with a limit, `read` does not tell
+            raise http.client.IncompleteRead(content, response.length)
+        partial.write_bytes(content)
         load_entries(partial)  # do not save a login page as the data
         partial.replace(path)
     except (OSError, http.client.HTTPException, UserError) as error:
@@ -144,13 +153,20 @@ def fetch_default_entries(datasets_dir: Path) -> Path:
     return path
 
 
-def _load(path: Path, kind: TypeAdapter[T]) -> T:
+def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES)
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}; name a JSON file of"
                         " entries") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"{path}: has more than {MAX_FILE_BYTES:,} bytes; name a file with fewer"
+                        " entries")
+    return content
+
+
+def _parse(path: Path, content: bytes, kind: TypeAdapter[T]) -> T:
     try:
         return kind.validate_json(content)
     except ValidationError as error:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import click
 
 from basics.errors import UserError, one_line, visible
 from lab.instruct.comparison import Comparison, UnusableReplyError, compare
+from lab.instruct.endpoint import is_address, without_user
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
 from lab.instruct.judgements import Judgements
 
@@ -80,21 +81,14 @@ def _client_options(base_url: str | None) -> dict[str, Any]:
     if base_url is None and not key:
         raise UserError("OPENAI_API_KEY is not set: set it to your key, or name a server that needs"
                         " none with --base-url")
-    if not key.isascii():
-        raise UserError("OPENAI_API_KEY contains non-ASCII characters; set it to your key")
-    if base_url is not None and not _is_address(base_url):
-        raise UserError(f"--base-url is {base_url[:60]!r}; give an address such as"
+    if not re.fullmatch("[!-~]*", key):  # an error of the HTTP library would show it
+        raise UserError("OPENAI_API_KEY contains spaces, line ends or non-ASCII characters; set it"
+                        " to your key")
+    if base_url is not None and not is_address(base_url):
+        raise UserError(f"--base-url is {without_user(base_url)[:60]!r}; give an address such as"
                         " http://localhost:8000/v1")
     return {"api_key": key or "none", "base_url": base_url, "max_retries": MAX_RETRIES,
             "timeout": REQUEST_SECONDS}
-
-
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is invalid
-        return False
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:

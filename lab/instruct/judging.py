@@ -16,6 +16,7 @@ from openai import (
 
 from basics.errors import UserError
 from lab.instruct.comparison import Comparison, UnusableReplyError
+from lab.instruct.endpoint import without_user
 
 MAX_ASKS = 3  # attempts to get a usable reply
 # Errors that every later request would get too: key, account, address or model name is wrong.
@@ -82,7 +83,8 @@ class Judge:
         try:
             completion = self.client.chat.completions.create(
                 model=self.model, messages=messages, **options)
-            return completion.choices[0].message.content or ""
+            content = completion.choices[0].message.content
+            return content if isinstance(content, str) else ""  # some servers send a list
         except (BadRequestError, UnprocessableEntityError):
             raise
         except APIStatusError as error:
@@ -96,13 +98,17 @@ class Judge:
         except (APIError, ValueError, AttributeError, TypeError, LookupError):
             return ""  # not a completion, which the client does not check
 
+    @property
+    def _address(self) -> str:
+        return without_user(str(self.client.base_url))
+
     def _unreachable(self, error: APIConnectionError) -> UserError:
-        reason = error.__cause__ or error
-        return UserError(f"{self.client.base_url}: cannot be reached ({str(reason)[:60]}); check"
-                         " --base-url and the network, then run the same command again")
+        reason = _without_key(str(error.__cause__ or error), self.client.api_key)
+        return UserError(f"{self._address}: cannot be reached ({reason[:60]}); check --base-url and"
+                         " the network, then run the same command again")
 
     def _rejected(self, error: APIStatusError) -> UserError:
-        return UserError(f"{self.client.base_url}: status {error.status_code} for model"
+        return UserError(f"{self._address}: status {error.status_code} for model"
                          f" {self.model[:40]!r} ({_reason(error)}); check OPENAI_API_KEY, --model"
                          " and --base-url")
 
@@ -112,6 +118,8 @@ def _reason(error: APIStatusError) -> str:
     body = error.body
     message = str((body.get("message") if isinstance(body, dict) else None) or error.message)
     key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
-    if key not in ("", "none"):  # some servers repeat it
-        message = message.replace(key, "***")
-    return " ".join(message.split())[:60]
+    return " ".join(_without_key(message, key).split())[:60]  # some servers repeat it
+
+
+def _without_key(message: str, key: str) -> str:
+    return message if key in ("", "none") else message.replace(key, "***")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -36,7 +35,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     identity: dict[str, str]
-    epochs: list[Epoch]
+    epochs: list[Epoch] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,10 @@ class Progress:
         failpoint("tune.saved")
 
     def remove(self) -> None:
-        """Remove the directory: the tuning is finished."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Remove the state: the tuning is finished."""
+        for name in (STATE, PARTIAL):
+            with suppress(OSError):
+                (self.directory / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -102,12 +103,8 @@ def opened(directory: Path, identity: dict[str, str]) -> Iterator[Progress]:
     """
     busy = (f"{directory}: another lab tune is at work here; wait for its end, or name another"
             " directory with --model-output")
-    try:
-        with locked(directory, busy=busy):
-            yield Progress(directory, identity)
-    finally:
-        with suppress(OSError):  # it holds a state, or is removed
-            directory.rmdir()
+    with locked(directory, busy=busy, is_temporary=True):
+        yield Progress(directory, identity)
 
 
 def _least(name: str) -> float:

@@ -15,7 +15,6 @@ import click
 from basics.errors import UserError, visible
 from lab.instruct.instructions import (
     AnsweredEntry,
-    digest_of,
     fetch_default_entries,
     load_entries,
     split_entries,
@@ -122,12 +121,22 @@ def _job(target: Target, *, data: Path | None, output: Path | None, model_output
 
     output = output or default_output(target)
     model_output = (model_output or default_model_output(target)).absolute()
+    _check_is_not(target, model_output)
     check_output(model_output, option="--model-output")
     _check_writable(output)
     data = data or fetch_default_entries(datasets_dir)
-    entries = split_entries(load_entries(data))
-    return Job(target=target, data=data, data_sha256=digest_of(data), entries=entries,
-               options=TuneOptions(**options), output=output, model_output=model_output)
+    found = load_entries(data)
+    return Job(target=target, data=data, data_sha256=found.sha256,
+               entries=split_entries(found.entries), options=TuneOptions(**options),
+               output=output, model_output=model_output)
+
+
+def _check_is_not(target: Target, model_output: Path) -> None:
+    """Check that the tuned model would not replace its base. Raises: UserError."""
+    base = Path(target.name)
+    if target.run is None and base.is_dir() and base.resolve() == model_output.resolve():
+        raise UserError(f"{model_output}: is the model that is to be tuned, which would be"
+                        " replaced; name another directory with --model-output")
 
 
 def default_output(target: Target) -> Path:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from basics.directory_lock import locked
 from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.failpoints import failpoint
-from basics.files import read_regular_file
+from basics.files import fsync, read_regular_file
 from basics.json_files import read_json_object
 from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
+from lab.publish.plain_files import read_charts
 from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
 from tokens.tokenizer_file import read_named_tokenizer
 from trainer.targets import Target
@@ -45,48 +47,101 @@ def write_export(target: Target, output_dir: Path, card: str,
 
     Raises:
         UserError: GPT-2 does not support the model, the directory cannot be written, or it holds
-            something else.
+            something else; or a chart is a link.
     """
     check_output(output_dir)
     if extras.with_gguf:
         check_gguf(target)
     end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
     config = gpt2_config(target.model.config, end_of_text)
-    partial_dir = output_dir.with_name(f".{output_dir.name}.partial")
-    old_dir = _old_dir(output_dir)
-    try:
-        for leftover in (partial_dir, old_dir):
-            shutil.rmtree(leftover, ignore_errors=True)
-        partial_dir.mkdir(parents=True)
-        _write(target, partial_dir, config)
-        _write_extras(target, extras, partial_dir)
-        (partial_dir / "README.md").write_text(card, encoding="utf-8")
-        if output_dir.exists():
-            output_dir.rename(old_dir)
-            failpoint("export.rename")
-        partial_dir.rename(output_dir)
-        shutil.rmtree(old_dir, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise cannot_be_written(output_dir, as_os_error(error)) from None
-    finally:
-        shutil.rmtree(partial_dir, ignore_errors=True)
+    charts = {} if extras.charts_dir is None else read_charts(extras.charts_dir, list(CHARTS))
+    with _locked(output_dir):
+        _put_back(output_dir)
+        _check_free(output_dir, option="--output")
+        new_dir, old_dir = _new_dir(output_dir), _old_dir(output_dir)
+        _check_leftovers(new_dir, old_dir)
+        try:
+            for leftover in (new_dir, old_dir):
+                shutil.rmtree(leftover, ignore_errors=True)
+            new_dir.mkdir()
+            (new_dir / "README.md").write_text(card, encoding="utf-8")  # shows that it is ours
+            _write(target, new_dir, config)
+            _write_extras(target, extras, new_dir)
+            for name, content in charts.items():
+                (new_dir / name).write_bytes(content)
+            _replace(output_dir, new_dir, old_dir)
+        except (OSError, SafetensorError) as error:
+            raise cannot_be_written(output_dir, as_os_error(error)) from None
+        finally:
+            shutil.rmtree(new_dir, ignore_errors=True)
     return output_dir
 
 
+def _replace(output_dir: Path, new_dir: Path, old_dir: Path) -> None:
+    """Replace an export, so that a power loss leaves the earlier one or the new one whole."""
+    for path in new_dir.iterdir():
+        fsync(path)
+    fsync(new_dir)
+    if output_dir.exists():
+        output_dir.rename(old_dir)
+        failpoint("export.rename")
+    new_dir.rename(output_dir)
+    fsync(output_dir.parent)
+    shutil.rmtree(old_dir, ignore_errors=True)
+
+
 def put_back(output_dir: Path) -> None:
-    """Put back an earlier export that a kill left under another name while it was replaced."""
+    """Put back an earlier export that a kill left under another name while it was replaced.
+
+    Raises:
+        UserError: another command replaces it at this moment.
+    """
     if _old_dir(output_dir).is_dir() and not output_dir.exists():
+        with _locked(output_dir):
+            _put_back(output_dir)
+
+
+def _put_back(output_dir: Path) -> None:
+    old_dir = _old_dir(output_dir)
+    if is_export(old_dir) and not output_dir.exists():
         with suppress(OSError):  # nothing is lost: it keeps its other name
-            _old_dir(output_dir).rename(output_dir)
+            old_dir.rename(output_dir)
+
+
+def _locked(output_dir: Path) -> AbstractContextManager[None]:
+    """Let one command at a time write an export; the lock is a directory beside it."""
+    return locked(_work_dir(output_dir), is_temporary=True, busy=(
+        f"{output_dir}: another lab publish or lab tune is writing it; wait for its end"))
+
+
+def _work_dir(output_dir: Path) -> Path:
+    return output_dir.with_name(f".{output_dir.name}.ddp-train-export")
+
+
+def _new_dir(output_dir: Path) -> Path:
+    return _work_dir(output_dir) / "new"
 
 
 def _old_dir(output_dir: Path) -> Path:
-    return output_dir.with_name(f".{output_dir.name}.old")
+    return _work_dir(output_dir) / "old"
+
+
+def _check_leftovers(*places: Path) -> None:
+    """Check that what a kill left is an export or a part of one. Raises: UserError."""
+    for place in places:
+        found = {path.name for path in place.iterdir()} if place.is_dir() else set()
+        is_marked = MARK in _card_of(place) or not (place / "README.md").exists()
+        if place.is_symlink() or not (found <= FILES and is_marked):
+            raise UserError(f"{place}: is not from lab publish; move it away")
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:
     """Check that an absolute path is free or holds an earlier export. Raises: UserError."""
     put_back(output_dir)
+    _check_free(output_dir, option=option)
+
+
+def _check_free(output_dir: Path, *, option: str) -> None:
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
         raise UserError(f"{output_dir}: is not a directory; name one with {option}")
     found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
@@ -104,6 +159,8 @@ def is_export(directory: Path) -> bool:
 def chat_template_of(directory: Path) -> str | None:
     """Return the chat template of an exported model, None if it has none. Raises: UserError."""
     path = directory / "tokenizer_config.json"
+    if not path.exists():  # of a model whose tokenizer is not known
+        return None
     template = read_json_object(path, needed_by="an exported model").get("chat_template")
     return template if isinstance(template, str) else None
 
@@ -131,9 +188,6 @@ def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
 
 
 def _write_extras(target: Target, extras: Extras, directory: Path) -> None:
-    for name in CHARTS if extras.charts_dir else ():
-        if (extras.charts_dir / name).is_file():
-            shutil.copyfile(extras.charts_dir / name, directory / name)
     if extras.chat_template is not None:
         path = directory / "tokenizer_config.json"
         values = read_json_object(path) | {"chat_template": extras.chat_template}

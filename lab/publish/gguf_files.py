@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from basics.errors import UserError
+from basics.errors import UserError, first_line
 from tokens.tokenizer_file import TOKENIZER_FILE, byte_letters, parse_tokenizer
 from trainer.targets import Target
 from trainer.weight_formats import to_gpt2
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 GGUF_FILES = {"model-F16.gguf": "F16", "model-Q8_0.gguf": "Q8_0"}  # by name, the weights' type
 TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2 keeps (in, out), GGUF (out, in)
 LARGEST_F16 = 65504.0
+Layout = dict[str, tuple[tuple[int, ...], str]]  # of stored arrays: shape and type by name
 NO_MERGES = "<|endoftext|> <|endoftext|>"  # llama.cpp wants at least one; text never has these two
 
 
@@ -49,7 +50,11 @@ def check_gguf(target: Target) -> None:
 
 
 def write_gguf_files(target: Target, directory: Path) -> None:
-    """Write the files of `GGUF_FILES` beside a model's exported tokenizer."""
+    """Write the files of `GGUF_FILES` beside a model's exported tokenizer; read them back.
+
+    Raises:
+        UserError: a file does not hold what was written.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter
 
     config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -59,12 +64,32 @@ def write_gguf_files(target: Target, directory: Path) -> None:
         _add_tokenizer(writer, target, directory / TOKENIZER_FILE)
         if config.get("chat_template"):
             writer.add_chat_template(config["chat_template"])
+        wanted: Layout = {}
         for tensor, weight, stored_as in _tensors(target, GGMLQuantizationType[kind]):
             writer.add_tensor(tensor, weight, raw_dtype=stored_as)
+            wanted[tensor] = weight.shape, stored_as.name
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        _check_written(directory / name, wanted)
+
+
+def _check_written(path: Path, wanted: Layout) -> None:
+    """Compare a file's tensors with those that it should hold. Raises: UserError."""
+    from gguf import GGUFReader
+
+    try:
+        found = {tensor.name: (tensor.data.shape, tensor.tensor_type.name)
+                 for tensor in GGUFReader(path).tensors}
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise UserError(f"{path}: cannot be read back ({first_line(error)}); publish again, or"
+                        " leave out --gguf") from None
+    if found != wanted:
+        name = min(name for name in found.keys() | wanted.keys()
+                   if found.get(name) != wanted.get(name))
+        raise UserError(f"{path}: {name} was not written as it should be; publish again, or leave"
+                        " out --gguf")
 
 
 def _add_facts(writer: GGUFWriter, target: Target, kind: str) -> None:

@@ -13,7 +13,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from basics.errors import UserError, first_line, one_line
 from basics.files import read_regular_file
 from lab.compare.run_figures import Written, number
-from reporting.metrics_file import read_metrics
+from lab.publish.dataset_facts import LANGUAGE_CODE, LICENCE_NAME, declared_of
+from lab.publish.measurements import measurements
 from reporting.summary import is_training
 from run_config import ModelConfig, TrainConfig
 from tokens.tokenizer_file import TOKENIZER_FILE
@@ -57,8 +58,9 @@ Settings that differ from the defaults:
 ```
 {charts}{gguf}"""
 
-GGUF_HEAD = "\n## GGUF\n"
-GGUF = GGUF_HEAD + """
+GGUF = """
+## GGUF
+
 For llama.cpp and programs made of it, with the tokenizer inside: `model-F16.gguf` holds 16-bit
 floats, `model-Q8_0.gguf` blocks of 32 8-bit integers, in half of the bytes.
 
@@ -69,17 +71,9 @@ llama-server --model model-Q8_0.gguf
 
 CHARTS = {"loss-chart.png": "Training and validation loss", "grad-norm-chart.png": "Gradient norm",
           "learning-rate-chart.png": "Learning rate"}
-MEASURED = {"loss": "loss (nats per token)", "perplexity": "perplexity",
-            "bits_per_byte": "bits per byte", "accuracy": "accuracy",
-            "normalised_accuracy": "length-normalised accuracy"}
 MARK = "ddp-train"  # a tag that identifies our cards
 HERE = "."  # the address in the card of a directory: the directory itself
 ADDRESS = re.compile(r'(pipeline\("text-generation", model=)"[^"\n]*"')
-# The datasets whose licence and language are known: FineWeb's, in tokens or as it is.
-FINEWEB = re.compile(r"((gpjt|HuggingFaceFW)/)?fineweb(-edu)?(-gpt2-tokens)?")
-FINEWEB_LICENCE, FINEWEB_LANGUAGES = "odc-by", ["en"]
-LICENCE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{1,8})*")
 
 
 @dataclass(frozen=True)
@@ -91,6 +85,7 @@ class CardFacts:
     licence: str | None = None
     languages: tuple[str, ...] = ()
     has_gguf: bool = False
+    datasets_dir: Path = Path("datasets")
 
     def check(self) -> None:
         """Raises: UserError: the hub would refuse the licence or a language."""
@@ -113,7 +108,8 @@ def model_card(target: Target, facts: CardFacts) -> str:
     dataset = one_line(str(settings.get("dataset")))
     found = measurements(target, dataset)
     if settings.get("init_from") is not None:
-        settings = settings | {"init_from": public_name(str(settings["init_from"]))}
+        name = public_name(str(settings["init_from"]), beside=target.run.run_dir)
+        settings = settings | {"init_from": name}
     start = settings.get("init_from")
     shown = [name for name in CHARTS if (target.run.run_dir / name).is_file()]
     return CARD.format(
@@ -145,14 +141,20 @@ def changed_card(path: Path, facts: CardFacts) -> str:
                         " again") from None
     card.data.license = facts.licence or card.data.license
     card.data.language = list(facts.languages) or card.data.language
-    body = card.text.partition(GGUF_HEAD)[0].rstrip("\n")
-    card.text = ADDRESS.sub(rf'\1"{facts.address}"', body)
-    return f"{card}\n{GGUF if facts.has_gguf else ''}"
+    before, _, after = card.text.partition(GGUF.strip("\n"))
+    card.text = ADDRESS.sub(rf'\1"{facts.address}"', before.rstrip("\n"))
+    own = after.strip("\n")  # what somebody has written below
+    return f"{card}\n{GGUF if facts.has_gguf else ''}" + (f"\n{own}\n" if own else "")
 
 
-def public_name(name: str) -> str:
-    """Return a model's name as others may read it: of a path on this machine the last part."""
-    if HUB_NAME.fullmatch(name) and not Path(name).exists():
+def public_name(name: str, *, beside: Path | None = None) -> str:
+    """Return a model's name as others may read it: of a path on this machine the last part.
+
+    Args:
+        beside: a directory; a path may be relative to one above it, too.
+    """
+    places = [Path(), *(beside.absolute().parents if beside else ())]
+    if HUB_NAME.fullmatch(name) and not any((place / name).exists() for place in places):
         return name
     return Path(name).resolve().name
 
@@ -160,47 +162,20 @@ def public_name(name: str) -> str:
 def _front_matter(settings: dict[str, Any], found: list[dict[str, Any]], facts: CardFacts) -> str:
     facts.check()
     dataset = one_line(str(settings.get("dataset")))
-    is_fineweb = bool(FINEWEB.fullmatch(dataset))
+    declared = declared_of(dataset, facts.datasets_dir)
     is_from_scratch = settings.get("init_from") is None  # else other weights' licence counts too
-    licence = facts.licence or (FINEWEB_LICENCE if is_fineweb and is_from_scratch else None)
-    languages = list(facts.languages) or (FINEWEB_LANGUAGES if is_fineweb else None)
+    licence = facts.licence or (declared.licence if is_from_scratch else None)
+    languages = list(facts.languages or declared.languages or ())
     results = [EvalResult(task_type="text-generation", task_name="Language modelling",
                           dataset_type=one["dataset"], dataset_name=one["dataset"],
                           dataset_split=one["split"], metric_type=one["metric"],
                           metric_name=one["name"], metric_value=one["value"]) for one in found]
     return ModelCardData(
-        license=licence, language=languages, library_name="transformers",
+        license=licence, language=languages or None, library_name="transformers",
         pipeline_tag="text-generation",
         datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, tags=["gpt2", MARK],
         model_name=facts.title, eval_results=results or None,
     ).to_yaml()
-
-
-def measurements(target: Target, dataset: str) -> list[dict[str, Any]]:
-    """Collect the results of this checkpoint: its validation loss and its evaluations.
-
-    Of repeated evaluations the newest counts; values that are not numbers are left out.
-    """
-    checkpoint, found = target.checkpoint, {}
-    if target.run.train.validates and checkpoint.loss is not None:
-        name = "validation loss during training (nats per token)"
-        found[dataset, name] = {"metric": "loss", "value": checkpoint.loss, "split": "validation"}
-    for record in read_metrics(target.run.evaluations_path):
-        if record.get("checkpoint") == checkpoint.name:
-            for metric, name in MEASURED.items():
-                if (value := number(record.get(metric))) is not None:
-                    where = one_line(str(record.get("benchmark") or record.get("dataset")))
-                    split = one_line(str(record.get("split", "validation")))
-                    found[where, name + _slice(record)] = {
-                        "metric": metric, "value": value, "split": split}
-    return [{"dataset": where, "name": name} | values for (where, name), values in found.items()]
-
-
-def _slice(record: dict[str, Any]) -> str:
-    count, start = number(record.get("num_tokens")), number(record.get("start_token"))
-    if count is None or start is None:
-        return ""
-    return f", {count:,.0f} tokens from token {start:,.0f}"
 
 
 def _model_facts(target: Target, found: list[dict[str, Any]]) -> dict[str, str]:

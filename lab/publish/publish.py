@@ -26,13 +26,15 @@ from basics.errors import visible
               help="Write GGUF files for llama.cpp too: 16-bit floats and 8-bit integers. Needs the"
                    " extra gguf: uv run --extra gguf lab publish ...")
 @click.option("--license", "licence", metavar="NAME",
-              help="For the model card, such as apache-2.0.  [default: odc-by if trained on FineWeb"
-                   " from scratch, else none]")
+              help="For the model card, such as apache-2.0.  [default: that of the dataset's card,"
+                   " or of FineWeb, if trained from scratch]")
 @click.option("--language", "languages", multiple=True, metavar="CODE",
-              help="For the model card, such as en; may be repeated.  [default: en if trained on"
-                   " FineWeb, else none]")
+              help="For the model card, such as en; may be repeated.  [default: as the"
+                   " dataset's card says, or en of FineWeb]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
+@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
+              show_default=True, help="Where the card of the run's dataset is.")
 def command(**options: Any) -> None:
     """Export a run's model in the format of transformers, and upload it.
 

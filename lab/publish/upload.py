@@ -19,6 +19,7 @@ from lab.publish.export import (
     write_export,
 )
 from lab.publish.model_card import HERE, CardFacts, changed_card, model_card
+from lab.publish.plain_files import is_plain
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run
@@ -26,7 +27,8 @@ from tokens.token_file import TokenFile
 from tokens.tokenizer_file import TOKENIZER_FILE
 from trainer.targets import HUB_NAME, TRIES, is_run, load_target
 
-DATASET_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE, "README.md")
+TOKEN_FILES = ("train.safetensors", "validation.safetensors")
+TEXTS = (TOKENIZER_FILE, "README.md")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Request:
     licence: str | None
     languages: tuple[str, ...]
     runs_dir: Path
+    datasets_dir: Path
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def find_dataset(request: Request) -> Upload | None:
     Only the token files, their tokenizer and README.md are uploaded, unchanged.
 
     Raises:
-        UserError: the dataset is incomplete, or an option applies only to models.
+        UserError: the dataset is incomplete, an option applies only to models, or README.md or
+            the tokenizer is a link.
     """
     directory = Path(request.source)
     if not is_complete(directory):
@@ -82,16 +86,16 @@ def find_dataset(request: Request) -> Upload | None:
     if request.output_dir or request.licence or request.languages or request.with_gguf:
         raise UserError(f"{directory}: is a dataset; --output, --license, --language and --gguf"
                         " apply only to models; put a dataset's licence in its README.md")
-    for split in ("train", "validation"):
-        TokenFile(directory / f"{split}.safetensors")  # raises an error if it is damaged
-    present = [name for name in DATASET_FILES if (directory / name).is_file()]
-    return Upload(directory, present, "dataset")
+    for name in TOKEN_FILES:
+        TokenFile(directory / name)  # raises an error if it is damaged, or no token file
+    texts = [name for name in TEXTS if is_plain(directory / name)]
+    return Upload(directory, [*TOKEN_FILES, *texts], "dataset")
 
 
 def export_model(request: Request) -> Upload:
     """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
     facts = CardFacts(request.source, request.repository or HERE, request.licence,
-                      request.languages, request.with_gguf)
+                      request.languages, request.with_gguf, request.datasets_dir)
     put_back(Path(request.source).absolute())
     if is_run(request.source, request.runs_dir):
         folder = _export_run(request, facts)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -18,7 +19,9 @@ from basics.errors import UserError
 from checkpointing import list_checkpoints
 from lab import __main__
 from lab.evaluate import charts as lab_charts
+from lab.evaluate import held_out, measure
 from lab.evaluate.held_out import choose_slice, evaluate
+from lab.evaluate.models import Chosen
 from lab.evaluate.sharing import Share
 from processes.launch import Process
 from processes.startup_agreement import Agreement
@@ -270,12 +273,12 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch,
                                    capsys: pytest.CaptureFixture[str]) -> None:
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
-        monkeypatch.setattr(__main__, "cli", lambda error=error, **_: raise_(error))
+        monkeypatch.setattr(__main__.cli, "main", lambda *_, error=error, **__: raise_(error))
         with pytest.raises(SystemExit) as caught:
             __main__.main()
         assert caught.value.code == 2
         assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller")
-    monkeypatch.setattr(__main__, "cli", lambda **_: raise_(RuntimeError("another")))
+    monkeypatch.setattr(__main__.cli, "main", lambda *_, **__: raise_(RuntimeError("another")))
     with pytest.raises(SystemExit) as caught:
         __main__.main()
     assert caught.value.code == 1
@@ -306,6 +309,7 @@ def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(
     trained: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
+    monkeypatch.setattr(held_out, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(lab_charts, "draw_by_hand", lambda path, plot: drawn.append(
         figure := Figure()) or plot(figure) or path)
     write_records(trained.root / "pairs.jsonl", [
@@ -346,6 +350,55 @@ def test_checkpoints_are_named_one_by_one_or_with_their_run(trained: Workplace) 
     assert not chart.exists()  # of one point
 
 
+def test_a_checkpoint_of_two_names_is_measured_once(trained: Workplace) -> None:
+    for checkpoint in list_checkpoints(trained.runs_dir / "tiny/checkpoints")[:-1]:
+        shutil.rmtree(checkpoint.path)
+    rows = rows_of(lab_evaluate(trained, "tiny", "tiny@latest", "--checkpoints", "best,latest"))
+    assert len(rows) == 1 and len(read_lines(trained.runs_dir / "tiny/evaluations.jsonl")) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_damaged_checkpoints_are_left_out_of_all_and_refused_by_name(
+    trained: Workplace, damage: str
+) -> None:
+    first, *others = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
+    weights = first.path / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] if damage == "cut" else content[:-1] + b"x")
+    for names in (f"latest,{first.name}", first.name):
+        assert first.name in error_line(lab_evaluate(trained, "tiny", "--checkpoints", names))
+    assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()  # before any work
+    result = lab_evaluate(trained, "tiny@all")
+    assert sorted(row[0] for row in rows_of(result)) == sorted(
+        f"tiny ({checkpoint.name})" for checkpoint in others)
+    assert result.stderr.count("warning: left out: ") == 1 and first.name in result.stderr
+
+
+def test_a_late_error_loses_no_result(trained: Workplace, tmp_path: Path) -> None:
+    broken = export(random_model(vocab_size=257, context_length=16), tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"junk")
+    result = lab_evaluate(trained, "tiny", str(broken))
+    assert isinstance(result.exception, UserError) and "broken" in result.exception.line()
+    assert "tiny (" in result.stdout and str(broken) not in result.stdout
+
+
+def test_the_table_is_printed_before_a_chart_is_drawn(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "draw_over_tokens", lambda _: raise_(RuntimeError("drawn")))
+    result = lab_evaluate(trained, "tiny")
+    assert isinstance(result.exception, RuntimeError) and "tiny (" in result.stdout
+
+
+def test_a_checkpoint_that_a_run_has_removed_is_replaced_by_the_newest(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_, last = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
+    monkeypatch.setattr(measure, "choose_models", lambda *_: [
+        Chosen("tiny", "20200101Z000000-iteration-0", "latest")])
+    assert rows_of(lab_evaluate(trained, "tiny"))[0][0] == f"tiny ({last.name})"
+
+
 def test_only_runs_have_checkpoints(trained: Workplace, tmp_path: Path) -> None:
     directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
     assert "is no run, so it has no checkpoints" in error_line(
@@ -361,7 +414,10 @@ def test_a_run_without_checkpoints_is_refused(trained: Workplace) -> None:
             lab_evaluate(trained, *arguments))
 
 
-def test_the_interval_of_the_loss_is_that_of_the_mean_of_sequences(tmp_path: Path) -> None:
+def test_the_interval_of_the_loss_is_that_of_the_mean_of_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_out, "BLOCK_TOKENS", 16)
     model = random_model(vocab_size=257, context_length=8)
     file = token_file(tmp_path / "validation.safetensors",
                       np.random.default_rng(0).integers(0, 256, size=200), tokenizer="bytes")
@@ -371,7 +427,8 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_sequences(tmp_path: Pat
     with torch.no_grad():
         losses = [F.cross_entropy(model(ids[i : i + 8][None])[0], ids[i + 1 : i + 9]).item()
                   for i in range(0, 160, 8)]
-    half = 2.093 * np.std(losses, ddof=1) / math.sqrt(20)  # Student's t, 19 degrees of freedom
+    blocks = np.reshape(losses, (10, 2)).mean(axis=1)
+    half = 2.262 * np.std(blocks, ddof=1) / math.sqrt(10)  # Student's t, 9 degrees of freedom
     assert found.num_sequences == 20
     assert found.loss_interval == pytest.approx((found.loss - half, found.loss + half), abs=1e-5)
     assert found.bits_interval == pytest.approx(
@@ -382,6 +439,10 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_sequences(tmp_path: Pat
     for key in ("loss", "perplexity", "bits_per_byte"):
         low, high = record[f"{key}_interval"]
         assert low < record[key] < high
-    one = choose_slice(file, "mine", start_token=0, num_tokens=8)
+    for size in (1, 2, 100):
+        again = evaluate(Target("x", model, "bytes"), file, token_slice, microbatch_size=size,
+                         share=ALONE)
+        assert again.loss_interval == pytest.approx(found.loss_interval, abs=1e-6)
+    one = choose_slice(file, "mine", start_token=0, num_tokens=16)
     assert evaluate(Target("x", model, "bytes"), file, one, microbatch_size=3,
                     share=ALONE).loss_interval is None

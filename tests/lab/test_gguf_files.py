@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,56 @@ def test_a_tokenizer_that_gguf_cannot_hold_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         exported(target, tmp_path)
     assert "leave out --gguf" in caught.value.line() and not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    ({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "is a WordLevel, not a byte"),
+    ({"ignore_merges": True}, "has ignore_merges"),
+    ({"byte_fallback": True}, "has byte_fallback"),
+    ({"continuing_subword_prefix": "##", "merges": []}, "has continuing_subword_prefix"),
+    ({"end_of_word_suffix": "</w>", "merges": []}, "has end_of_word_suffix"),
+    ({"vocab": {"a": 0, "b": 1}, "merges": []}, "has no entry for 254 of the 256 bytes"),
+])
+def test_a_tokenizer_model_that_gguf_cannot_hold_is_refused(
+    tmp_path: Path, model: dict[str, object], message: str
+) -> None:
+    parts = json.loads((write_tokenizer(tmp_path) / "tokenizer.json").read_text())
+    whole = model if "type" in model else parts["model"] | model
+    path = write_tokenizer(tmp_path / "changed", model=whole) / "tokenizer.json"
+    target = Target("mine", random_model(vocab_size=300), name_of(path.read_bytes()),
+                    tokenizer_path=path)
+    with pytest.raises(UserError, match=message) as caught:
+        check_gguf(target)
+    assert "leave out --gguf" in caught.value.line()
+
+
+@pytest.mark.parametrize("fault", ["shape", "type", "missing", "cut", "empty"])
+def test_a_file_that_does_not_read_back_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    add, close = gguf.GGUFWriter.add_tensor, gguf.GGUFWriter.close
+
+    def add_wrong(writer: gguf.GGUFWriter, name: str, weight: np.ndarray, **more: object) -> None:
+        if fault == "shape":
+            add(writer, name, weight[:1], **more)
+        elif fault == "type":
+            add(writer, name, np.zeros(weight.shape, np.float32))
+        elif "ffn_up.weight" not in name:
+            add(writer, name, weight, **more)
+
+    def spoiled(writer: gguf.GGUFWriter) -> None:
+        close(writer)
+        content = Path(writer.path).read_bytes()
+        Path(writer.path).write_bytes(content[: len(content) // 2 if fault == "cut" else 0])
+
+    if fault in ("cut", "empty"):
+        monkeypatch.setattr(gguf.GGUFWriter, "close", spoiled)
+    else:
+        monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_wrong)
+    target = target_of(random_model(**SHAPE, vocab_size=264), tmp_path)
+    with pytest.raises(UserError, match="leave out --gguf"):
+        exported(target, tmp_path)
+    assert not (tmp_path / "export").exists()
 
 
 def test_models_that_gguf_cannot_hold_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lab.evaluate.intervals import of_ratio, of_share, pair_sums, shown
+from lab.evaluate.held_out import BLOCK_TOKENS
+from lab.evaluate.intervals import add_by_block, of_ratio, of_share, pair_sums, shown
 
 
 @pytest.mark.parametrize(("right", "questions", "interval"), [
@@ -34,6 +35,24 @@ def test_the_interval_covers_the_true_mean_in_95_of_100_samples() -> None:
         intervals = [of_ratio(pair_sums(sample, np.ones(size))) for sample in samples]
         assert np.mean([low < 3.0 < high for low, high in intervals]) == pytest.approx(0.95,
                                                                                         abs=0.015)
+
+
+def test_blocks_cover_the_true_mean_of_losses_that_resemble_their_neighbours() -> None:
+    """Losses of 1,024-token sequences, each with half of the deviation of the one before."""
+    random = np.random.default_rng(0)
+    samples, steps = np.zeros((1000, 640)), random.normal(size=(1000, 640))
+    samples[:, 0] = steps[:, 0] / np.sqrt(1 - 0.5**2)
+    for place in range(1, 640):
+        samples[:, place] = 0.5 * samples[:, place - 1] + steps[:, place]
+    starts, ones, covered = np.arange(640) * 1024, np.ones(640), {}
+    for block in (1024, BLOCK_TOKENS):
+        intervals = []
+        for sample in samples:
+            sums = np.zeros((640 * 1024 // block, 2))
+            add_by_block(sums, starts, [sample, ones], block=block)
+            intervals.append(of_ratio(pair_sums(*sums.T)))
+        covered[block] = np.mean([low < 0 < high for low, high in intervals])
+    assert covered[1024] < 0.80 and covered[BLOCK_TOKENS] == pytest.approx(0.945, abs=0.02)
 
 
 def test_without_a_spread_to_measure_there_is_no_interval() -> None:

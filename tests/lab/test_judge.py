@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from openai import APIConnectionError
 
 from lab.instruct.comparison import UnusableReplyError, compare
 from lab.instruct.instructions import Entry
 from lab.instruct.judge import summarise
+from lab.instruct.judging import Judge
 from tests.support.judge_server import Endpoint, Fault, faulty_reply, judging
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.workplace import read_lines, run_command
@@ -206,6 +208,37 @@ def test_an_unreachable_server_is_an_error(files: list[str]) -> None:
 @pytest.mark.parametrize("base_url", ["localhost:8000", "ftp://here/v1", "http://", "http://a:b/"])
 def test_an_invalid_address_is_an_error(files: list[str], base_url: str) -> None:
     assert "give an address" in error_line(judge(base_url, *files))
+
+
+@pytest.mark.parametrize("key", ["sk-my secret", "sk-my\nsecret", "sk-my\x1bsecret", "sk-é"])
+def test_a_key_that_cannot_be_one_is_refused_and_not_shown(files: list[str], key: str) -> None:
+    error = error_line(judge("http://127.0.0.1:9/v1", *files, key=key))
+    assert "OPENAI_API_KEY contains" in error and "sk-" not in error and "secret" not in error
+
+
+@pytest.mark.parametrize("address", ["http://me:secret@127.0.0.1:9/v1", "me:secret@here",
+                                     "ftp://me:se/cret@here/v1"])
+def test_a_password_in_an_address_is_not_shown(files: list[str], address: str) -> None:
+    error = error_line(judge(address, *files))
+    assert ("127.0.0.1:9" in error or "'here" in error or "//here" in error)
+    assert not any(word in error for word in ("me:", "secret", "cret"))
+
+
+def test_an_error_of_the_network_does_not_show_the_key() -> None:
+    judging = Judge({"api_key": "sk-secret"}, "m")
+    error = APIConnectionError(message="x", request=None)
+    error.__cause__ = ValueError("Illegal header value b'Bearer sk-secret'")
+    assert "***" in str(judging._unreachable(error)) and "secret" not in str(
+        judging._unreachable(error))
+
+
+def test_a_reply_that_is_a_list_is_not_used(
+    endpoint: Endpoint, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client does not check that a reply is a text."""
+    monkeypatch.setattr("tests.support.judge_server.faulty_reply", lambda *_: [
+        {"type": "text", "text": "{}"}])
+    assert "none of 12 questions was judged" in error_line(judge(endpoint, *files))
 
 
 def test_only_openai_itself_needs_a_key(endpoint: Endpoint, files: list[str]) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from basics import failpoints
 from lab.publish import export
+from lab.publish.dataset_facts import Declared, declared_of
 from lab.publish.model_card import CardFacts, model_card
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.tuning import add_tunable_run, tune
@@ -58,7 +59,8 @@ def test_no_path_of_the_machine_is_in_a_card(trained: Workplace) -> None:
 @pytest.mark.parametrize(("train", "licence", "languages"), [
     ({"dataset": "gpjt/fineweb-gpt2-tokens"}, "odc-by", ["en"]),
     ({"dataset": "gpjt/fineweb-edu-gpt2-tokens"}, "odc-by", ["en"]),
-    ({"dataset": "fineweb"}, "odc-by", ["en"]),
+    ({"dataset": "fineweb"}, None, None),  # may be anything
+    ({"dataset": "fineweb-gpt2-tokens"}, None, None),
     ({"dataset": "HuggingFaceFW/fineweb"}, "odc-by", ["en"]),
     ({"dataset": "gpjt/fineweb-gpt2-tokens", "init_from": "someone/gpt"}, None, ["en"]),
     ({"dataset": "tiny"}, None, None),
@@ -70,6 +72,75 @@ def test_licence_and_language_follow_from_fineweb_only(
 ) -> None:
     card = trained_on(trained, **train)
     assert (card.data.license, card.data.language) == (licence, languages)
+
+
+CARD_OF_MINE = "---\nlicense: cc-by-4.0\nlanguage:\n- de\n- pt-BR\n---\n"
+
+
+@pytest.mark.parametrize(("card", "licence", "languages"), [
+    (CARD_OF_MINE, "cc-by-4.0", ["de", "pt-BR"]),
+    (CARD_OF_MINE.replace("cc-by-4.0", "unknown"), None, None),  # nobody has filled it in
+    (CARD_OF_MINE.replace("cc-by-4.0", "'a: b'"), None, None),
+    (CARD_OF_MINE.replace("de\n", "'<b>'\n"), "cc-by-4.0", None),
+    ("---\nlicense: mit\nlanguage: nl\n---\n", "mit", ["nl"]),
+    ("---\nlicense: [\n---\n", None, None), ("no front matter", None, None),
+    ("---\nlicense: [mit, gpl]\nlanguage: 7\n---\n", None, None),
+])
+def test_licence_and_languages_are_those_of_the_datasets_card(
+    tmp_path: Path, card: str, licence: str | None, languages: list[str] | None
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/README.md").write_text(card)
+    found = declared_of("mine", tmp_path)
+    assert (found.licence, found.languages) == (licence, languages and tuple(languages))
+
+
+def test_a_card_is_read_only_from_the_dataset_itself(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(CARD_OF_MINE)
+    (tmp_path / "datasets/mine").mkdir(parents=True)
+    (tmp_path / "datasets/mine/README.md").symlink_to(tmp_path / "README.md")
+    for name in ("..", "../datasets/..", ".", "", str(tmp_path), "mine", "nix"):
+        assert declared_of(name, tmp_path / "datasets") == Declared()
+
+
+def test_a_run_has_the_licence_of_its_dataset_only_if_trained_from_scratch(
+    trained: Workplace
+) -> None:
+    (trained.datasets_dir / "tiny/README.md").write_text(CARD_OF_MINE)
+    options = ("--datasets-dir", str(trained.datasets_dir))
+    card = trained_on(trained, *options)
+    assert (card.data.license, card.data.language) == ("cc-by-4.0", ["de", "pt-BR"])
+    card = trained_on(trained, *options, init_from="someone/gpt")
+    assert (card.data.license, card.data.language) == (None, ["de", "pt-BR"])
+
+
+def test_a_path_of_the_shape_of_a_hub_name_is_hidden(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path of the place of training, also when the command is given elsewhere."""
+    (trained.root / "exports/mine").mkdir(parents=True)
+    (trained.root / "elsewhere").mkdir()
+    for place in (trained.root, trained.root / "elsewhere"):
+        monkeypatch.chdir(place)
+        card = trained_on(trained, init_from="exports/mine")
+        assert '"init_from": "mine"' in card.text and "exports/" not in card.content
+    assert "`someone/gpt`" in trained_on(trained, init_from="someone/gpt").text
+
+
+def test_what_was_written_into_a_card_stays_there(trained: Workplace) -> None:
+    succeeded(publish(trained, "tiny", "--gguf"))
+    export_dir = trained.runs_dir / "tiny/export"
+    path = export_dir / "README.md"
+    own = "\n## Limits\n\nIt knows nothing.\n\n## GGUF\n\nMy words.\n"
+    path.write_text(path.read_text() + own)
+    with_own = path.read_text()
+    for options, has_files in ((["--gguf"], True), ([], False), (["--gguf"], True)):
+        succeeded(publish(trained, str(export_dir), *options))
+        text = path.read_text()
+        assert own in text and ("model-F16.gguf" in text) is has_files
+        assert text.count("## GGUF") == 1 + has_files
+        if options and text.index("model-F16.gguf") < text.index("## Limits"):
+            assert text == with_own
 
 
 def test_licence_and_languages_can_be_named(trained: Workplace) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, pipeline
 
+from basics.directory_lock import lock_directory
 from basics.errors import UserError
 from checkpointing import Snapshot, Validation, add_validation, find_checkpoint, save_checkpoint
 from lab.publish import export
@@ -23,12 +25,13 @@ from lab.publish.export import write_export
 from lab.publish.model_card import CardFacts, model_card
 from lab.publish.tokenizer_files import write_tokenizer_files
 from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.models import random_model
 from tests.support.upload_server import UploadHub, taking_uploads
 from tests.support.workplace import Workplace, run_command
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
-from trainer.targets import load_target
+from trainer.targets import Target, load_target
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
             "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
@@ -167,7 +170,12 @@ def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
                 "dataset": "tiny", "split": "validation", "start_token": 16, "num_tokens": 320}
     (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
         measured | {"loss": 9.5}, measured | {"loss": 5.25, "perplexity": 190.5},
-        measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1}]) + '{"half')
+        measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1},
+        measured | {"split": "train", "loss": 0.5},  # of tokens trained on
+        measured | {"dataset": None, "benchmark": "blimp", "split": "train", "accuracy": 0.5,
+                    "questions_from": "nyu-mll/blimp"},
+        measured | {"dataset": None, "benchmark": "blimp", "split": None, "accuracy": 0.25,
+                    "questions_from": "own|.jsonl"}]) + '{"half')
     succeeded(publish(trained, "tiny", "--output", str(output), "--license", "apache-2.0"))
     card = ModelCard.load(output / "README.md")
     facts = card.data.to_dict()
@@ -177,7 +185,10 @@ def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
         "validation loss during training (nats per token)": checkpoint.loss,
         "loss (nats per token), 320 tokens from token 16": 5.25,
         "perplexity, 320 tokens from token 16": 190.5,
+        "accuracy": 0.5, "accuracy, questions of own|.jsonl": 0.25,
     }
+    splits = {found.metric_name: found.dataset_split for found in card.data.eval_results}
+    assert splits["accuracy"] == "train" and splits["accuracy, questions of own|.jsonl"] is None
     for wanted in (f"{checkpoint.meta.tokens:,} tokens of `tiny`", "14,976 parameters",
                    f"step | {checkpoint.meta.global_step + 1} of 10", "| US$ | ",
                    '"learning_rate": 0.01', "![Training and validation loss](loss-chart.png)",
@@ -281,6 +292,77 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
         (output / added).unlink()
     (output / "README.md").write_text("Somebody else's model, of the same files.")
     assert "a model from elsewhere" in error_line(publish(trained, "tiny", "--output", str(output)))
+
+
+def no_tokenizer(tmp_path: Path) -> Target:
+    return Target("mine", random_model(vocab_size=61), None)
+
+
+def test_one_command_at_a_time_writes_an_export(tmp_path: Path) -> None:
+    output = write_export(no_tokenizer(tmp_path), tmp_path / "export", "tags: ddp-train")
+    work_dir = tmp_path / ".export.ddp-train-export"
+    work_dir.mkdir()
+    lock = lock_directory(work_dir)
+    with pytest.raises(UserError, match="another lab publish or lab tune is writing it"):
+        write_export(no_tokenizer(tmp_path), output, "tags: ddp-train, new")
+    shutil.move(output, work_dir / "old")  # as while the other one replaces it
+    with pytest.raises(UserError, match="another lab publish or lab tune is writing it"):
+        export.check_output(output)
+    os.close(lock)
+    export.check_output(output)
+    assert (output / "README.md").read_text() == "tags: ddp-train"
+    assert names_in(tmp_path) == {"export"}
+
+
+@pytest.mark.parametrize("kind", ["file", "card", "link"])
+@pytest.mark.parametrize("place", ["new", "old"])
+def test_leftovers_of_others_are_not_removed(tmp_path: Path, kind: str, place: str) -> None:
+    leftover = tmp_path / ".export.ddp-train-export" / place
+    (other := tmp_path / "other").mkdir()
+    (other / {"file": "thesis.txt"}.get(kind, "README.md")).write_text("years of work")
+    leftover.parent.mkdir()
+    if kind == "link":
+        leftover.symlink_to(other)
+    else:
+        shutil.copytree(other, leftover)
+    before = names_in(leftover)
+    with pytest.raises(UserError, match=f"{place}: is not from lab publish; move it away"):
+        write_export(no_tokenizer(tmp_path), tmp_path / "export", "tags: ddp-train")
+    assert names_in(leftover) == before and not (tmp_path / "export").exists()
+
+
+@pytest.mark.parametrize("left", [(), ("README.md",), ("README.md", "config.json"),
+                                  ("model.safetensors",)])
+def test_parts_that_a_kill_left_are_removed(tmp_path: Path, left: tuple[str, ...]) -> None:
+    for place in ("new", "old"):
+        (leftover := tmp_path / ".export.ddp-train-export" / place).mkdir(parents=True)
+        for name in left:
+            (leftover / name).write_text("tags: ddp-train")
+    (tmp_path / "export").mkdir()
+    write_export(no_tokenizer(tmp_path), tmp_path / "export", "tags: ddp-train")
+    assert names_in(tmp_path) == {"export"}
+
+
+def test_an_export_is_on_the_disk_before_it_replaces_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    output, rename = tmp_path / "export", Path.rename
+    write_export(no_tokenizer(tmp_path), output, "tags: ddp-train")
+    monkeypatch.setattr(export, "fsync", lambda path: written.append(path.name))
+    monkeypatch.setattr(Path, "rename", lambda path, target: written.append(
+        f"{path.name} to {target.name}") or rename(path, target))
+    write_export(no_tokenizer(tmp_path), output, "tags: ddp-train")
+    assert {*written[:-4]} == names_in(output)
+    assert written[-4:] == ["new", "export to old", "new to export", tmp_path.name]
+
+
+def test_a_model_without_a_tokenizer_is_published_again(tmp_path: Path) -> None:
+    card = "---\ntags:\n- ddp-train\n---\n\nx\n"
+    output = write_export(no_tokenizer(tmp_path), tmp_path / "export", card)
+    before = names_in(output)
+    succeeded(publish(Workplace(tmp_path), str(output)))
+    assert names_in(output) == before and "tokenizer.json" not in before
 
 
 def test_an_export_that_cannot_be_written_leaves_the_earlier_one(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from basics.errors import UserError
 from lab.evaluate.evaluate import NAMES
 from lab.evaluate.questions import read_quiz
 from lab.evaluate.results import TaskResult
-from lab.evaluate.scoring import Question, score
+from lab.evaluate.scoring import Question, encode_questions, score
 from lab.evaluate.sharing import Share
 from lab.evaluate.tasks import TASKS
 from lab.publish.export import write_export
@@ -71,7 +72,8 @@ def test_lm_eval_gives_an_export_the_same_scores(
     for name, path in paths.items():
         quiz = read_quiz(name, str(path))
         for size in (1, 3, 100):
-            scored = score(target, quiz.questions, microbatch_size=size, share=ALONE)
+            texts = encode_questions(target, quiz.questions, ALONE)
+            scored = score(target, quiz.questions, texts, microbatch_size=size, share=ALONE)
             found = TaskResult.of(quiz, scored).figures
             expected = {key: theirs[f"local_{name}"][names[key]] for key in found}
             assert {key: figure.value for key, figure in found.items()} == pytest.approx(
@@ -98,6 +100,7 @@ def test_all_tasks_are_one_table_and_one_record_each(trained: Workplace) -> None
         line.split()[2] for line in table[2:]]
     for record, line in zip(records, table[2:], strict=True):
         low, high = record["accuracy_interval"]
+        assert record["split"] is None and record["questions_from"].endswith(".jsonl")
         assert record["questions"] == 3 and 0 <= low <= record["accuracy"] <= high <= 1
         assert f" {record['accuracy']:.4f} [{low:.4f}, {high:.4f}] " in line
     by_two = process_succeeded(forked("lab/__main__.py", trained.arguments(
@@ -159,7 +162,10 @@ def test_minimal_pairs_are_named_by_their_kind_and_may_be_many_files(tmp_path: P
     both = read_quiz("blimp", str(tmp_path / "data"))
     assert (both.name, len(both.questions)) == ("blimp", 4)
     write_records(tmp_path / "own.jsonl", [{"sentence_good": "a", "sentence_bad": "b"}])
-    assert read_quiz("blimp", str(tmp_path / "own.jsonl")).name == "blimp"
+    own = read_quiz("blimp", str(tmp_path / "own.jsonl"))
+    assert (own.name, own.source, own.split) == ("blimp", "own.jsonl", None)
+    os.mkfifo(tmp_path / "data/pipe.jsonl")  # is skipped
+    assert len(read_quiz("blimp", str(tmp_path / "data")).questions) == 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,8 +189,9 @@ def test_a_file_without_valid_questions_is_a_user_error(name: str, tmp_path: Pat
     (("--task", "blimp=pairs.jsonl", "--task", "blimp=pairs.jsonl"), "blimp is there twice"),
     (("--task", "piqa=pairs.jsonl"), "not PIQA's questions (KeyError: 'goal'); each needs goal,"),
     (("--task", "piqa=empty"), "empty: has no .jsonl or .parquet file"),
-    (("--task", "blimp=pairs.jsonl"), "question 2: a choice has 21 tokens, but tiny has a context"
-                                      " of 16"),
+    (("--task", "blimp=pairs.jsonl"), "Error: blimp, pairs.jsonl, question 2: a choice has 21"
+                                      " tokens, but tiny has a context of 16"),
+    (("--with-loss", "--task", "blimp=pairs.jsonl"), "blimp, pairs.jsonl, question 2: a choice"),
 ])
 def test_a_user_error_is_one_line(trained: Workplace, arguments: tuple[str, ...], message: str,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +216,8 @@ def test_equal_choices_are_a_tie_that_the_first_one_wins() -> None:
     """In different batches, their log probabilities could differ in the last bit."""
     target = Target("x", random_model(vocab_size=257, context_length=32), "bytes")
     questions = [Question("a" * n, ["b" * 9, "b" * 9, "c" * 5], right=1) for n in range(1, 22)]
-    found = score(target, questions, microbatch_size=1, share=ALONE)
+    texts = encode_questions(target, questions, ALONE)
+    found = score(target, questions, texts, microbatch_size=1, share=ALONE)
     assert found.num_right == 0 == found.num_right_normalised
 
 
@@ -234,6 +242,7 @@ def test_questions_are_downloaded_from_the_hub(
     with serving(hub), used_in_this_process(hub, tmp_path / "home"):
         quiz = read_quiz(name, "someone/questions")
     assert len(quiz.questions) == 3 * len(wanted)
+    assert (quiz.source, quiz.split) == ("someone/questions", None)
     assert not any(hub.downloads(other) for other in others)
 
 

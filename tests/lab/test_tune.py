@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -246,6 +248,38 @@ def test_invalid_data_is_a_user_error(
     with pytest.raises(UserError) as caught:
         load_entries(path)
     assert f"{path}: " in str(caught.value) and message in str(caught.value)
+
+
+def test_data_is_read_once(tmp_path: Path) -> None:
+    """A pipe can be read only once, and a file may change between two reads."""
+    content = write_entries(tmp_path / "data.json", 10, output="x").read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((tmp_path / "pipe").write_bytes, content)
+        found = load_entries(tmp_path / "pipe")
+    assert len(found.entries) == 10
+    assert found.sha256 == hashlib.sha256(content).hexdigest()
+
+
+def test_too_large_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_entries(tmp_path / "data.json", 10, output="x")
+    monkeypatch.setattr(instructions, "MAX_FILE_BYTES", path.stat().st_size)
+    assert len(load_entries(path).entries) == 10
+    monkeypatch.setattr(instructions, "MAX_FILE_BYTES", path.stat().st_size - 1)
+    with pytest.raises(UserError, match="data.json: has more than .* bytes"):
+        load_entries(path)
+
+
+def test_a_download_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = write_entries(tmp_path / "data.json", 10, output="x").read_bytes()
+    monkeypatch.setattr(instructions, "MAX_DOWNLOAD_BYTES", len(content) - 1)
+    with serving(content) as (url, _):
+        monkeypatch.setattr(instructions, "DEFAULT_URL", url)
+        with pytest.raises(UserError, match="it has more than .* bytes.*--data FILE"):
+            fetch_default_entries(tmp_path / "datasets")
+    assert not list((tmp_path / "datasets").iterdir())
 
 
 def test_errors_are_found_before_tuning(tuned_place: Workplace) -> None:

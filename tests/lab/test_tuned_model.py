@@ -10,13 +10,14 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from basics import failpoints
 from basics.directory_lock import lock_directory
 from basics.errors import UserError
-from lab.instruct.instructions import Entry, digest_of, load_entries
+from lab.instruct.instructions import Entry, load_entries
 from lab.instruct.tune import default_model_output
 from lab.instruct.tuning import Tuner
 from tests.support.lab_cli import error_line, run_lab, succeeded
@@ -96,7 +97,7 @@ def test_the_tuned_model_is_kept_with_the_weights_of_the_best_epoch(
         ours, hub, before = (model(torch.arange(30).view(2, 15))
                              for model in (tuned.model, theirs, base.model))
     assert (ours - hub.logits).abs().max() < 1e-4 and (ours - before).abs().max() > 0.01
-    for entry, answered in zip(load_entries(tuned_place.root / "data.json")[34:38],
+    for entry, answered in zip(load_entries(tuned_place.root / "data.json").entries[34:38],
                                answers_in(tuned_place)["answers"], strict=True):
         shown = run_lab("generate", str(tuned_dir(tuned_place)), "--prompt", entry.prompt(),
                         "--temperature", "0", "--max-new-tokens", "20")
@@ -150,7 +151,7 @@ def test_the_card_says_what_the_model_was_tuned_on(tuned_place: Workplace) -> No
     assert "license" not in facts and "base_model" not in facts
     data = tuned_place.root / "data.json"
     for wanted in ("# tiny-tuned", f"`tiny` after 0 tokens (checkpoint `{record['checkpoint']}`)",
-                   "| file | `data.json` |", f"| SHA-256 | `{digest_of(data)}` |",
+                   "| file | `data.json` |", f"| SHA-256 | `{load_entries(data).sha256}` |",
                    "| entries | 40 |", "| for training, validation, the test | 34, 2, 4 |",
                    "| learning rate, constant (AdamW) | 0.01 |", "| seed | 42 |",
                    "| loss computed on | the response only |", 'model=".")',
@@ -258,7 +259,7 @@ def _write_manifest_again(checkpoint: Path) -> None:
     write_manifest(checkpoint, global_step=old.global_step, tokens=old.tokens)
 
 
-@pytest.mark.parametrize("damage", ["cut", "junk", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "junk", "empty", "no epochs"])
 def test_a_damaged_state_starts_anew(tuned_place: Workplace, failing: Failing, damage: str) -> None:
     succeeded(tune(tuned_place, *EPOCHS))
     wanted = result_of(tuned_place)
@@ -267,6 +268,10 @@ def test_a_damaged_state_starts_anew(tuned_place: Workplace, failing: Failing, d
     path = progress_dir(tuned_place) / "state.safetensors"
     if damage == "cut":
         os.truncate(path, path.stat().st_size - 9)
+    elif damage == "no epochs":
+        with safe_open(path, framework="pt") as file:
+            record = json.loads(file.metadata()["tuning"]) | {"epochs": []}
+        save_file(load_file(path), path, {"tuning": json.dumps(record)})
     elif damage == "junk":
         save_file({"weights/x": torch.zeros(1)}, path)
     else:
@@ -300,6 +305,18 @@ def test_a_model_output_that_holds_something_else_is_refused(tuned_place: Workpl
     before = tuned_place.files()
     error = error_line(tune(tuned_place, "--model-output", str(other)))
     assert "holds other files (thesis.txt)" in error and "--model-output" in error
+    assert tuned_place.files() == before
+
+
+def test_the_model_that_is_tuned_is_not_replaced(tuned_place: Workplace) -> None:
+    succeeded(tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1"))
+    base = tuned_dir(tuned_place)
+    (tuned_place.root / "link").symlink_to(base)
+    before = tuned_place.files()
+    for name in (base, tuned_place.root / "link"):
+        error = error_line(run_lab("tune", str(name), "--data", str(tuned_place.root / "data.json"),
+                                   "--model-output", str(base)))
+        assert "is the model that is to be tuned" in error
     assert tuned_place.files() == before
 
 
