@@ -78,19 +78,19 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
         return find_learning_rate(options, process, agreement, wrap_in_ddp, microbatch_indices)
     if (began_at := agreement.step_before_restart()) is not None:
         options = replace(options, fresh=False, checkpoint=None, began_at=began_at)
-    prepared = prepare_run(options, process, clock, agreement)
-    agreement.require_same("run", prepared.identity())
-    if prepared.is_finished:
-        if process.is_main:
-            print_line(prepared.finished_line())
-        return
-    prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-    state = agreement.run("state", lambda: build_state(prepared, process))
-    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
-                        heartbeat_path=prepared.run.heartbeat_path)
-    watchdog.start(prepared.run.train.hang_timeout_seconds)
-    with watchdog, process_group(process, agreement.connect("group"), prepared.run.train) as group:
-        Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
+    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current)
+    with watchdog.start():  # a node may be lost while another one downloads
+        prepared = prepare_run(options, process, clock, agreement)
+        agreement.require_same("run", prepared.identity())
+        if prepared.is_finished:
+            if process.is_main:
+                print_line(prepared.finished_line())
+            return
+        prepared = agreement.run("device", lambda: prepared.for_device(process.device))
+        state = agreement.run("state", lambda: build_state(prepared, process))
+        watchdog.expect_steps(prepared.run.train.hang_timeout_seconds, prepared.run.heartbeat_path)
+        with process_group(process, agreement.connect("group"), prepared.run.train) as group:
+            Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
 
 
 def wrap_in_ddp(loss: nn.Module, process: Process) -> nn.Module:
