@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from basics.errors import UserError, drop_unwritable_output, print_line
+from basics.errors import drop_unwritable_output, print_line
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
@@ -59,7 +59,7 @@ def main() -> None:
         agreement.report_once(error.line())
         drop_unwritable_output()
         os._exit(error.status)  # destroying the process group could wait for the other ranks
-    except UserError as error:
+    except Exception as error:
         exit_with(error)
     finally:
         drop_unwritable_output()

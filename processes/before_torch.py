@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from basics.errors import UserError, print_error
+from basics.errors import UserError, exit_status, print_error, print_traceback
 from basics.spinning import limit_spinning
 from processes.command_line import read_command_line
 from processes.run_lock import LockedError, end_with_torchrun, lock_run
@@ -34,12 +34,15 @@ def check_before_torch() -> None:
         run_dir = load_run(options.runs_dir, options.run).run_dir
         if not options.find_max_microbatch:
             lock_run(run_dir)
-    except UserError as error:
+    except Exception as error:
         if rank is None or isinstance(error, LockedError):
             exit_with(error)
 
 
-def exit_with(error: UserError) -> NoReturn:
-    """Print an error's line and exit with its status."""
-    print_error(error.line())
-    sys.exit(error.status)
+def exit_with(error: Exception) -> NoReturn:
+    """Print an error's line, or its traceback if nobody expects it, and exit with its status."""
+    if isinstance(error, UserError):
+        print_error(error.line())
+    else:
+        print_traceback(error)  # not Python's own: a terminal would obey what it prints
+    sys.exit(exit_status(error))
