@@ -180,6 +180,8 @@ def prepare(command: Options) -> Progress:
         SourceOptions(source, command.subset, command.text_column, command.keep_raw,
                       command.split, command.revision),
         raw_dir=Journal(output).raw_dir, unfinished=unfinished_request(output))
+    if part is not None and documents.hub_name and documents.revision != command.revision:
+        print_line(f"use --revision {documents.revision} on the other machines")
     return prepare_dataset(documents, command.output, PrepareOptions(
         tokenizer=command.tokenizer, validation_fraction=command.validation_fraction,
         max_documents=command.max_documents,

@@ -43,6 +43,7 @@ class Hub:
     repository: str = "someone/texts"
     kind: str = "datasets"  # or models
     sha: str = SHA
+    branches: dict[str, str] = field(default_factory=dict)  # the commit of each
     card: dict[str, object] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     endpoint: str = ""
@@ -152,7 +153,8 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def answer(self, path: str) -> object:
             sha = hub.sha
             if path.startswith("/revision/"):
-                sha = path.removeprefix("/revision/")
+                asked = path.removeprefix("/revision/")
+                sha = hub.branches.get(asked, asked)
             if path.startswith("/tree/"):
                 _, _, sha, *rest = path.split("/")
                 folder = "".join(f"{part}/" for part in rest)
