@@ -46,6 +46,7 @@ WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
 AVERAGE = "average.safetensors"  # averaged weights, towards the end of a run with weight_average
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
+FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, AVERAGE, PICKLED_OPTIMIZER}
 ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
@@ -266,17 +267,22 @@ def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
 
 
-def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
+def open_checkpoint(path: Path, *, thoroughly: bool = False,
+                    model: ModelConfig | None = None) -> Checkpoint:
     """Read a checkpoint's JSON files. Raises: UserError if it is damaged.
 
     Args:
         thoroughly: read every byte and compare digests, about a second a GB.
+        model: of the run that would resume. A checkpoint of a larger one, which could say that it
+            has terabytes, is not read: `check_identity` refuses it.
     """
     damage = find_damage(path)
     if not damage:
         try:
             manifest = read_manifest(path)
             meta = CheckpointMeta.model_validate_json(read_regular_file(path / META))
+            thoroughly &= model in (None, meta.model) or (
+                num_parameters(meta.model) <= num_parameters(model))
             validation = None
             if PICKLED_OPTIMIZER in manifest.files and meta.loss is not None:
                 validation = Validation(loss=meta.loss)  # it was validated before it was saved
@@ -302,13 +308,19 @@ def find_oversized(manifest: Manifest, model: ModelConfig) -> str:
     """
     limit = 8 * num_parameters(model) + ROOM_BYTES  # AdamW's two moments, in float32
     for name, facts in manifest.files.items():
+        if name not in FILES:
+            return f"{name} is no file of a checkpoint"
         if facts.bytes > limit:
             return f"{name} has {facts.bytes:,} bytes, more than the model needs"
     return ""
 
 
-def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_whole(checkpoints_dir: Path, model: ModelConfig | None = None
+                 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest checkpoint whose every byte is right, and warnings about later ones.
+
+    Args:
+        model: as of `open_checkpoint`.
 
     Raises:
         UserError: there are checkpoints, but none is whole: starting over would lose the run.
@@ -316,7 +328,7 @@ def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     warnings: list[str] = []
     for path in reversed(named_as_checkpoints(checkpoints_dir)):
         try:
-            return open_checkpoint(path, thoroughly=True), warnings
+            return open_checkpoint(path, thoroughly=True, model=model), warnings
         except UserError as error:
             warnings.append(str(error))
     if warnings:
@@ -325,20 +337,24 @@ def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, warnings
 
 
-def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
+def find_checkpoint(checkpoints_dir: Path, name: str,
+                    model: ModelConfig | None = None) -> Checkpoint | None:
     """Return `latest` or `best` (None if there is no checkpoint yet), or one by its name.
+
+    Args:
+        model: as of `open_checkpoint`.
 
     Raises:
         UserError: there is none of that name, or it is damaged.
     """
     if name == LATEST:
-        return newest_whole(checkpoints_dir)[0]
+        return newest_whole(checkpoints_dir, model)[0]
     if name == BEST:
         best = best_of(list_checkpoints(checkpoints_dir))
-        return best and open_checkpoint(best.path, thoroughly=True)
+        return best and open_checkpoint(best.path, thoroughly=True, model=model)
     if checkpoints_dir / name in named_as_checkpoints(checkpoints_dir):
         try:
-            return open_checkpoint(checkpoints_dir / name, thoroughly=True)
+            return open_checkpoint(checkpoints_dir / name, thoroughly=True, model=model)
         except UserError as error:
             raise UserError(f"{error}; name another checkpoint") from None
     known = ", ".join(checkpoint.name for checkpoint in list_checkpoints(checkpoints_dir)[-3:])

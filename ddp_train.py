@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from basics.errors import UserError, drop_unwritable_output
+from basics.errors import drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
@@ -58,7 +58,7 @@ def main() -> None:
     except AgreedError as error:
         agreement.report_once(error.line())
         os._exit(error.status)  # destroying the process group could wait for the other ranks
-    except UserError as error:
+    except Exception as error:
         exit_with(error)
     finally:
         drop_unwritable_output()
@@ -76,23 +76,25 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     if options.find_learning_rate:
         return find_learning_rate(options, process, agreement, wrap_in_ddp, microbatch_indices)
     options = options.after_restart(agreement.step_before_restart())
-    prepared = prepare_run(options, process, clock, agreement)
-    agreement.require_same("run", prepared.identity())
-    if prepared.is_finished:
-        return prepared.say_finished(process)
-    run_when_done(prepared, process, stop_signal=train(prepared, process, clock, agreement))
+    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current)
+    with watchdog.start():  # a node may be lost while another one downloads
+        prepared = prepare_run(options, process, clock, agreement)
+        agreement.require_same("run", prepared.identity())
+        if prepared.is_finished:
+            return prepared.say_finished(process)
+        train(prepared, watchdog, clock, agreement)
+    run_when_done(prepared, process, stop_signal=watchdog.stop_signal)
 
 
-def train(prepared: PreparedRun, process: Process, clock: PhaseClock, agreement: Agreement) -> int:
-    """Train a run; return the number of the signal that stopped it, or 0. Every rank."""
+def train(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
+          agreement: Agreement) -> None:
+    """Train a run; all of its memory is free afterwards. Every rank."""
+    process = watchdog.process
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
     state = agreement.run("state", lambda: build_state(prepared, process))
-    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
-                        heartbeat_path=prepared.run.heartbeat_path)
-    watchdog.start(prepared.run.train.hang_timeout_seconds)
-    with watchdog, process_group(process, agreement.connect("group"), prepared.run.train) as group:
+    watchdog.expect_steps(prepared.run.train.hang_timeout_seconds, prepared.run.heartbeat_path)
+    with process_group(process, agreement.connect("group"), prepared.run.train) as group:
         Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
-    return watchdog.stop_signal
 
 
 def wrap_in_ddp(loss: nn.Module, process: Process) -> nn.Module:

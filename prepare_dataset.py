@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from basics.errors import BAD_INPUT, UserError, drop_unwritable_output, print_error, print_line
+from basics.errors import (
+    BAD_INPUT,
+    FAILED,
+    UserError,
+    drop_unwritable_output,
+    print_error,
+    print_line,
+    print_traceback,
+)
 from basics.machine import num_cpu_cores
+from basics.out_of_memory import is_out_of_memory
 from basics.usage_errors import run_and_exit
 
 if TYPE_CHECKING:
@@ -117,6 +126,11 @@ def main(**options: Any) -> None:
         advice = ("no files were left behind" if command.is_import or command.is_join
                   else "run the same command again to continue")
         exit_with(f"\nInterrupted; {advice}", status=130)
+    except Exception as error:
+        if is_out_of_memory(error):
+            exit_with("Error: out of memory; set a smaller --workers", status=BAD_INPUT)
+        print_traceback(error)  # not Python's own: a terminal would obey what it prints
+        sys.exit(FAILED)
     finally:
         drop_unwritable_output()
 
@@ -167,6 +181,8 @@ def prepare(command: Options) -> Progress:
         SourceOptions(source, command.subset, command.text_column, command.keep_raw,
                       command.split, command.revision),
         raw_dir=Journal(output).raw_dir, unfinished=unfinished_request(output))
+    if part is not None and documents.hub_name and documents.revision != command.revision:
+        print_line(f"use --revision {documents.revision} on the other machines")
     return prepare_dataset(documents, command.output, PrepareOptions(
         tokenizer=command.tokenizer, validation_fraction=command.validation_fraction,
         max_documents=command.max_documents,

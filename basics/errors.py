@@ -47,6 +47,13 @@ def cannot_be_written(place: Path, error: OSError) -> UserError:
     return UserError(line)
 
 
+def exit_status(error: BaseException) -> int:
+    """Return the exit status of a process that an error ends."""
+    if isinstance(error, UserError):
+        return error.status
+    return DISK_FULL if isinstance(error, OSError) and error.errno == errno.ENOSPC else FAILED
+
+
 def as_os_error(error: Exception) -> OSError:
     """Map a file writer's error to OSError, with ENOSPC if the disk is full."""
     if isinstance(error, OSError):

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
+from preparation.cutting import BadShard
 
 SMALLEST = 257  # the 256 bytes and the end of text
 
@@ -23,8 +24,14 @@ SMALLEST = 257  # the 256 bytes and the end of text
               help="Write the tokenizer to this directory.")
 @click.option("--max-megabytes", type=click.IntRange(min=1), default=50, show_default=True,
               help="Read only the first N megabytes of text; memory grows with them.")
-@click.option("--subset", default="", metavar="DIRECTORY",
-              help="The directory of a hub dataset that holds the documents: sample/10BT.")
+@click.option("--subset", default="", metavar="PATTERN",
+              help="The directories, or the configs of a hub dataset, that hold the documents:"
+                   " sample/10BT or 'data/CC-MAIN-2013-*'.")
+@click.option("--split", default="", metavar="train|test|PATTERN",
+              help="The split, or the names of the files.  [default: files named train if there"
+                   " are any]")
+@click.option("--revision", default="", metavar="COMMIT",
+              help="The commit, branch or tag of a hub dataset.  [default: the newest commit]")
 @click.option("--text-column", default="text", show_default=True,
               help="The parquet column or JSON key that holds the text.")
 def command(source: str, output: Path, **options: Any) -> None:
@@ -63,8 +70,8 @@ def command(source: str, output: Path, **options: Any) -> None:
 def _next_command(source: str, output: Path, options: dict[str, str]) -> str:
     """Return the command that prepares the same documents with the tokenizer, for a shell."""
     words = ["uv", "run", "prepare_dataset.py", source, "datasets/NAME", "--tokenizer", str(output)]
-    for key, default in (("subset", ""), ("text_column", "text")):
-        if options[key] != default:
+    for key in ("subset", "split", "revision", "text_column"):
+        if options[key] not in ("", "text"):
             words += [f"--{key.replace('_', '-')}", options[key]]
     return shlex.join(words)
 
@@ -74,7 +81,7 @@ class Texts:
 
     def __init__(self, source: Any, *, max_bytes: int) -> None:
         self.source, self.max_bytes = source, max_bytes
-        self.num_bytes = 0  # so far
+        self.num_bytes = self.num_bad_files = 0  # so far
         self.error: UserError | None = None  # ended the texts
 
     def __iter__(self) -> Iterator[str]:
@@ -100,12 +107,23 @@ class Texts:
     def _texts(self) -> Iterator[str]:
         for shard in self.source.shards:
             shard.fetch()
-            for task in shard.tasks():
-                for piece in task.pieces():
-                    if piece.bad_file is not None:
-                        print_error(one_line(f"left out: {piece.bad_file.reason}"))
-                    yield piece.text
+            try:
+                for task in shard.tasks():
+                    for piece in task.pieces():
+                        if piece.bad_file is not None:
+                            self._leave_out(piece.bad_file.reason)
+                        yield piece.text
+            except BadShard as error:  # what could be read of it has been
+                self._leave_out(str(error))
             shard.release()
+
+    def _leave_out(self, reason: str) -> None:
+        """Warn of a file that cannot be read. Raises: UserError, if there are too many."""
+        self.num_bad_files += 1
+        if self.num_bad_files > (allowed := self.source.max_bad_files()):
+            raise UserError(f"{reason}; {self.num_bad_files} of the files cannot be read, more than"
+                            f" {allowed}: replace them")
+        print_error(one_line(f"left out: {reason}"))
 
 
 def _train_into(directory: Path, texts: Texts, *, vocab_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ SPLIT_WORDS = {  # in names of files and directories, as Hugging Face's datasets
 }
 SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
 MAX_LISTED = 5  # names in an error line
+Configs = Mapping[str, Mapping[str, Sequence[str]]]  # patterns of files by config and split
 
 
 @dataclass(frozen=True)
@@ -34,44 +36,53 @@ class Choice:
                          *([f"split {self.split}"] if self.split else [])])
 
     def of_subset(self, names: Iterable[str], place: str,
-                  configs: Mapping[str, Sequence[str]] | None = None) -> dict[str, str]:
+                  configs: Configs | None = None) -> dict[str, str]:
         """Return the files of the subset: their names, each with its path inside the subset.
 
         The pattern is compared with directories at any depth, then with the names of configs.
 
         Args:
-            configs: the patterns of each config's files.
+            configs: of the dataset's card.
 
         Raises:
             UserError: none matches; lists what there is.
         """
-        names = list(names)
+        names, configs = list(names), configs or {}
         if not self.subset:
+            if len(configs) > 1:
+                print_error(one_line(f"{place}: taking all of its configs, {listed([*configs])};"
+                                     " --subset chooses some"))
             return dict(zip(names, names, strict=True))
         inside = {name: path for name in names if (path := self._path_inside(name)) is not None}
-        patterns = [pattern for name, patterns in (configs or {}).items()
-                    if _matches(name, self.subset) for pattern in patterns]
+        patterns = list(itertools.chain(*self._of_configs(configs).values()))
         inside = inside or {name: name for name in names
                             if any(_matches(name, pattern) for pattern in patterns)}
         if not inside:
             there_are = sorted({str(folder) for name in names for folder in _folders(name)
-                                if not folder.name.startswith(".")} | set(configs or {}))
+                                if not folder.name.startswith(".")} | set(configs))
             raise UserError(f"{place}: --subset {self.subset} matches no directory; there are"
                             f" {listed(there_are, like=self.subset)}")
         return inside
 
-    def of_split(self, paths: Mapping[str, str], place: str) -> list[str]:
+    def of_split(self, paths: Mapping[str, str], place: str,
+                 configs: Configs | None = None) -> list[str]:
         """Return the files of the split; without --split those named train if there are any.
+
+        A file whose name says no split is of the one that the dataset's card gives it, if any.
 
         Args:
             paths: of the files inside the subset, by name.
+            configs: of the dataset's card.
 
         Raises:
             UserError: no file matches, or none is named train but several splits are.
         """
         splits: dict[str, list[str]] = {}
+        declared = self._of_configs(configs or {}) or _merged((configs or {}).values())
         for name, path in paths.items():
-            splits.setdefault(split_of(path), []).append(name)
+            split = split_of(path) or next((split for split, patterns in declared.items() if any(
+                _matches(name, pattern) for pattern in patterns)), "")
+            splits.setdefault(split, []).append(name)
         if self.split:
             chosen = splits.get(SPLIT_WORDS.get(self.split, self.split), []) or [
                 name for name, path in paths.items()
@@ -81,6 +92,10 @@ class Choice:
                                 f" {_counts(splits)}")
             return chosen
         return _default_split(splits, place)
+
+    def _of_configs(self, configs: Configs) -> dict[str, list[str]]:
+        """Return the patterns of each split of the configs that --subset names."""
+        return _merged(splits for name, splits in configs.items() if _matches(name, self.subset))
 
     def _path_inside(self, name: str) -> str | None:
         for folder in _folders(name):
@@ -101,16 +116,19 @@ def split_of(path: str) -> str:
     return ""
 
 
-def config_patterns(card_data: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the patterns of the files of each config in the front matter of a dataset card."""
-    found: dict[str, list[str]] = {}
+def config_patterns(card_data: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """Return the `Configs` in the front matter of a dataset card."""
+    found: dict[str, dict[str, list[str]]] = {}
     configs = card_data.get("configs")
     for config in configs if isinstance(configs, list) else []:
         if isinstance(config, dict):
-            patterns = list(_strings(config.get("data_files")))
+            splits: dict[str, list[str]] = {}
+            for split, pattern in _files_of(config.get("data_files")):
+                splits.setdefault(SPLIT_WORDS.get(split, split), []).append(pattern)
             if isinstance(folder := config.get("data_dir"), str):
-                patterns = [f"{folder}/{pattern}" for pattern in patterns or ["*"]]
-            found[str(config.get("config_name"))] = patterns
+                splits = {split: [f"{folder}/{pattern}" for pattern in patterns]
+                          for split, patterns in (splits or {"": ["*"]}).items()}
+            found[str(config.get("config_name"))] = splits
     return found
 
 
@@ -122,13 +140,25 @@ def listed(names: Sequence[str], *, like: str = "") -> str:
     return ", ".join(names) or "none"
 
 
-def _strings(value: Any) -> Iterable[str]:
-    """Yield the paths in data_files: a text, a list, or objects with a key `path`."""
+def _files_of(value: Any, split: str = "") -> Iterable[tuple[str, str]]:
+    """Yield the splits and paths in data_files: a text, a list, or objects with `path`."""
     if isinstance(value, str):
-        yield value
+        yield split, value
     elif isinstance(value, list):
         for item in value:
-            yield from _strings(item.get("path") if isinstance(item, dict) else item)
+            if isinstance(item, dict):
+                yield from _files_of(item.get("path"), str(item.get("split") or ""))
+            else:
+                yield from _files_of(item, split)
+
+
+def _merged(configs: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Return the patterns of each split of several configs."""
+    found: dict[str, list[str]] = {}
+    for splits in configs:
+        for split, patterns in splits.items():
+            found.setdefault(split, []).extend(patterns)
+    return found
 
 
 def _default_split(splits: Mapping[str, list[str]], place: str) -> list[str]:

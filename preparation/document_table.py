@@ -81,12 +81,15 @@ class TokenStream:
 
     def ends_with(self, end_of_text: int, num_tokens: int) -> bool:
         """Return whether the files are whole and an end-of-text token ends each document."""
-        if self._token_path.stat().st_size != DATA_START + 2 * num_tokens:
+        if not (self._token_path.is_file() and self._table_path.is_file()) or (
+                self._token_path.stat().st_size != DATA_START + 2 * num_tokens):
             return False
         tokens = self._map(num_tokens)
         for row in range(0, self.num_documents, CHUNK_DOCUMENTS):
-            ends = self._rows(row, min(row + CHUNK_DOCUMENTS, self.num_documents))[:, 0]
-            if np.any(np.diff(ends, prepend=self.end(row)[0]) < 0) or ends[-1] > num_tokens:
+            rows = self._rows(row, min(row + CHUNK_DOCUMENTS, self.num_documents))
+            before = np.vstack([self.end(row), rows[:-1]])
+            ends = rows[:, 0]
+            if np.any(rows < before) or ends[-1] > num_tokens:  # a difference could overflow
                 return False
             if np.any(tokens[ends[ends > 0] - 1] != end_of_text):
                 return False

@@ -66,6 +66,7 @@ class Source:
     shards: Sequence[Shard]
     text_column: str = ""
     revision: str = ""
+    asked_revision: str = ""
     licence: str = "unknown"
     languages: list[str] = field(default_factory=lambda: ["en"])
     hub_name: str | None = None

@@ -95,7 +95,8 @@ def hub_source(repository: str, choice: Choice, *, text_column: str, raw_files: 
     check_names(repository, [entry.path for entry in entries])
     files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
     place = f"{repository} on the hub"
-    found = choice.of_subset(files, place, config_patterns(card.to_dict() if card else {}))
+    configs = config_patterns(card.to_dict() if card else {})
+    found = choice.of_subset(files, place, configs)
     inside = {path: rest for path, rest in found.items()
               if kind_of(path) in ("parquet", "JSON lines")}
     kinds = {kind_of(path) for path in inside}
@@ -106,7 +107,7 @@ def hub_source(repository: str, choice: Choice, *, text_column: str, raw_files: 
     shards = [HubShard(repository, info.sha, file.path,
                        file.lfs.sha256 if file.lfs else file.blob_id, file.size, text_column,
                        raw_files)
-              for file in (files[path] for path in choice.of_split(inside, place))]
+              for file in (files[path] for path in choice.of_split(inside, place, configs))]
     languages = card.language if card and card.language else ["en"]
     return Source(
         choice.label(repository), shards, text_column=text_column, revision=info.sha,

@@ -16,7 +16,7 @@ from preparation.dataset_card import write_card
 from preparation.document_table import TokenStream
 from preparation.journal import Journal, Progress, SplitCount, shown
 from preparation.outputs import check_not_empty, token_metadata
-from preparation.parts import PART_FILE, PartFile
+from preparation.parts import PART_FILE, TABLE, TOKENS, PartFile, digests_of
 from preparation.planning import (
     check_disk_space,
     check_num_documents,
@@ -24,7 +24,7 @@ from preparation.planning import (
     num_training_documents,
 )
 from preparation.token_file_writer import TokenFileWriter
-from tokens.tokenizer import choose_tokenizer, end_of_text_of, file_beside
+from tokens.tokenizer import END_OF_TEXT_IDS, choose_tokenizer, end_of_text_of, file_beside
 
 SAME = ("source", "revision", "text_column", "tokenizer", "validation_fraction", "max_documents")
 
@@ -128,16 +128,19 @@ def _check_same(one: tuple[Path, PartFile], other: tuple[Path, PartFile]) -> Non
 
 def _checked_stream(path: Path, file: PartFile) -> TokenStream:
     """Open the tokens of a part. Raises: UserError, if they are damaged."""
-    end_of_text = end_of_text_of(file.request.tokenizer, file_beside(path, file.request.tokenizer))
+    name = file.request.tokenizer
+    if (beside := file_beside(path, name)) is None and name not in END_OF_TEXT_IDS:
+        raise UserError(f"{path / PART_FILE}: its tokenizer {name[:60]!r} is unknown; copy or"
+                        " prepare the part again")
+    end_of_text = end_of_text_of(name, beside)
     try:
-        stream = TokenStream(path / "tokens.safetensors", path / "documents.bin")
+        stream = TokenStream(path / TOKENS, path / TABLE)
         if stream.num_documents == file.progress.num_documents and stream.ends_with(
-                end_of_text, file.progress.train.num_tokens):
+                end_of_text, file.progress.train.num_tokens) and digests_of(path) == file.digests:
             return stream
     except (OSError, ValueError):
         pass
-    raise UserError(f"{path}: tokens.safetensors or documents.bin is not whole; copy or prepare"
-                    " the part again")
+    raise UserError(f"{path}: {TOKENS} or {TABLE} is not whole; copy or prepare the part again")
 
 
 def _left_out(parts: Sequence[_PartDir], *, skip_bad_shards: bool) -> Progress:

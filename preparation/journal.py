@@ -46,6 +46,7 @@ class Request(_Line):
     num_documents: int | None  # of all shards together, at most max_documents
     shards: list[ShardFacts]
     part: str = ""  # such as 2/4, of a preparation that several machines share
+    asked_revision: str = ""  # what --revision said, perhaps a branch; `revision` is its commit
 
 
 class SplitCount(_Line):
@@ -239,7 +240,8 @@ def differences(before: Request, now: Request, num_shards: int) -> str:
     """
     changes = [f"{key.replace('_', ' ')} was {shown(getattr(before, key))}, is"
                f" {shown(getattr(now, key))}"
-               for key in Request.model_fields if key not in ("shards", "num_documents")
+               for key in Request.model_fields
+               if key not in ("shards", "num_documents", "asked_revision")
                and getattr(before, key) != getattr(now, key)]
     facts_before, facts_now = ({shard.name: shard for shard in request.shards}
                                for request in (before, now))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from basics.errors import UserError
 from basics.files import write_atomically
@@ -18,6 +18,7 @@ from preparation.documents import Source
 from preparation.journal import Origin, Progress, Request
 
 PART_FILE = "part.json"
+TOKENS, TABLE = DIGESTED = "tokens.safetensors", "documents.bin"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,22 @@ class PartFile(BaseModel):
     progress: Progress
     origin: Origin
     listing: str  # digest of the names and sizes of all files of the source
-    max_bad_files: int  # of all parts together
+    max_bad_files: int = Field(ge=0)  # of all parts together
+    digests: dict[str, str]  # SHA-256 of DIGESTED
+
+    @model_validator(mode="after")
+    def check(self) -> PartFile:
+        """Refuse numbers that no preparation writes: a part comes from another machine."""
+        request, progress = self.request, self.progress
+        if not 0 < request.validation_fraction < 1:  # nor NaN
+            raise ValueError("validation_fraction")
+        if request.max_documents is not None and request.max_documents < 2:
+            raise ValueError("max_documents")
+        counts = (progress.num_documents, progress.train.num_tokens,
+                  progress.num_bad_files - len(progress.bad_files))
+        if min(counts) < 0:
+            raise ValueError("progress")
+        return self
 
     @property
     def part(self) -> Part:
@@ -76,8 +92,17 @@ def write_part(part_dir: Path, source: Source, request: Request, progress: Progr
     content = PartFile(
         request=request.model_copy(update={"shards": []}), progress=progress,
         origin=source.origin(), listing=hashlib.sha256(repr(files).encode()).hexdigest(),
-        max_bad_files=source.max_bad_files())
+        max_bad_files=source.max_bad_files(), digests=digests_of(part_dir))
     write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
+
+
+def digests_of(part_dir: Path) -> dict[str, str]:
+    """Read the files of a part; return their digests by name. Takes about a second per GB."""
+    found = {}
+    for name in DIGESTED:
+        with (part_dir / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _cuts(sizes: Sequence[int], num_parts: int) -> list[int]:

@@ -95,7 +95,7 @@ def plan_request(source: Source, options: PrepareOptions, journal: Journal, *,
     return Request(source=source.name, revision=source.revision, text_column=source.text_column,
                    tokenizer=tokenizer_name, validation_fraction=options.validation_fraction,
                    max_documents=options.max_documents, num_documents=num_documents, shards=shards,
-                   part=str(options.part or ""))
+                   part=str(options.part or ""), asked_revision=source.asked_revision)
 
 
 def check_num_documents(num_documents: int, source: str) -> None:

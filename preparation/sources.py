@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from basics.errors import UserError
@@ -40,13 +40,15 @@ def find_source(options: SourceOptions, *, raw_dir: Path,
     if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
         from preparation.hub import RawFiles, hub_source
 
-        is_same = unfinished is not None and unfinished.source == choice.label(source)
+        asked, revision = options.revision, options.revision or None
+        if unfinished is not None and unfinished.source == choice.label(source) and (
+                asked in ("", unfinished.asked_revision)):  # a branch may have got new commits
+            asked, revision = unfinished.asked_revision, unfinished.revision
         try:
-            return hub_source(
-                source, choice, text_column=options.text_column,
-                raw_files=RawFiles(keep_raw or raw_dir, keep_raw is not None),
-                revision=options.revision or (unfinished.revision if is_same else None),
-            )
+            found = hub_source(
+                source, choice, text_column=options.text_column, revision=revision,
+                raw_files=RawFiles(keep_raw or raw_dir, keep_raw is not None))
+            return replace(found, asked_revision=asked)
         except UserError as error:
             raise UserError(f"{error} (and there is no file {source} here)") from None
     if keep_raw or options.revision:

@@ -8,7 +8,14 @@ import signal
 import sys
 from typing import NoReturn
 
-from basics.errors import UserError, cannot_be_written, print_error, print_line
+from basics.errors import (
+    UserError,
+    cannot_be_written,
+    exit_status,
+    print_error,
+    print_line,
+    print_traceback,
+)
 from basics.json_files import MAX_BYTES
 from basics.spinning import limit_spinning
 from basics.verified_copy import copy_record
@@ -37,7 +44,7 @@ def check_before_torch() -> None:
         run_dir = load_run(options.runs_dir, options.run).run_dir
         if not (options.find_max_microbatch or options.prefetch):
             lock_run(run_dir)
-    except UserError as error:
+    except Exception as error:
         if rank is None or isinstance(error, LockedError):
             exit_with(error)
 
@@ -65,7 +72,10 @@ def fetch_configs(options: Options) -> None:
     print_line(f"{run_dir}: model.json and train.json were fetched from {place}")
 
 
-def exit_with(error: UserError) -> NoReturn:
-    """Print an error's line and exit with its status."""
-    print_error(error.line())
-    sys.exit(error.status)
+def exit_with(error: Exception) -> NoReturn:
+    """Print an error's line, or its traceback if nobody expects it, and exit with its status."""
+    if isinstance(error, UserError):
+        print_error(error.line())
+    else:
+        print_traceback(error)  # not Python's own: a terminal would obey what it prints
+    sys.exit(exit_status(error))

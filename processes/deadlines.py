@@ -26,8 +26,13 @@ class Deadlines:
     tracker: float = 60.0  # for the tracker, at the end of a run; after a signal `last_write`
     second_copy: float = 900.0  # for the copy of the last checkpoint, at the end of a launch
     orphans: float = 30.0  # for a run's lock, held by processes that have lost their torchrun
+    lost: float = 600.0  # for heartbeats of other machines, until hang_timeout_seconds is known
     first_step: float = 3600.0  # of compiling, without a heartbeat; max-autotune takes minutes
     store: float = 20.0  # for an answer of torchrun's store; after that it counts as down
+
+    def after_signal(self, *, is_main: bool) -> float:
+        """Return how long a process may go on after a stop signal."""
+        return self.stop if is_main else self.others_stop
 
     @classmethod
     def read(cls) -> Deadlines:

@@ -158,13 +158,16 @@ def handing_over() -> Iterator[None]:
         release_run()  # rank 0 takes it, as under a torchrun of the user's own
         yield
         return
-    threading.Thread(target=_serve, args=(server,), name="lock", daemon=True).start()
+    ends = threading.Event()
+    threading.Thread(target=_serve, args=(server, ends), name="lock", daemon=True).start()
     os.environ[HANDOVER] = name
     try:
         yield
     finally:
         del os.environ[HANDOVER]
-        server.shutdown(socket.SHUT_RDWR)  # ends the thread
+        ends.set()
+        with suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # ends the thread
 
 
 def _listen(name: str) -> socket.socket | None:
@@ -179,15 +182,18 @@ def _listen(name: str) -> socket.socket | None:
     return None
 
 
-def _serve(server: socket.socket) -> None:
-    with server, suppress(OSError):
-        while True:
-            connection, _ = server.accept()
-            with connection, suppress(OSError, psutil.Error):
-                peer, _, _ = struct.unpack("3i", connection.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-                if psutil.Process(peer).ppid() == os.getpid():
-                    socket.send_fds(connection, [b"\0"], _descriptors[:1])
+def _serve(server: socket.socket, ends: threading.Event) -> None:
+    with server:
+        while not ends.is_set():
+            try:
+                connection, _ = server.accept()
+                with connection:
+                    peer, _, _ = struct.unpack("3i", connection.getsockopt(
+                        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+                    if psutil.Process(peer).ppid() == os.getpid():
+                        socket.send_fds(connection, [b"\0"], _descriptors[:1])
+            except (OSError, psutil.Error):  # too many open files, or the other end has gone
+                time.sleep(POLL_SECONDS)
 
 
 def _take_over(run_dir: Path) -> int | None:
@@ -241,11 +247,12 @@ def _holders(run_dir: Path) -> list[int]:
 
     /proc/locks names only the process that took the lock, not one that it was handed over to.
     """
-    return [pid for pid in psutil.pids() if _holds(pid, run_dir)]
-
-
-def _holds(pid: int, run_dir: Path) -> bool:
     places = {os.path.realpath(path) for path in (run_dir, run_dir / LOCK_NAME)}
+    return [pid for pid in psutil.pids() if _holds(pid, places)]
+
+
+def _holds(pid: int, places: set[str]) -> bool:
+    """Return whether a process has one of these places open, and locked."""
     with suppress(OSError):  # it has ended, or belongs to another user
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):  # closed since
@@ -259,8 +266,21 @@ def _is_ending(pid: int) -> bool:
     """Return whether a process has lost its torchrun, or exits already."""
     try:
         process = psutil.Process(pid)
-        return not process.cmdline() or torchrun_is_gone(process.environ())
+        return not process.cmdline() or torchrun_is_gone(process.environ()) or (
+            _is_replaced(process))
     except psutil.AccessDenied:
         return False
     except psutil.Error:
         return True
+
+
+def _is_replaced(process: psutil.Process) -> bool:
+    """Return whether the torchrun of this process has the address that another process's had.
+
+    With a fixed port (--master-port) an orphan finds a torchrun there, which is not its own.
+    """
+    keys, environment = ("MASTER_ADDR", "MASTER_PORT"), process.environ()
+    have_stores = all(each.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                      for each in (os.environ, environment))
+    return have_stores and process.ppid() != os.getppid() and all(
+        environment.get(key) == os.environ.get(key) for key in keys)

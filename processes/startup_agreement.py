@@ -23,6 +23,7 @@ from processes.deadlines import Deadlines
 
 # Downloading a dataset of 20 GiB over a slow line may take long, before the first collective.
 STARTUP_TIMEOUT = timedelta(days=2)
+BEGIN_SECONDS = 1800.0  # between the first and the last process that begins: all import torch
 TRAINING_BEGAN = "ddp_train/training-began"
 
 T = TypeVar("T")
@@ -42,7 +43,11 @@ class Agreement:
                  open_root: Callable[[], dist.Store] | None = None) -> None:
         self._rank, self._world_size = rank, world_size
         self._open_root = open_root or _open_torchrun_store
-        self.name = _agree_on_name(self._open_root(), rank, world_size)
+        try:
+            self.name = _agree_on_name(self._open_root(), rank, world_size)
+        except (dist.DistError, TimeoutError) as error:
+            raise UserError(f"rank {rank} lost the others before it began: {describe(error)}",
+                            FAILED) from None
         self._store = self.connect()
 
     @classmethod
@@ -173,13 +178,18 @@ def _agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
 
     When torchrun restarts processes, they find the keys of the earlier ones in the same store. So
     each rank publishes a nonce, and rank 0 echoes all of them until every rank has found its own.
+
+    Raises:
+        dist.DistError: a process did not begin in time, or torchrun's store is down.
+        TimeoutError: a process ended before all had begun.
     """
-    nonce = uuid.uuid4().hex
+    store.set_timeout(timedelta(seconds=BEGIN_SECONDS))
+    nonce, until = uuid.uuid4().hex, time.monotonic() + BEGIN_SECONDS
     if rank != 0:
         store.set(f"nonce/{rank}", nonce)
-        return _wait_for_echo(store, rank, nonce)
+        return _wait_for_echo(store, rank, nonce, until=until)
     ranks = range(1, world_size)
-    while True:
+    while _is_time_left(until):
         nonces = [store.get(f"nonce/{other}").decode() for other in ranks]
         name = hashlib.blake2b(" ".join([nonce, *nonces]).encode(), digest_size=12).hexdigest()
         store.set("echo", " ".join([name, *nonces]))
@@ -190,11 +200,17 @@ def _agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
             time.sleep(0.01)
 
 
-def _wait_for_echo(store: dist.Store, rank: int, nonce: str) -> str:
-    while True:
+def _wait_for_echo(store: dist.Store, rank: int, nonce: str, *, until: float) -> str:
+    while _is_time_left(until):
         name, *nonces = store.get("echo").decode().split()  # waits until rank 0 has set it
         if nonces[rank - 1 : rank] == [nonce]:
             store.set(f"{name}/{rank}", "")
             if store.check([f"{name}/agreed"]):
                 return name
         time.sleep(0.01)
+
+
+def _is_time_left(until: float) -> bool:
+    if time.monotonic() > until:
+        raise TimeoutError("not all processes began")
+    return True

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -18,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from basics.errors import (
-    DISK_FULL,
     FAILED,
     HANG,
     STOP_SIGNALS,
     UserError,
     describe,
+    exit_status,
     one_line,
     print_error,
     print_stacks,
@@ -36,6 +33,7 @@ from processes.heartbeat import write_heartbeat
 from processes.launch import Process, end_torchrun, spans_nodes
 from processes.peers import Peers, PeerStore, is_caused_by_peers
 from processes.startup_agreement import AgreedError
+from processes.stop_signals import StopSignals
 
 NEVER = float("inf")
 SMALLER = ("; set a smaller microbatch_size (global_batch_size keeps the batch), or head_chunks 8"
@@ -45,27 +43,25 @@ Item = TypeVar("Item")
 
 
 class Watchdog(AbstractContextManager):
-    """Watches one process of a run. Every rank has one while it trains.
+    """Watches one process of a run, from `start` to `stop`. Every rank has one.
 
     Args:
         phase: returns the name of what the process does now.
-        heartbeat_path: a file that rank 0 renews, to be read from outside; None for none.
 
     Attributes:
         stop_signal: the number of the stop signal that any process has received; 0 if none has.
         before_exit: called with a status and a reason before the process is ended early.
     """
 
-    def __init__(self, process: Process, store: dist.Store, *, phase: Callable[[], str],
-                 heartbeat_path: Path | None) -> None:
+    def __init__(self, process: Process, store: dist.Store, *, phase: Callable[[], str]) -> None:
         self.process, self.deadlines = process, Deadlines.read()
         self.stop_signal = 0
         self.before_exit: Callable[[str, str], None] = lambda status, reason: None
         self._store = PeerStore(store, timeout_seconds=self.deadlines.store)
         self._peers = Peers(process.rank, process.world_size, self._store)
-        self._phase, self._heartbeat_path = phase, heartbeat_path
+        self._phase, self._heartbeat_path = phase, None
         self._step: int | None = None  # once it trains
-        self._hang_seconds = NEVER
+        self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step
         self._is_suspended = self._has_dumped = self._has_reported = False
         self._stopped_at, self._stop_by, self._fail_by = -NEVER, NEVER, NEVER
@@ -79,21 +75,21 @@ class Watchdog(AbstractContextManager):
         else:
             self.fail(error)
 
-    def start(self, hang_timeout_seconds: float = 0.0) -> None:
-        """Start watching, and handle stop signals. Call it in the main thread.
-
-        The first step, which compiles, may take an hour, or as long as the others if that is more.
-        """
-        self._hang_seconds = max(self.deadlines.first_step, hang_timeout_seconds)
+    def start(self) -> Watchdog:
+        """Start watching the others, and handle stop signals. Call it in the main thread."""
         self._peers.announce()
-        self._signals, self._wakeup = socket.socketpair()
-        self._wakeup.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)  # the watchdog's thread reads it from the socket
+        self._signals = StopSignals()
         self._publish_heartbeat()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
+        return self
+
+    def expect_steps(self, hang_timeout_seconds: float, heartbeat_path: Path | None) -> None:
+        """Detect hangs from now on; the first step, which compiles, may take an hour or longer."""
+        self.heartbeat()
+        self._hang_seconds = max(self.deadlines.first_step, hang_timeout_seconds)
+        self._lost_seconds, self._heartbeat_path = hang_timeout_seconds, heartbeat_path
+        self._publish_at = 0.0
 
     def heartbeat(self, global_step: int | None = None) -> None:
         """Record that this process makes progress, in a new step if one is named."""
@@ -127,10 +123,9 @@ class Watchdog(AbstractContextManager):
         while self.stop_signal and spans_nodes() and self._peers.is_working(0):
             time.sleep(self.deadlines.tick)  # until rank 0 has saved, or the deadline
         self._done.set()
-        self._wakeup.send(b"\0")
+        self._signals.wake()
         self._thread.join()
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # nothing reads the socket any more
+        self._signals.release()
         self._store.close()
         if self.process.is_main and self._heartbeat_path:
             self._heartbeat_path.unlink(missing_ok=True)
@@ -141,14 +136,11 @@ class Watchdog(AbstractContextManager):
         """Exit because of an error; one rank prints one line for the whole run."""
         if is_caused_by_peers(error):
             self._fail_after_peers(error)
-        status = error.status if isinstance(error, UserError) else FAILED
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            status = DISK_FULL
         # Others can have the same text: CUDA also allocates memory of the machine.
         if not isinstance(error, UserError | torch.OutOfMemoryError):
             print_traceback(error)
         advice = SMALLER if is_out_of_gpu_memory(error) else ""
-        self._exit(status, f"failed {self._position()}: {describe(error)}{advice}")
+        self._exit(exit_status(error), f"failed {self._position()}: {describe(error)}{advice}")
 
     def _fail_after_peers(self, error: BaseException) -> NoReturn:
         """Exit because a collective failed: another rank has the cause, and will report it."""
@@ -174,7 +166,8 @@ class Watchdog(AbstractContextManager):
         try:
             self.before_exit("stopped", STOP_SIGNALS[self.stop_signal])
         finally:
-            end_torchrun(self.process)
+            if self._hang_seconds < NEVER:  # in the start-up torchrun may restart the processes
+                end_torchrun(self.process)
             os._exit(128 + self.stop_signal)
 
     def _record_failure(self, status: int, reason: str) -> tuple[int, str]:
@@ -200,10 +193,8 @@ class Watchdog(AbstractContextManager):
         try:
             while not self._done.is_set():
                 failpoint("watch")
-                ready, _, _ = select.select([self._signals], [], [], self.deadlines.tick)
-                if ready:
-                    for number in self._signals.recv(64):
-                        self._receive(number)
+                for number in self._signals.wait(self.deadlines.tick):
+                    self._receive(number)
                 self._check_peers()
                 self._check_deadlines()
                 self._check_progress()
@@ -214,19 +205,27 @@ class Watchdog(AbstractContextManager):
 
     def _receive(self, number: int) -> None:
         """Handle a signal: the first stops the run after this step, a second one at once."""
+        is_second = bool(self.stop_signal)  # read first: the main thread may set both meanwhile
         is_repeated = time.monotonic() < self._stopped_at + self.deadlines.repeated_signal
         if number not in STOP_SIGNALS or is_repeated:
             return
-        if self.stop_signal:
+        if is_second:
             os._exit(128 + number)
+        if self._step is None:
+            self._check_peers()  # where one has died, torchrun ends the others with this signal
         if self._has_failure():
             self._exit(FAILED, "was stopped")
         self._request_stop(number)
 
+    def note_stop(self, number: int) -> None:
+        """Note a stop signal that any process has received, if this one does not know of it."""
+        if not self.stop_signal:
+            self._stopped_at, self.stop_signal = time.monotonic(), number
+            self._stop_by = self._stopped_at + self.deadlines.after_signal(
+                is_main=self.process.is_main)
+
     def _request_stop(self, number: int) -> None:
-        self._stopped_at, self.stop_signal = time.monotonic(), number
-        self._stop_by = self._stopped_at + (
-            self.deadlines.stop if self.process.is_main else self.deadlines.others_stop)
+        self.note_stop(number)
         self._store.set("stop", str(number))
         if self._step is None:  # nothing is trained yet, so there is nothing to save
             self._exit_for_signal()
@@ -254,7 +253,7 @@ class Watchdog(AbstractContextManager):
         is_silent = silence > self._hang_seconds
         if is_silent and not self._is_suspended:
             self._diagnose_hang(f"no heartbeat for {silence:.0f} s")
-        if is_silent and not self._store.is_up:  # whether the others work is not known
+        if silence > self._lost_seconds and not self._store.is_up:  # do the others still work?
             self._exit(FAILED, f"lost the others {self._position()}: torchrun's store is down")
         if self._peers.all_silent(is_silent):
             self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
@@ -287,7 +286,7 @@ class Watchdog(AbstractContextManager):
         self._publish_at = now + self.deadlines.heartbeat
         self._peers.heartbeat()
         if self._store.is_up and self.process.world_size > 1:
-            timeout_seconds = max(self._hang_seconds, 3 * self.deadlines.heartbeat)
+            timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
             for rank in self._peers.find_lost(now, timeout_seconds):
                 self._record_failure(FAILED, f"rank {rank} is lost {self._position()}: its machine"
                                              f" has not answered for {timeout_seconds:.0f} s")

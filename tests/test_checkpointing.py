@@ -29,7 +29,7 @@ from checkpointing import (
 from processes.command_line import command_line
 from processes.launch import Process
 from reporting.clock import PhaseClock
-from run_config import load_run
+from run_config import ModelConfig, load_run
 from tests.support.checkpoints import MODEL, damage, describe, save, state
 from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
@@ -267,6 +267,46 @@ def test_a_sparse_file_of_terabytes_is_refused_before_it_is_read(
     monkeypatch.undo()
     found, (warning,) = newest_whole(tmp_path)
     assert found.name == first.name and "more than the model needs" in warning
+
+
+def change_manifest(path: Path, **files: dict) -> None:
+    """Add or replace files in a checkpoint's manifest."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"] = dict(sorted((manifest["files"] | files).items()))
+    (path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def test_a_checkpoint_that_claims_a_larger_model_than_the_run_has_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 3).path
+    meta = json.loads((path / "meta.json").read_text())
+    model = ModelConfig(**meta["model"])
+    meta["model"] |= {"emb_dim": 65536, "n_layers": 4}  # room for 1.6 TB
+    (path / "meta.json").write_text(json.dumps(meta))
+    os.truncate(path / "model.safetensors", 2**40)
+    change_manifest(path, **{
+        "model.safetensors": {"bytes": 2**40, "sha256": "0" * 64},
+        "meta.json": {"bytes": (path / "meta.json").stat().st_size, "sha256": "0" * 64}})
+    hashed = []
+    monkeypatch.setattr("basics.manifest._sha256", lambda path: hashed.append(path.name))
+    for found in (newest_whole(tmp_path, model)[0], find_checkpoint(tmp_path, "best", model),
+                  find_checkpoint(tmp_path, path.name, model)):
+        assert found.meta.model.emb_dim == 65536  # which `check_identity` refuses
+    assert hashed == []
+
+
+def test_a_manifest_with_a_file_that_no_checkpoint_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 3).path
+    (path / "more.bin").write_bytes(b"x")
+    change_manifest(path, **{"more.bin": {"bytes": 1, "sha256": "0" * 64}})
+    hashed = []
+    monkeypatch.setattr("basics.manifest._sha256", lambda path: hashed.append(path.name))
+    with pytest.raises(UserError, match="more.bin is no file of a checkpoint"):
+        open_checkpoint(path, thoroughly=True)
+    assert hashed == []
 
 
 def test_a_validation_joins_its_checkpoint_and_decides_which_is_best(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_ba
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import ddp_train
 import prepare_dataset
 from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
 from basics.usage_errors import run_and_exit
@@ -163,6 +164,30 @@ def test_ctrl_c_and_help_end_without_a_traceback(
         captured = capsys.readouterr()
         assert caught.value.code == status and shown in captured.out + captured.err
         assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(("error", "status", "beginning"), [
+    (RuntimeError(HOSTILE), 1, "Traceback"), (MemoryError(HOSTILE), 2, "Error: out of memory; set"),
+])
+def test_the_traceback_of_a_command_is_inert(
+    error: Exception, status: int, beginning: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("preparation.sources.find_source", fail)
+    monkeypatch.setattr(ddp_train, "launch", fail)
+    monkeypatch.setattr(prepare_dataset, "start_fork_server", lambda _: None)
+    monkeypatch.setattr("sys.argv", ["ddp_train.py", "tiny"])
+    for command, wanted, head in (
+            (lambda: prepare_dataset.main(["source", str(tmp_path / "out")]), status, beginning),
+            (ddp_train.main, 1, "Traceback")):
+        with pytest.raises(SystemExit) as caught:
+            command()
+        err = capsys.readouterr().err
+        assert caught.value.code == wanted and is_inert(err) and err.startswith(head)
+        assert r"\x1b[2J" in err or wanted == 2
 
 
 def test_the_console_of_a_run_shows_hostile_names_and_samples(

@@ -93,23 +93,23 @@ def find_learning_rate(options: Options, process: Process, agreement: Agreement,
     Raises:
         UserError: there are too few steps, or the loss never fell.
     """
-    prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
-    run = prepared.run
-    agreement.run("steps", lambda: _check_length(run, prepared.plan))
-    agreement.require_same("run", prepared.identity())
-    prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-    if process.is_main:
-        print_line(_begin_line(run))
-    state = agreement.run("state", lambda: build_state(prepared, process))
-    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: "learning-rate test",
-                        heartbeat_path=None)
+    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: "learning-rate test")
     watchdog.before_exit = partial(_before_exit, process)
-    watchdog.start()
-    with watchdog, process_group(process, agreement.connect("group"), run.train):
-        step = TrainingStep(state, _without_validation(prepared.train), process, wrap=wrap)
-        indices = indices_of(prepared.plan, process.rank, first_step=0)
-        microbatches = prefetch(prepared.data.train, indices, device=process.device)
-        test = run_range_test(step, watchdog.watching(microbatches), prepared.plan, watchdog)
+    with watchdog.start():
+        prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
+        run = prepared.run
+        agreement.run("steps", lambda: _check_length(run, prepared.plan))
+        agreement.require_same("run", prepared.identity())
+        prepared = agreement.run("device", lambda: prepared.for_device(process.device))
+        if process.is_main:
+            print_line(_begin_line(run))
+        state = agreement.run("state", lambda: build_state(prepared, process))
+        watchdog.expect_steps(run.train.hang_timeout_seconds, heartbeat_path=None)
+        with process_group(process, agreement.connect("group"), run.train):
+            step = TrainingStep(state, _without_validation(prepared.train), process, wrap=wrap)
+            indices = indices_of(prepared.plan, process.rank, first_step=0)
+            microbatches = prefetch(prepared.data.train, indices, device=process.device)
+            test = run_range_test(step, watchdog.watching(microbatches), prepared.plan, watchdog)
     _check_result(run, test)
     if process.is_main:
         for line in result_lines(run, test):

@@ -219,11 +219,12 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
     if options.fresh:
         return [""]
     if options.checkpoint in (None, LATEST):
-        checkpoint, damaged = newest_whole(run.checkpoints_dir)
+        checkpoint, damaged = newest_whole(run.checkpoints_dir, run.model)
         instead = f"{checkpoint.name} is used instead" if checkpoint else ""
         warnings = [f"{line}; {instead}" for line in damaged]
     else:
-        checkpoint, warnings = find_checkpoint(run.checkpoints_dir, options.checkpoint), []
+        checkpoint, warnings = find_checkpoint(run.checkpoints_dir, options.checkpoint,
+                                               run.model), []
     if checkpoint is None and options.checkpoint:
         raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
     return [checkpoint.name if checkpoint else "", *warnings]
@@ -236,7 +237,8 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
         thoroughly: read every byte, as one process of each machine does: it may have its own copy.
     """
     try:
-        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
+        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly,
+                                     model=run.model)
     except UserError as error:
         raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
                         " another machine of the run") from None

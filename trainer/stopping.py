@@ -78,6 +78,7 @@ class Stop:
         number, is_spent, self.num_steps = shared.tolist()
         if number:
             self.reason = STOP_SIGNALS[number]
+            self._watchdog.note_stop(number)  # it may not have heard of it yet
         elif is_spent:
             self.reason = self._budget.nearest_limit()
         return bool(number or is_spent)

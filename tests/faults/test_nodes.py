@@ -16,7 +16,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from basics.failpoints import VARIABLE
+from basics.failpoints import MARKS, VARIABLE
 from tests.support.hub_server import Hub, tokens_hub_fixture  # noqa: F401
 from tests.support.runs import (
     metrics_of,
@@ -167,6 +167,23 @@ def test_a_signal_to_one_node_stops_both_with_a_checkpoint(
     run_dir = cluster.runs.runs_dir / "tiny"
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert validations_of(run_dir) == validations_of(undisturbed)
+
+
+# Without a watch on each other, the first node would wait for the second one for two days.
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(
+    cluster: Cluster, number: int
+) -> None:
+    marks = cluster.runs.root / "marks"
+    cluster.start(environment={VARIABLE: "prepare:slow:rank=1:seconds=300", MARKS: str(marks)})
+    wait_for(marks)
+    slow = int(marks.read_text().split()[3])
+    node = next(node for node in (0, 1) if slow in cluster.pids(node))
+    for pid in cluster.pids(node)[:1 if number == signal.SIGTERM else 2]:
+        os.kill(pid, number)
+    results = cluster.end()
+    assert results[1 - node].returncode == 1, results[1 - node].stderr  # it was not killed
+    assert not (cluster.runs.runs_dir / "tiny/checkpoints").exists()
 
 
 def test_both_nodes_restart_when_a_process_of_one_was_killed(

@@ -61,6 +61,17 @@ def test_a_text_file_that_cannot_be_read_is_left_out_with_a_warning(tmp_path: Pa
     assert "left out: " in result.stderr and "0007.txt: is UTF-16; wanted UTF-8" in result.stderr
 
 
+def test_as_many_damaged_files_as_in_a_preparation_are_left_out(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_parquet(source, *([text, f"{text} {i}"] for i in range(100) for text in TEXTS[:1]))
+    corrupt(source / "007.parquet", footer=False)
+    result = succeeded(lab_tokenizer(source, tmp_path / "a", "--vocab-size", "258"))
+    assert "left out: " in result.stderr and "007.parquet" in result.stderr
+    corrupt(source / "009.parquet", footer=True)
+    line = error_line(lab_tokenizer(source, tmp_path / "b", "--vocab-size", "258"))
+    assert "009.parquet" in line and "of the files cannot be read, more than 1: replace" in line
+
+
 def test_the_number_of_cores_does_not_change_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     found = set()
     for parallel in ("true", "false"):
@@ -108,8 +119,24 @@ def test_the_next_command_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
         "uv", "run", "prepare_dataset.py", str(source), "datasets/NAME", "--tokenizer",
         str(output), "--text-column", "body text"]
     assert _next_command("owner/name", Path("own"), {
-        "subset": "sample/10BT", "text_column": "text"}) == (
-        "uv run prepare_dataset.py owner/name datasets/NAME --tokenizer own --subset sample/10BT")
+        "subset": "sample/10BT", "split": "test", "revision": "v2", "text_column": "text"}) == (
+        "uv run prepare_dataset.py owner/name datasets/NAME --tokenizer own --subset sample/10BT"
+        " --split test --revision v2")
+
+
+def test_a_tokenizer_is_trained_on_the_split_that_is_asked_for(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for split, text in (("train", "ab"), ("test", "xy")):
+        (source / f"{split}.jsonl").write_text(json.dumps({"text": f"{text} " * 500}))
+    found = []
+    for number, arguments in enumerate(([], ["--split", "test"])):
+        output = tmp_path / str(number)
+        succeeded(lab_tokenizer(source, output, "--vocab-size", "258", *arguments))
+        found.append(json.loads((output / "tokenizer.json").read_text())["model"]["merges"])
+    assert found == [[["a", "b"]], [["x", "y"]]]
+    assert "need a dataset on the hub" in error_line(lab_tokenizer(
+        source, tmp_path / "2", "--vocab-size", "258", "--revision", "v2"))
 
 
 def test_what_a_killed_command_has_left_does_not_stop_the_next_one(tmp_path: Path) -> None:

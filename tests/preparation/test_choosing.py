@@ -23,7 +23,7 @@ NAMES = ["data/en/a.parquet", "data/de/a.parquet", "sample/10BT/a.parquet", "sam
     ("*glish", NAMES[:1]),
 ])
 def test_a_subset_is_a_directory_a_config_or_a_pattern(subset: str, wanted: list[str]) -> None:
-    configs = {"english": ["data/en/*"], "10BT": ["nothing/*"]}
+    configs = {"english": {"": ["data/en/*"]}, "10BT": {"train": ["nothing/*"]}}
     assert list(Choice(subset).of_subset(NAMES, "here", configs)) == wanted
 
 
@@ -39,9 +39,13 @@ def test_a_subset_that_matches_nothing_lists_what_there_is() -> None:
 def test_the_patterns_of_configs_in_every_form() -> None:
     assert config_patterns({"configs": [
         {"config_name": "a", "data_files": "a/*"},
-        {"config_name": "b", "data_files": [{"split": "train", "path": ["b/*", "c/*"]}]},
+        {"config_name": "b", "data_files": [{"split": "train", "path": ["b/*", "c/*"]},
+                                            {"split": "dev", "path": "e"}, ["f", ["g"]]]},
         {"config_name": "c", "data_dir": "d"}, {"config_name": "d", "data_files": 7}, "noise",
-    ]}) == {"a": ["a/*"], "b": ["b/*", "c/*"], "c": ["d/*"], "d": []}
+        {"config_name": "e", "data_dir": "h", "data_files": [{"path": "i", "split": "own"}, 7]},
+    ]}) == {"a": {"": ["a/*"]}, "b": {"train": ["b/*", "c/*"], "validation": ["e"],
+                                      "": ["f", "g"]},
+            "c": {"": ["d/*"]}, "d": {}, "e": {"own": ["h/i"]}}
     assert config_patterns({"configs": "noise"}) == config_patterns({}) == {}
 
 
@@ -85,6 +89,34 @@ def test_the_split_that_is_taken(
 def test_a_split_that_there_is_not(names: list[str], split: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Choice(split=split).of_split({name: name for name in names}, "here")
+
+
+@pytest.mark.parametrize(("choice", "wanted"), [
+    (Choice(), ["en/a", "de/a"]), (Choice("english"), ["en/a"]), (Choice("en"), ["en/a"]),
+    (Choice(split="test"), ["en/b", "de/b"]), (Choice("*", "own"), ["de/c"]),
+    (Choice("german", "test"), ["de/b"]), (Choice(split="train"), ["en/a", "de/a"]),
+])
+def test_the_splits_of_a_card_are_those_of_files_whose_names_say_none(
+    choice: Choice, wanted: list[str]
+) -> None:
+    configs = {"english": {"train": ["en/a"], "test": ["en/b"]},
+               "german": {"train": ["de/a"], "test": ["de/b"], "own": ["de/[c]"]}}
+    names = ["en/a", "en/b", "de/a", "de/b", "de/c", "en/test-named"]
+    inside = choice.of_subset(names, "here", configs)
+    found = choice.of_split(inside, "here", configs)
+    assert [name for name in found if "named" not in name] == wanted
+    assert ("en/test-named" in found) == (choice == Choice(split="test"))
+
+
+def test_a_line_says_that_all_configs_of_a_card_are_taken(
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = {"english": {"": ["data/en/*"]}, "german": {"": ["data/de/*"]}}
+    for choice, card in ((Choice(), configs), (Choice("german"), configs), (Choice(), {}),
+                         (Choice(), {"default": {"": ["*"]}})):
+        choice.of_subset(NAMES, "here", card)
+    assert capsys.readouterr().err == (
+        "here: taking all of its configs, english, german; --subset chooses some\n")
 
 
 def test_a_local_directory_has_subsets_and_splits(

@@ -216,6 +216,26 @@ def test_killed_during_a_download_it_continues_with_the_same_commit(
         assert file.metadata()["revision"] == first_commit
 
 
+def test_a_branch_that_gets_a_commit_meanwhile_is_continued_with_the_one_it_had(
+    lines_hub: Hub, tmp_path: Path
+) -> None:
+    arguments = "--revision", "main-2"
+    lines_hub.branches = {"main-2": "a" * 40}
+    last = sorted(lines_hub.files)[-1]
+    lines_hub.faults = [Fault(last, times=-1, status=403)]
+    refused = prepare_from(lines_hub, tmp_path, *arguments)
+    assert refused.returncode == 2 and (tmp_path / ".out.partial" / "journal.jsonl").exists()
+    lines_hub.branches, lines_hub.faults = {"main-2": "b" * 40}, []
+    other = prepare_from(lines_hub, tmp_path, "--revision", "b" * 40)
+    assert other.returncode == 2 and "revision was aaaaaaa" in other.stderr
+    lines_hub.requests.clear()
+    succeeded(prepare_from(lines_hub, tmp_path, *arguments))
+    assert [len(lines_hub.downloads(name)) for name in sorted(lines_hub.files)][:-1] == [
+        0] * (len(lines_hub.files) - 1)
+    with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
+        assert file.metadata()["revision"] == "a" * 40
+
+
 def test_only_the_two_token_files_are_downloaded(tokens_hub: Hub, tmp_path: Path) -> None:
     for _ in range(2):  # the second time there is nothing to do
         fetch(tokens_hub, tmp_path)

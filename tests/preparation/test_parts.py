@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,7 +164,40 @@ def zero_tokens(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8] + bytes(8))
 
 
+def flip(path: Path, place: int) -> None:
+    """Change one bit, as a copy over a bad line or memory may."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def change_part(path: Path, section: str, **values: object) -> None:
+    content = json.loads(path.read_text())
+    content[section] |= values
+    path.write_text(json.dumps(content))
+
+
+def overflow(path: Path) -> None:
+    """Wrap around: the differences of the ends are positive, as int64."""
+    ends = np.fromfile(path, dtype="<i8").reshape(-1, 3)
+    assert len(ends) > 1
+    ends[0, 0], ends[1:, 0] = 2**62, -2**63
+    ends.tofile(path)
+
+
 @pytest.mark.parametrize(("change", "message"), [
+    (lambda d: flip(d / "part2" / "tokens.safetensors", 8 + 4096), "part2: tokens.safetensors or"),
+    (lambda d: flip(d / "part2" / "tokens.safetensors", 300), "part2: tokens.safetensors or"),
+    (lambda d: flip(d / "part2" / "documents.bin", 8), "part2: tokens.safetensors or documents.b"),
+    (lambda d: overflow(d / "part2" / "documents.bin"), "part2: tokens.safetensors or documents.b"),
+    *((lambda d, changes=changes: change_part(d / "part2" / "part.json", "request", **changes),
+       "part.json: cannot be read, or is damaged") for changes in (
+        {"validation_fraction": float("nan")}, {"validation_fraction": 1.0},
+        {"max_documents": -5}, {"part": "3/2"})),
+    (lambda d: change_part(d / "part2" / "part.json", "progress", num_documents=-1),
+     "part.json: cannot be read, or is damaged"),
+    (lambda d: [change_part(path, "request", tokenizer="x") for path in d.glob("part*/part.json")],
+     "part.json: its tokenizer 'x' is unknown; copy or"),
     (lambda d: shutil.rmtree(d / "part2"), "part2: is not a part"),
     (lambda d: (d / "part2").rename(d / ".part2.partial"), "part2: is an unfinished part; run its"),
     (lambda d: (d / "part2" / "part.json").write_text("{}"), "part.json: cannot be read, or is"),
@@ -261,8 +295,11 @@ def test_the_commands_of_several_machines_and_of_the_join(tmp_path: Path) -> Non
         succeeded(prepare(hub.repository, str(tmp_path / "one"), *arguments))
         for number in (1, 2):
             hub.requests.clear()
+            commit = ["--revision", hub.sha] if number == 2 else []
             result = succeeded(prepare(hub.repository, str(tmp_path / f"part{number}"), *arguments,
-                                       "--part", f"{number}/2", "--revision", hub.sha))
+                                       "--part", f"{number}/2", *commit))
+            advice = f"use --revision {hub.sha} on the other machines\n"
+            assert (advice in result.stdout) == (number == 1)
             first = 2 * (number - 1)
             assert [len(hub.downloads(name)) for name in sorted(files)] == [
                 int(first <= i < first + 2) for i in range(4)]

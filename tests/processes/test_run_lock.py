@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from basics.directory_lock import lock_directory
 from processes import run_lock
+from processes.deadlines import Deadlines
 from processes.run_lock import LockedError, lock_run, release_run
 from tests.support.runs import with_deadlines
 from tests.support.workplace import PROJECT_DIR
@@ -124,6 +126,23 @@ def test_a_launch_waits_for_a_holder_that_has_lost_its_torchrun(
                     " its torchrun is gone"]
 
 
+@pytest.mark.parametrize("has_other_parent", [True, False])
+def test_a_holder_whose_torchrun_was_replaced_at_the_same_port_is_waited_for(
+    run_dir: Path, torchrun: Torchrun, started: list[subprocess.Popen[str]],
+    monkeypatch: pytest.MonkeyPatch, has_other_parent: bool
+) -> None:
+    holder = start(started, LOCKS, str(run_dir), **torchrun.environment())
+    for name, value in torchrun.environment().items():  # its socket is that of the new torchrun
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run_lock, "print_line", lambda _: holder.kill())
+    if has_other_parent:
+        lock_run(run_dir)
+        return
+    monkeypatch.setattr(run_lock.os, "getppid", os.getpid)  # both are processes of one torchrun
+    with pytest.raises(LockedError, match=f": process {holder.pid} on "):
+        lock_run(run_dir)
+
+
 def test_a_holder_that_ends_while_it_is_looked_for_is_no_reason_to_refuse(
     run_dir: Path, torchrun: Torchrun, started: list[subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch
@@ -153,6 +172,7 @@ def test_a_launch_that_has_waited_in_vain_is_refused(
 ) -> None:
     holder = start(started, LOCKS, str(run_dir), **torchrun.environment())
     torchrun.socket.close()
+    assert Deadlines().orphans == 30  # seconds, if nobody asks for others
     for name, value in with_deadlines(orphans=1).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LockedError, match=f"another launch .*: process {holder.pid} on "):
@@ -190,6 +210,54 @@ def test_the_lock_outlives_a_launch_that_has_handed_it_over(
     while run_lock._holders(run_dir):
         assert time.monotonic() < until
     lock_run(run_dir)
+
+
+class FailingOnce(socket.socket):
+    """A socket that cannot accept the first connection: too many files are open."""
+
+    has_failed = False
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_the_lock_is_handed_over_although_a_connection_failed(
+    run_dir: Path, started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(name: str) -> socket.socket:
+        server = FailingOnce(socket.AF_UNIX)
+        server.bind(f"\0{name}")
+        server.listen()
+        return server
+
+    monkeypatch.setattr(run_lock, "_listen", listen)
+    lock_run(run_dir)
+    with run_lock.handing_over():
+        child = start(started, LOCKS, str(run_dir))
+    assert set(run_lock._holders(run_dir)) == {os.getpid(), child.pid}
+
+
+def test_a_launch_that_has_closed_its_socket_ends_without_an_error(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = socket.socket(socket.AF_UNIX)
+    closed.close()
+    monkeypatch.setattr(run_lock, "_listen", lambda _: closed)
+    lock_run(run_dir)
+    with run_lock.handing_over():
+        assert run_lock.HANDOVER in os.environ
+    assert run_lock.HANDOVER not in os.environ
+
+
+def test_rank_0_takes_the_lock_itself_if_its_launch_has_died(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(run_lock.HANDOVER, "ddp-train-of-a-launch-that-has-died")
+    lock_run(run_dir)
+    assert run_lock._holders(run_dir) == [os.getpid()]
 
 
 def test_the_lock_outlives_rank_0_as_long_as_its_launch_lives(

@@ -90,6 +90,32 @@ def test_a_later_launch_finds_no_keys_of_an_earlier_one() -> None:
     assert on_each_rank(work)[0][2] == 20  # of the launch, not of its first restart
 
 
+def lacking(store: dist.Store) -> None:
+    """Rank 1 never begins."""
+
+
+def ended_early(store: dist.Store) -> None:
+    store.set("nonce/1", "known")  # rank 1 ended before all had begun
+
+
+def without_its_answer(store: dist.Store) -> None:
+    store.set("echo", "name of-another-launch")
+
+
+@pytest.mark.parametrize(("rank", "prepare"), [(0, lacking), (0, ended_early), (1, lacking),
+                                               (1, without_its_answer)])
+def test_a_process_does_not_wait_for_long_for_one_that_never_begins(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, rank: int,
+    prepare: Callable[[dist.Store], None]
+) -> None:
+    assert startup_agreement.BEGIN_SECONDS <= 3600
+    monkeypatch.setattr(startup_agreement, "BEGIN_SECONDS", 0.3)
+    prepare(store)
+    with pytest.raises(UserError, match=f"rank {rank} lost the others before it began: ") as caught:
+        Agreement(rank, 2)
+    assert caught.value.status == 1
+
+
 def test_one_process_agrees_with_itself_without_torchrun(capsys: pytest.CaptureFixture) -> None:
     agreement = Agreement.in_one_process()
     assert agreement.run("step", lambda: 7) == 7

@@ -8,15 +8,22 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
+from basics.machine import process_namespace
+from processes import watchdog as watchdog_module
 from processes.deadlines import Deadlines
+from processes.launch import Process
 from processes.watchdog import SMALLER, Watchdog
 from tests.support.runs import (
     SETTINGS,
@@ -216,3 +223,93 @@ def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(
     summary = summary_of(run_dir)
     assert summary["status"] == "finished"
     assert summary["checkpoints"]["longest_write_seconds"] > SETTINGS["hang_timeout_seconds"]
+
+
+class Ended(Exception):
+    """What `os._exit` and the like raise in tests."""
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the watchdog reads; a test moves it."""
+    now = [0.0]
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda _: None))
+    return now
+
+
+@pytest.fixture
+def alone(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    """Rank 0 of two, without its thread; it says how it ends."""
+    def end(*arguments: object) -> None:
+        raise Ended(*arguments)
+
+    watchdog = Watchdog(Process(0, 0, 2, torch.device("cpu")), dist.HashStore(),
+                        phase=lambda: "startup")
+    monkeypatch.setattr(watchdog, "_exit", end)
+    monkeypatch.setattr(watchdog_module, "end_torchrun", lambda _: end("end torchrun"))
+    monkeypatch.setattr(watchdog_module.os, "_exit", end)
+    yield watchdog
+    watchdog._store.close()
+
+
+@pytest.mark.parametrize(("timeout_seconds", "found_after"), [(None, 600), (100.0, 100),
+                                                              (2.0, 15)])
+def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compiles(
+    alone: Watchdog, seconds: list[float], timeout_seconds: float | None, found_after: int
+) -> None:
+    if timeout_seconds is not None:
+        alone.expect_steps(timeout_seconds, None)
+    alone._publish_heartbeat()
+    for moment in (found_after - 6.0, found_after + 1.0):
+        assert not alone._has_failure()
+        seconds[0] = moment
+        alone._store.add("heartbeats/0", 1)
+        alone._publish_heartbeat()
+    reason = f"rank 1 is lost in startup: its machine has not answered for {found_after} s"
+    assert alone._store.get("failure") == f"1 0 {reason}"
+
+
+def test_a_start_up_whose_store_is_out_of_reach_ends(
+    alone: Watchdog, seconds: list[float]
+) -> None:
+    alone._store.is_up = False
+    seconds[0] = 590.0
+    alone._check_progress()
+    seconds[0] = 610.0
+    with pytest.raises(Ended, match="lost the others in startup: torchrun's store is down"):
+        alone._check_progress()
+
+
+def test_a_signal_in_the_start_up_ends_the_process_and_leaves_torchrun(alone: Watchdog) -> None:
+    with pytest.raises(Ended, match=f"^{128 + signal.SIGTERM}$"):  # torchrun may start it again
+        alone._receive(signal.SIGTERM)
+    assert alone._store.get("stop") == str(int(signal.SIGTERM))  # for the other nodes
+    alone.expect_steps(600.0, None)
+    with pytest.raises(Ended, match="end torchrun"):
+        alone._exit_for_signal()
+
+
+def test_a_signal_after_the_death_of_another_process_is_no_stop(alone: Watchdog) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    alone._store.set("process/1", f"{process_namespace()} {dead.pid}")
+    with pytest.raises(Ended, match="was stopped"):
+        alone._receive(signal.SIGTERM)
+    assert "rank 1 is gone in startup" in alone._store.get("failure")
+    assert not alone._store.has("stop")
+
+
+def test_a_stop_that_the_others_tell_of_is_noted_once(
+    alone: Watchdog, seconds: list[float]
+) -> None:
+    alone.heartbeat(3)
+    alone.note_stop(signal.SIGTERM)
+    seconds[0] = 12.0
+    alone.note_stop(signal.SIGINT)
+    assert alone.stop_signal == signal.SIGTERM
+    alone._check_deadlines()
+    seconds[0] = 14.0  # the deadline of the first one is over
+    alone.expect_steps(600.0, None)
+    with pytest.raises(Ended, match="end torchrun"):
+        alone._check_deadlines()

@@ -91,8 +91,7 @@ def count_all_reduces(root: Path, process, group) -> dict[str, list]:
     clock = PhaseClock()
     prepared = prepare_run(options, process, clock, Agreement.in_one_process()).for_device(
         process.device)
-    watchdog = Watchdog(process, open_store("watch"), phase=lambda: clock.current,
-                        heartbeat_path=root / "heartbeat.json")
+    watchdog = Watchdog(process, open_store("watch"), phase=lambda: clock.current)
     trainer = Trainer(prepared, build_state(prepared, process), watchdog,
                       clock=clock, group=group)
     trainer.step = TrainingStep(trainer.state, trainer.config, process, wrap=wrap_in_ddp)

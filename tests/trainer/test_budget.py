@@ -172,7 +172,8 @@ def test_all_ranks_end_for_what_any_of_them_knows(shared: list[int], reason: str
     """A signal to any rank, the budget and the schedule of rank 0: one agreement for all."""
     stop = Simulated({}, limit=3600, fit_budget=True)
     stop._watchdog.process.is_main = False
-    offered = []
+    offered, noted = [], []
+    stop._watchdog.note_stop = noted.append  # else it might end before its watchdog hears of it
 
     def share(numbers: torch.Tensor) -> None:
         offered.append(numbers.tolist())
@@ -182,6 +183,7 @@ def test_all_ranks_end_for_what_any_of_them_knows(shared: list[int], reason: str
     assert stop.after(9, is_report_due=True) == (reason is not None)
     assert offered == [[0, 0, 0]] and stop.num_steps == 900
     assert (stop.reason or "").startswith(reason or "")
+    assert noted == ([15] if reason == "SIGTERM" else [])
 
 
 @pytest.mark.parametrize(("began_at", "first_step", "is_over", "last_step"), [
