@@ -218,8 +218,7 @@ class Trainer:
                 optimizer=self.config.optimizer,
                 tokenizer=self.data.tokenizer_name, tokenizer_file=self.data.tokenizer_file,
                 loss_scale=self.state.loss_scale(),
-                model=self.run.model,
-                random_seed=self.config.random_seed,
+                model=self.run.model, random_seed=self.config.random_seed,
                 data=self.data.fingerprints,
             ))
         self.reports.warn_of_failed_write()
