@@ -11,8 +11,9 @@ first_host=${1:?name the first host: launch/two-hosts.sh FIRST_HOST RUN}
 run=${2:?name a run: launch/two-hosts.sh FIRST_HOST RUN}
 shift 2
 
-export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT # SIGUSR1 stops, too
-num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
-exec uv run torchrun --nnodes="${NUM_HOSTS:-2}" --nproc_per_node="$((num_gpus > 0 ? num_gpus : 1))" \
+num_gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)
+num_processes=$((num_gpus > 0 ? num_gpus : 1))
+exec uv run torchrun --nnodes="${NUM_HOSTS:-2}" --nproc_per_node="$num_processes" \
+    --signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT \
     --rdzv-backend=c10d --rdzv-id="$run" --rdzv-endpoint="$first_host:29400" \
     ddp_train.py "$run" "$@"

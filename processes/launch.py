@@ -77,9 +77,9 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> 
     from torch.distributed.run import parse_args, run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
-    os.environ.setdefault(*TORCHRUN_SIGNALS)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
-    command = ["--standalone", f"--nproc-per-node={num_processes}", script, *arguments]
+    command = ["--standalone", TORCHRUN_SIGNALS, f"--nproc-per-node={num_processes}", script,
+               *arguments]
     try:
         run(parse_args(command))
     except ChildFailedError as error:

@@ -61,7 +61,7 @@ def launch_options(command: str) -> tuple[object, object]:
     torchrun = None
     if "torchrun" in words[:script]:
         values = {"nnodes": "2", "nproc_per_node": "8", "node_rank": "1", "master_port": "29400"}
-        torchrun = parse_args([re.sub(r"=\$.*", f"={values.get(word[2:].split('=')[0], 'x')}", word)
+        torchrun = parse_args([re.sub(r"=\$.*", "=" + values.get(word[2:].split("=")[0], "x"), word)
                                for word in words[words.index("torchrun") + 1:script + 1]])
     arguments = [word for word in words[script + 1:] if word not in ("&", "$@")]
     options = command_line.main([re.sub(r"^\$.*", "tiny", word) for word in arguments],
@@ -142,9 +142,10 @@ def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("way", ["skypilot", "dstack", "two-hosts"])
 def test_a_preempted_job_resumes_with_the_same_command(
-    machine: tuple[Workplace, dict[str, str]], way: str
+    machine: tuple[Workplace, dict[str, str]], way: str, number: int
 ) -> None:
     workplace, environment = machine
     command = script_of(way, workplace.root)
@@ -152,9 +153,10 @@ def test_a_preempted_job_resumes_with_the_same_command(
     slowly = environment | {"DDP_TRAIN_FAILPOINT": "train:slow:seconds=0.2"}
     process = subprocess.Popen(command, env=slowly, cwd=workplace.root)
     wait_for(workplace.runs_dir / "tiny/checkpoints/latest")
-    process.send_signal(signal.SIGTERM)  # the notice
-    assert process.wait(timeout=100) in ({1} if way == "two-hosts" else {143})
-    assert summary_of(workplace.runs_dir / "tiny")["status"] == "stopped"
+    process.send_signal(number)  # the notice
+    assert process.wait(timeout=100) == (1 if way == "two-hosts" else 128 + number)
+    summary = summary_of(workplace.runs_dir / "tiny")
+    assert (summary["status"], summary["reason"]) == ("stopped", signal.Signals(number).name)
     assert subprocess.run(command, env=environment, cwd=workplace.root).returncode == 0
     assert summary_of(workplace.runs_dir / "tiny")["status"] == "finished"
 

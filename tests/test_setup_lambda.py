@@ -107,7 +107,11 @@ def test_an_empty_debian_is_set_up_twice_and_trains(tmp_path: Path) -> None:
     """Every command is one of the documentation; it takes some minutes and 12 GB of disk."""
     root = tmp_path / "root"
     subprocess.run(["debootstrap", "--variant=minbase", "bookworm", root], check=True)
-    shutil.copy("/etc/resolv.conf", root / "etc")
+    for name in ("resolv.conf", "hosts"):  # torchrun asks for the address of the own name
+        shutil.copy(f"/etc/{name}", root / "etc")
+    authorities = root / "etc/authorities.crt"  # this machine's: its network may have its own
+    shutil.copy("/etc/ssl/certs/ca-certificates.crt", authorities)
+    trusted = {name: "/etc/authorities.crt" for name in ("SSL_CERT_FILE", "PIP_CERT")}
     subprocess.run(["git", "clone", "-q", PROJECT_DIR, root / "root/ddp-train"], check=True)
     commands = "mount -t proc proc /proc; mount -t sysfs sys /sys; cd /root/ddp-train; "
 
@@ -116,7 +120,7 @@ def test_an_empty_debian_is_set_up_twice_and_trains(tmp_path: Path) -> None:
             ["unshare", "--mount", "--pid", "--fork", "chroot", root, "bash", "-c",
              commands + command], capture_output=True, text=True,
             env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-                 "HOME": "/root", "USER": "root"})
+                 "HOME": "/root", "USER": "root"} | trusted)
         assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
         return result.stdout
 

@@ -44,7 +44,7 @@ class Launch:
         """Return the command that trains a run, or resumes it."""
         command = [sys.executable]
         if self.torchrun:
-            command += ["-m", "torch.distributed.run"]
+            command += ["-m", "torch.distributed.run", TORCHRUN_SIGNALS]
             if not any(text.startswith(OWN_RENDEZVOUS) for text in self.torchrun):
                 command.append("--standalone")  # a free port
             command += self.torchrun
@@ -120,7 +120,6 @@ def start(command: list[str]) -> subprocess.Popen:
     Its process group is its own: Ctrl-C in a terminal reaches it once, through this process.
     """
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0,
-                            env=dict([TORCHRUN_SIGNALS]) | os.environ, 
                             preexec_fn=partial(end_with_parent, os.getpid()))
 
 

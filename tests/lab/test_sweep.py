@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from torch.distributed.run import parse_args
 
 from basics.directory_lock import lock_directory
 from checkpointing import renew_links
@@ -434,14 +435,11 @@ def test_cells_are_escaped_in_markdown(sweeps: Sweeps) -> None:
     assert r'sample_prompts=["a\\\\b\|&lt;c"]' in (sweeps.tiny / "table.md").read_text()
 
 
-def test_sigusr1_is_passed_on_by_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this variable torchrun does not handle the signal, which then ends it."""
-    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
-    code = "import os, pathlib; pathlib.Path('found').write_text(os.environ[{!r}])"
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-c", code.format("TORCHELASTIC_SIGNALS_TO_HANDLE")]
-    assert execution.start(command).wait() == 0
-    assert "SIGUSR1" in (tmp_path / "found").read_text().split(",")
+def test_sigusr1_is_passed_on_by_torchrun() -> None:
+    """Without this option torchrun does not handle the signal, which then ends it."""
+    command = Launch(Path(), torchrun=("--nproc_per_node=1",)).command(Path("runs/tiny"))
+    options = parse_args(command[command.index("torch.distributed.run") + 1:])
+    assert "SIGUSR1" in options.signals_to_handle.split(",")
 
 
 @pytest.mark.parametrize(("launch", "expected"), [
