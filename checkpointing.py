@@ -46,10 +46,10 @@ WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
 AVERAGE = "average.safetensors"  # averaged weights, towards the end of a run with weight_average
 PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
-FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, AVERAGE, PICKLED_OPTIMIZER}
 ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
+FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, AVERAGE, PICKLED_OPTIMIZER}
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
 ByPhase = Annotated[dict[str, Annotated[float, Field(ge=0, le=1e12)]], Field(max_length=64)]

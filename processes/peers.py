@@ -6,12 +6,16 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 import torch.distributed as dist
 
 from basics.machine import process_namespace
 from basics.out_of_memory import is_out_of_memory
+
+# More for an answer that is there: C++ code that loads a large file may hold up all Python threads.
+MOMENT_SECONDS = 0.5
 
 
 class PeerStore:
@@ -67,11 +71,11 @@ class PeerStore:
                 answers.put(None)
 
         self._requests.put(answer)
-        try:
-            return answers.get(timeout=self._timeout_seconds)
-        except queue.Empty:
-            self.is_up = False
-            return None
+        for timeout_seconds in (self._timeout_seconds, MOMENT_SECONDS):
+            with suppress(queue.Empty):
+                return answers.get(timeout=timeout_seconds)
+        self.is_up = False
+        return None
 
     def _serve(self) -> None:
         while (answer := self._requests.get()) is not None:

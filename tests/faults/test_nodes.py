@@ -177,7 +177,9 @@ def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(
     marks = cluster.runs.root / "marks"
     cluster.start(environment={VARIABLE: "prepare:slow:rank=1:seconds=300", MARKS: str(marks)})
     wait_for(marks)
-    slow = int(marks.read_text().split()[3])
+    while not (mark := marks.read_text()).endswith("\n"):
+        time.sleep(0.02)
+    slow = int(mark.split()[3])
     node = next(node for node in (0, 1) if slow in cluster.pids(node))
     for pid in cluster.pids(node)[:1 if number == signal.SIGTERM else 2]:
         os.kill(pid, number)

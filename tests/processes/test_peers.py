@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from basics.machine import process_namespace
+from processes import peers as peers_module
 from processes.peers import Peers, PeerStore
 from tests.support.workplace import PROJECT_DIR
 
@@ -48,6 +49,19 @@ def test_a_store_that_does_not_answer_counts_as_down() -> None:
     assert store.set_if_missing("key", "own") == "own"
     assert store.get("key") == "" and store.add("count", 1) == 0
     stuck.test_ends.set()
+    store.close()
+
+
+def test_an_answer_that_python_had_no_time_to_read_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BusyStore(StuckStore):
+        def check(self, keys: list[str]) -> bool:
+            return not self.test_ends.wait(0.2)
+
+    monkeypatch.setattr(peers_module, "MOMENT_SECONDS", 20.0)
+    store = PeerStore(BusyStore(), timeout_seconds=0.01)
+    assert store.has("key") and store.is_up
     store.close()
 
 

@@ -39,7 +39,11 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
         patch.setattr(sys, "argv", ["ddp_train.py", *arguments])
         patch.setattr(os, "_exit", _raise_exited)
         patch.setattr(torch.distributed.run, "run", _refuse_to_train)
-        patch.setattr(Watchdog, "start", _refuse_to_train)
+        for name, instead in (("start", lambda watchdog: watchdog),  # without thread and signals
+                              ("stop", lambda watchdog: watchdog._store.close()),
+                              ("fail", lambda watchdog, error: watchdog._store.close()),
+                              ("expect_steps", _refuse_to_train)):
+            patch.setattr(Watchdog, name, instead)
         patch.setattr(before_torch, "end_with_torchrun", lambda: None)
         patch.setattr(memory_meters, "keep_freed_memory", lambda: None)
         if under_torchrun:

@@ -1,7 +1,7 @@
 """Training written down a second time, from the papers' formulas: a second opinion on the trainer.
 
-Everything is float64 and plain: no modules, kernels, chunks, processes or optimizer classes. Only
-the coefficients of Muon's polynomials are the trainer's. Shapes as in `gpt.py`.
+Everything is float64 and plain: no modules, kernels, chunks, processes or optimizer classes, and
+nothing of the trainer's but its configs. Shapes as in `gpt.py`.
 
 Sources: Radford et al. 2019 for the model; Loshchilov and Hutter 2019, algorithm 2, for AdamW; Chen
 et al. 2025, algorithm 1, for cautious decay; Jordan et al. 2024 and Amsel et al. 2025, algorithm 1,
@@ -19,15 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.orthogonalise import POLYNOMIALS, SAFETY
 from run_config import ModelConfig, Precision, TrainConfig
-from trainer.precision import autocast
 
 Weights = dict[str, Tensor]
 FLOAT32 = 2.0**-22  # relative rounding of a few operations in float32
 # Largest rounding of the trainer's gradients in units of this loop's own in the same precision, and
 # twice what 500 configurations have shown: in bf16 the trainer's attention rounds its scores too.
 NOISE = {"fp32": 12.0, "tf32": 12.0, "bf16": 18.0, "fp16": 12.0}
+SIXTEEN_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+POLYNOMIALS = (  # of Muon, each used once
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+SAFETY = 1.02  # they are for singular values below 1
 LOSS_SCALE = 2.0**10  # keeps the gradients of fp16 from vanishing
 LARGEST_UPDATE = 4.0  # of AdamW, before the learning rate, if rounding decides it
 
@@ -200,7 +207,8 @@ class ReferenceLoop:
     def _measure_noise(self, step: int, gradients: Weights) -> None:
         weights = {name: weight.detach().float().requires_grad_()
                    for name, weight in self.weights.items()}
-        with autocast(self.precision, torch.device("cpu")):
+        with torch.autocast("cpu", dtype=SIXTEEN_BITS.get(self.precision),
+                            enabled=self.precision in SIXTEEN_BITS):
             rounded = self._gradients(step, weights)[2]
         for name, gradient in gradients.items():
             self.noise[name] = (NOISE[self.precision] * (rounded[name] - gradient).abs().max()
