@@ -7,7 +7,7 @@ after a space; an empty context is the end-of-text token; what does not fit lose
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ class Question:
     context: str
     choices: list[str]
     right: int
-    place: str = "a question"
+    place: str = field(default="a question", compare=False)
 
 
 class Figure(NamedTuple):
