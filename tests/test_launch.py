@@ -165,9 +165,7 @@ def script_of(way: str, root: Path) -> list[str]:
     config = yaml.safe_load((LAUNCH_DIR / f"{way}.yaml").read_text())
     script = config["run"] if way == "skypilot" else config["commands"][-1]
     return ["bash", "-c", script.replace("/second-copy", str(root / "second"))
-            .replace("/data", str(root / "data")).replace("data/datasets", "datasets")
-            .replace("data/runs", "runs")
-            .replace("$HOME/.local/bin:", "")]
+            .replace("/data/", f"{root}/").replace("$HOME/.local/bin:", "")]
 
 
 def test_two_hosts_meet_at_the_first_one() -> None:
