@@ -230,6 +230,8 @@ def _run_worker(script: str, arguments: list[str]) -> None:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 os.close(int(descriptor))
     release_run()  # nor is its lock: it is handed over
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # nor are its handlers
+        signal.signal(number, signal.SIG_DFL)
     _run_script(script, arguments)
     sys.stdout.flush()
     sys.stderr.flush()
