@@ -32,6 +32,7 @@ class Sample:
                    len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
+@pytest.mark.thorough
 def test_steps_leak_no_memory_files_or_threads(
     workplace: Workplace, tmp_path: Path, num_steps: int
 ) -> None:

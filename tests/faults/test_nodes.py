@@ -260,6 +260,7 @@ def start_in_namespaces(namespaces: list[str], cluster: Cluster,
             zip(namespaces, cluster.datasets_dirs, strict=True), start=1)]
 
 
+@pytest.mark.thorough
 def test_two_machines_that_lose_their_connection_end_and_resume_later(
     namespaces: list[str], tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -40,6 +40,7 @@ class Forked:
         return self._process.exitcode
 
 
+@pytest.mark.thorough
 def test_a_sweep_stopped_in_the_middle_of_a_run_is_continued(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,7 @@ def test_an_error_is_printed_once_by_all_processes_together(workplace: Workplace
     assert workplace.files() == before
 
 
+@pytest.mark.thorough
 def test_a_search_on_real_memory_ends_at_the_largest_that_fits(workplace: Workplace) -> None:
     path = workplace.add_run(model=LARGE_VOCABULARY, train=ONE_CHUNK) / "train.json"
     before = workplace.files().keys()
@@ -360,6 +361,7 @@ def test_a_model_that_only_fails_in_the_optimizers_first_step_does_not_fit(
     assert re.search(r"^largest microbatch: [1-9]$", output, re.MULTILINE)
 
 
+@pytest.mark.thorough
 def test_no_process_outlives_a_search_that_was_killed(workplace: Workplace) -> None:
     workplace.add_run(model=LARGE_VOCABULARY, train=ONE_CHUNK)
     mark = f"MARK_{uuid.uuid4().hex}"

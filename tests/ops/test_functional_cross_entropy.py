@@ -30,6 +30,7 @@ def assert_exact(found: dict) -> None:
     assert found["loss"] < 1e-3 and max(found["input"], found["weight"]) < 0.015
 
 
+@pytest.mark.thorough
 def test_whole_compiled_code_keeps_the_logits_in_low_precision_only() -> None:
     found = compare_head("cpu", FORMS["whole"], compiles=True)
     assert_exact(found)

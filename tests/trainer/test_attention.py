@@ -59,6 +59,7 @@ def test_all_kernels_give_the_same_loss() -> None:
     torch.testing.assert_close(losses[2], losses[0])
 
 
+@pytest.mark.thorough
 def test_compiled_code_is_not_reused_for_another_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,8 @@ def test_fresh_resets_the_cost(workplace: Workplace) -> None:
 
 
 @pytest.mark.parametrize("limit", [  # two seconds
-    {"max_cost_usd": 20.0, "usd_per_hour": PRICE}, {"max_hours": 2 / 3600},
+    {"max_cost_usd": 20.0, "usd_per_hour": PRICE},
+    pytest.param({"max_hours": 2 / 3600}, marks=pytest.mark.thorough),
 ])
 def test_a_limit_stops_inside_it_with_a_checkpoint(workplace: Workplace, limit: dict) -> None:
     run_dir = workplace.add_run(train=LONG | limit)
