@@ -384,9 +384,10 @@ def test_torchrun_restarts_a_killed_rank(
         command = torchrun_command(2, "ddp_train.py")
         command[-1:-1] = ["--max-restarts=2"]
         result = run_command(*command, *workplace.arguments(run_dir.name),
-                             **{VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
+                             # The save after step 10 has waited until the one before is whole.
+                             **{VARIABLE: f"train:kill:rank={rank}:hit=11:attempt=0"})
         assert result.returncode == 0, result.stderr
-        assert f"Error: rank {rank} is gone in training at step 7" in result.stderr
+        assert f"Error: rank {rank} is gone in training at step 11" in result.stderr
         assert "resuming from " in result.stdout
         assert weights_of(run_dir) == weights_of(undisturbed)
         assert metrics_of(run_dir) == metrics_of(undisturbed)
