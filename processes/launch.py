@@ -78,8 +78,9 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> 
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
-    command = ["--standalone", TORCHRUN_SIGNALS, f"--nproc-per-node={num_processes}", script,
-               *arguments]
+    # Without its address torchrun asks for that of the machine's name, which containers may lack.
+    command = ["--standalone", "--local-addr=127.0.0.1", TORCHRUN_SIGNALS,
+               f"--nproc-per-node={num_processes}", script, *arguments]
     try:
         run(parse_args(command))
     except ChildFailedError as error:

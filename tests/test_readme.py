@@ -42,14 +42,18 @@ COMMANDS = [
     'uv run lab plan my-gpt2 --machine "4090=1xRTX-4090@0.50"',
     "uv run ddp_train.py my-gpt2",
     "./setup_lambda.sh",
+    "uv run lab doctor 8xa100m40",
+    "uv run ddp_train.py 8xa100m40 --prefetch",
     "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py 8xa100m40",
+    "uv run lab watch",
+    "uv run lab watch --text",
     "uv run lab plan 8xa100m40 --budget 20",
     "uv run ddp_train.py 8xa100m40 --find-max-microbatch",
     "uv run prepare_dataset.py SOURCE datasets/mine",
     "uv run prepare_dataset.py HuggingFaceFW/fineweb datasets/fineweb --subset sample/10BT",
 ]
-(_, TRAIN_DEMO, GENERATE, EVALUATE, COMPARE, EXPORT, PLAN_ONE_GPU, TRAIN_ONE_GPU, _, _, PLAN,
- SEARCH, PREPARE_FILES, PREPARE_HUB) = COMMANDS
+(_, TRAIN_DEMO, GENERATE, EVALUATE, COMPARE, EXPORT, PLAN_ONE_GPU, TRAIN_ONE_GPU, _, DOCTOR,
+ PREFETCH, _, WATCH, WATCH_TEXT, PLAN, SEARCH, PREPARE_FILES, PREPARE_HUB) = COMMANDS
 
 
 def blocks(language: str) -> list[str]:
@@ -165,6 +169,17 @@ def test_the_example_run_begins_with_the_download(checkout: Path) -> None:
 def test_the_microbatch_search_needs_a_limit_without_a_gpu(checkout: Path) -> None:
     result = run_in(checkout, SEARCH, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 2 and "--memory-limit-gib" in result.stderr
+
+
+def test_the_machine_can_be_checked_and_runs_can_be_watched(checkout: Path) -> None:
+    assert "fit to train" in lab_in(checkout, DOCTOR.replace("8xa100m40", "demo"))
+    assert "no run has been launched yet" in lab_in(checkout, WATCH_TEXT)
+    assert "--port" in lab_in(checkout, f"{WATCH} --help")
+
+
+def test_everything_can_be_fetched_before_training(checkout: Path) -> None:
+    result = succeeded(run_in(checkout, PREFETCH.replace("8xa100m40", "demo")))
+    assert "dataset" in result.stdout
 
 
 def test_own_files_are_prepared(checkout: Path) -> None:

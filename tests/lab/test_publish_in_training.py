@@ -61,7 +61,7 @@ def training(workplace: Workplace) -> Iterator[None]:
             except Exception as error:
                 failures.append(error)
                 return
-            is_over.wait(0.02)  # a run takes steps between two checkpoints
+            is_over.wait(0.25)  # a run takes steps between two checkpoints
 
     thread = threading.Thread(target=train)
     thread.start()
