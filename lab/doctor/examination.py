@@ -15,7 +15,7 @@ from basics.machine import num_cpu_cores
 from lab.doctor import gpu_checks, host_checks, load_tests, network_checks, run_checks
 from lab.doctor.check import Check, Subject, make_checks, within
 from lab.doctor.gpu_checks import NO_ANSWER
-from lab.doctor.load_tests import Result
+from lab.doctor.load_result import Result
 from lab.doctor.report import Report
 from processes.run_lock import trained_by
 from run_config import RUN_NAME, load_run
@@ -93,7 +93,7 @@ def _launch(subject: Subject) -> dict[str, Any]:
 def other_checks(subject: Subject) -> list[Check]:
     """Make the checks that load nothing but a disk, while the load tests run."""
     return [check for module in (host_checks, network_checks, run_checks)
-            for check in make_checks(module.CHECKS, subject)]
+            for check in make_checks(module.CHECKS, subject, late=host_checks.LATE)]
 
 
 def checks_of_gpus(subject: Subject, results: Sequence[Result]) -> list[Check]:

@@ -135,14 +135,14 @@ def check_cores(subject: Subject) -> Finding:
 
 def check_runs_disk(subject: Subject) -> Finding:
     place = subject.runs_dir / subject.run_name if subject.run_name else subject.runs_dir
-    return _check_disk(place, advice="name another place with --runs-dir")
+    return _check_disk(place, advice=LATE["disk of runs"])
 
 
 def check_datasets_disk(subject: Subject) -> Finding | None:
     place = existing(subject.datasets_dir)
     if place.stat().st_dev == existing(subject.runs_dir).stat().st_dev:
         return None  # the disk of the runs, which is measured
-    return _check_disk(place, advice="name another place with --datasets-dir")
+    return _check_disk(place, advice=LATE["disk of datasets"])
 
 
 def existing(place: Path) -> Path:
@@ -196,3 +196,5 @@ def write_speed(place: Path, free: int) -> float | None:
 CHECKS = {"CPU cores": check_cores, "RAM": check_ram, "shared memory": check_shared_memory,
           "open files": check_open_files, "disk of runs": check_runs_disk,
           "disk of datasets": check_datasets_disk}
+LATE = {"disk of runs": "name another place with --runs-dir",  # a disk that hangs is a problem
+        "disk of datasets": "name another place with --datasets-dir"}

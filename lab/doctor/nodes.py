@@ -22,9 +22,20 @@ from typing import Any
 import torch.distributed as dist
 
 from lab.doctor import load_tests
-from lab.doctor.check import Check, Finding, Subject, make_checks, ok, problem, unknown, warning
+from lab.doctor.check import (
+    PROBLEM,
+    Check,
+    Finding,
+    Subject,
+    make_checks,
+    ok,
+    problem,
+    unknown,
+    warning,
+)
 from lab.doctor.examination import Request, checks_of_gpus, other_checks, subject_of
-from lab.doctor.load_tests import PROJECT_DIR, Result
+from lab.doctor.load_result import Result
+from lab.doctor.load_tests import PROJECT_DIR
 from lab.doctor.report import Report
 from lab.doctor.run_checks import num_processes
 from processes.startup_agreement import Agreement
@@ -160,8 +171,8 @@ def reports_of(everybody: Sequence[Mapping[str, Any] | None]) -> list[Report]:
     nodes = sorted({found["node"] for found in answers})
     reports = [_report_of_node([found for found in answers if found["node"] == node])
                for node in nodes]
-    shared = [Check(f"rank {rank}", *_verdict_and_text(unknown("no answer")))
-              for rank, found in enumerate(everybody) if found is None]
+    shared = [Check(f"rank {rank}", PROBLEM, "no answer", "restart its machine, or take another"
+                    " one") for rank, found in enumerate(everybody) if found is None]
     if len(answers) == len(everybody):
         shared += make_checks(load_tests.SHARED_CHECKS, _results(answers))
     leaders = [found for found in answers if found["local_rank"] == 0]
@@ -183,10 +194,6 @@ def _report_of_node(answers: Sequence[Mapping[str, Any]]) -> Report:
 
 def _results(answers: Sequence[Mapping[str, Any]]) -> list[Result]:
     return [Result(**found["result"]) for found in answers]
-
-
-def _verdict_and_text(finding: Finding) -> tuple[str, str, str]:
-    return finding.verdict, finding.text, finding.advice
 
 
 def check_skew(leaders: Sequence[Mapping[str, Any]]) -> Finding:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from basics.errors import UserError
+from basics.gpu_readings import GpuReading
 from basics.machine import num_cpu_cores
 from lab.doctor import examination, gpu_checks
 from lab.doctor.check import (
@@ -29,7 +31,8 @@ from lab.doctor.check import (
     problem,
 )
 from lab.doctor.load_process import Spec
-from lab.doctor.load_tests import Result, load_tests
+from lab.doctor.load_result import Result
+from lab.doctor.load_tests import load_tests
 from lab.doctor.report import Report, as_document, print_report
 from processes.run_lock import lock_run, release_run
 from tests.support.lab_cli import error_line, run_lab
@@ -109,6 +112,61 @@ def test_a_torch_that_cannot_be_imported_is_a_problem(place: Workplace,
     line = next(line for line in result.output.splitlines() if line.startswith("problem"))
     assert "cannot be imported: ImportError: no such library" in line
     assert result.output.splitlines()[-1].startswith("not fit to train: 1 problem, ")
+
+
+STOPPED = {  # in a part, how, after which time: the verdict of the line, and the exit status
+    "hangs": ({"device": 1.0}, "no answer within 25 s", 20.0, "matrix products", 1),
+    "hangs while it looks for GPUs": (None, "no answer within 25 s", 20.0, "PyTorch", 1),
+    "crashes at once": ({"device": 1.0}, "killed by SIGSEGV", 0.0, "matrix products", 1),
+    "crashes later": ({"matmul": 1.0}, "killed by SIGBUS", 0.0, "matrix products", 1),
+    "crashes in attention": ({"attention": 1.0}, "killed by SIGABRT", 0.0, "attention", 1),
+    "crashes between two parts": ({}, "MemoryError", 0.0, "matrix products", 1),
+    "had no time left": ({"device": 1.0}, "no answer within 25 s", 2.0, "matrix products", 0),
+    "is on a CPU": ({"matmul": 1.0}, "no answer within 25 s", 20.0, "matrix products", 0),
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(
+    place: Workplace, specs: list[Spec], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    began, ended, waited, name, status = STOPPED[case]
+    num_gpus = 0 if case == "is on a CPU" else 1
+    facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": num_gpus, "is_usable": True,
+             "driver_cuda": "12.8"}
+    found = {"import": {}} | ({"torch": facts} if began is not None else {})
+    bad = Result(0, found=found, began={"torch": 1.0} | (began or {}), ended=ended,
+                 is_late=ended.startswith("no answer"), waited=waited)
+    monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [bad])
+    monkeypatch.setattr(examination, "read_gpus", lambda: [GpuReading(name="NVIDIA L4")] * num_gpus)
+    result = run_lab("doctor", *place.arguments("--json"))
+    assert result.exit_code == status, result.output
+    checks = {check["name"]: check for check in json.loads(result.output)["reports"][0]["checks"]}
+    assert checks[name]["verdict"] == (PROBLEM if status else WARNING)
+    assert ended in checks[name]["text"] and checks[name]["advice"]
+    assert status == 0 or "rank 0" in checks[name]["text"]
+
+
+def test_an_import_that_takes_long_is_no_problem(
+    place: Workplace, specs: list[Spec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Result(0, began={"import": 1.0}, ended="no answer within 25 s", is_late=True, waited=25)
+    monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [slow])
+    result = run_lab("doctor", *place.arguments("--json"))
+    assert result.exit_code == 0 and verdicts(result.output)["PyTorch"] == WARNING
+
+
+def test_a_disk_that_does_not_answer_is_not_fit(
+    place: Workplace, specs: list[Spec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [
+        Result(0, found={"torch": {"version": "2.11.0", "num_gpus": 0}})])
+    forever = threading.Event()
+    monkeypatch.setattr("lab.doctor.host_checks.write_speed", lambda *_: forever.wait())
+    monkeypatch.setattr(examination, "make_checks", partial(make_checks, seconds=0.5))
+    result = run_lab("doctor", *place.arguments("--json"))
+    forever.set()
+    assert result.exit_code == 1 and verdicts(result.output)["disk of runs"] == PROBLEM
 
 
 def test_a_run_with_wrong_configs_is_not_fit(place: Workplace, specs: list[Spec]) -> None:

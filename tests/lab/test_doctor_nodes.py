@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lab.doctor import nodes
 from lab.doctor.check import OK, PROBLEM, WARNING, Check
-from lab.doctor.load_tests import Result
+from lab.doctor.load_result import Result
 from lab.doctor.nodes import Exchange, measure_skew, reports_of
 
 VERSIONS = {"PyTorch": "2.11.0", "Python": "3.12.3", "the project's code": "abc"}
@@ -62,7 +62,7 @@ def test_other_code_on_a_node_is_a_problem() -> None:
 
 def test_a_process_without_an_answer_is_named() -> None:
     found = shared([answer(0), answer(1), answer(2), None])
-    assert found["rank 3"].text == "could not be checked: no answer"
+    assert (found["rank 3"].verdict, found["rank 3"].text) == (PROBLEM, "no answer")
     assert "all-reduce" not in found and found["versions"].verdict == OK
 
 
