@@ -46,6 +46,7 @@ class Subject:
         num_processes: on this machine; `world_size` counts those of all nodes.
         available_gib: of its RAM, before the load tests began.
         busy: what already uses the GPUs, or trains the run; empty if nothing does.
+        is_training: a process on one of the nodes holds the run's lock.
     """
 
     runs_dir: Path
@@ -60,6 +61,7 @@ class Subject:
     world_size: int = 1
     available_gib: float = 0.0
     busy: str = ""
+    is_training: bool = False
     is_online: bool = False
 
 

@@ -12,7 +12,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -89,12 +89,11 @@ def examine_nodes(request: Request, show: Callable[[list[Report]], int]) -> int:
     exchange = Exchange(rank, world_size, agreement.connect("doctor"),
                         seconds=request.time_limit + SLACK_SECONDS)
     hello = {"node": int(environment.get("GROUP_RANK", "0")), "busy": subject.busy,
-             "local_rank": int(environment["LOCAL_RANK"])}
-    everybody = [json.loads(text) for text in exchange.gather("hello", json.dumps(hello)) if text]
-    subject = replace(subject, busy=subject.busy or next(
-        (f"on another node, {other['busy']}" for other in everybody if other["busy"]), ""))
-    skew = measure_skew(exchange, [number for number, other in enumerate(everybody)
-                                   if other["local_rank"] == 0 and number != 0])
+             "is_training": subject.is_training, "local_rank": int(environment["LOCAL_RANK"])}
+    texts = exchange.gather("hello", json.dumps(hello))
+    everybody = {number: json.loads(text) for number, text in enumerate(texts) if text}
+    subject = with_others(subject, everybody.values())
+    skew = measure_skew(exchange, leaders_of(everybody))
     found = hello | _examine_node(request, subject, hello["local_rank"], f"{agreement.name}/load")
     texts = exchange.gather("found", json.dumps(found | {"skew": skew}))
     if rank == 0:
@@ -102,6 +101,18 @@ def examine_nodes(request: Request, show: Callable[[list[Report]], int]) -> int:
         exchange.tell("status", str(status))
         return status
     return int(exchange.ask("status") or 1)
+
+
+def with_others(subject: Subject, everybody: Collection[Mapping[str, Any]]) -> Subject:
+    """Return the subject with what is known of all nodes: one that is busy stops all tests."""
+    busy = next((f"on another node, {other['busy']}" for other in everybody if other["busy"]), "")
+    return replace(subject, busy=subject.busy or busy,
+                   is_training=any(other["is_training"] for other in everybody))
+
+
+def leaders_of(everybody: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the first rank of each node but rank 0's, of those that have answered."""
+    return [rank for rank, other in everybody.items() if rank and other["local_rank"] == 0]
 
 
 def _examine_node(request: Request, subject: Subject, local_rank: int,

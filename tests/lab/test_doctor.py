@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -194,6 +195,35 @@ def test_beside_a_training_nothing_is_loaded(place: Workplace, specs: list[Spec]
     assert found["use"] == WARNING
 
 
+@pytest.mark.parametrize(("used_gib", "is_trained", "status"), [
+    (38.0, False, 1), (38.99, True, 0), (2.0, False, 0), (None, False, 0)])
+def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
+    place: Workplace, specs: list[Spec], monkeypatch: pytest.MonkeyPatch,
+    used_gib: float | None, is_trained: bool, status: int
+) -> None:
+    """A process that a killed run has left; beside a training of the run itself all is well."""
+    place.add_run("large", model={"emb_dim": 768, "n_heads": 12, "n_layers": 12},
+                  train={"microbatch_size": 8})
+    gpu = GpuReading(name="NVIDIA A100-SXM4-40GB", memory_total_gib=40.0, memory_used_gib=used_gib)
+    facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 2, "is_usable": True,
+             "driver_cuda": "12.8"}
+    monkeypatch.setattr(examination, "read_gpus", lambda: [replace(gpu, memory_used_gib=0.5), gpu])
+    monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [
+        Result(0, found={"torch": facts}, began={"torch": 1.0})])
+    monkeypatch.setattr("lab.doctor.host_checks.available_ram_gib", lambda: 100.0)
+    if is_trained:
+        lock_run(place.runs_dir / "large")
+    try:
+        result = run_lab("doctor", *place.arguments("large", "--json"))
+    finally:
+        release_run()
+    checks = {check["name"]: check for check in json.loads(result.output)["reports"][0]["checks"]}
+    assert result.exit_code == status, result.output
+    assert checks["microbatch"]["verdict"] == (PROBLEM if status else OK)
+    assert status == 0 or ("GPU 1 has 2.0 free" in checks["microbatch"]["text"]
+                           and "nvidia-smi" in checks["microbatch"]["advice"])
+
+
 def test_processes_that_hang_or_die_are_told_and_ended(place: Workplace) -> None:
     about = Subject(place.runs_dir, place.datasets_dir)
     launch = {"world_size": 2, "name": "", "ranks": [(0, 0), (1, 1)]}
@@ -245,6 +275,21 @@ def test_a_driver_that_never_answers_is_no_hang(place: Workplace,
         "tiny", place.runs_dir, place.datasets_dir, False, False, 10), {})
     forever.set()
     assert about.nvml_failure == gpu_checks.NO_ANSWER and about.num_processes == 1
+
+
+def test_a_disk_of_runs_that_never_answers_is_no_hang(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, specs: list[Spec]
+) -> None:
+    forever = threading.Event()
+    monkeypatch.setattr(examination, "load_run", lambda *_: forever.wait())
+    monkeypatch.setattr(examination, "RUN_SECONDS", 0.1)
+    result = run_lab("doctor", *place.arguments("tiny", "--json"))
+    forever.set()
+    assert result.exit_code == 1
+    found, = (check for check in json.loads(result.output)["reports"][0]["checks"]
+              if check["name"] == "configs")
+    assert found["verdict"] == PROBLEM and "no answer within 0.1 s" in found["text"]
+    assert "--runs-dir" in found["advice"]
 
 
 LONG = "a word " * 30

@@ -144,6 +144,15 @@ WRONG = {
 }
 
 
+def test_all_warnings_of_a_run_are_told(place: Workplace) -> None:
+    found = run_checks.check_configs(subject(
+        place, train={"microbatch_size": None, "minibatch_size": 2, "max_cost_usd": 5.0},
+        model={"tie_weights": True, "init": "torch"}))
+    assert found.verdict == WARNING
+    assert all(text in found.text for text in ("is now called", "tie_weights", "the machine's"))
+    assert 'use init "gpt2"' in found.advice
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_with_a_run_is_found(place: Workplace, case: str) -> None:
     train, name, verdict, text = WRONG[case]

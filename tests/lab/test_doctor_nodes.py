@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lab.doctor import nodes
-from lab.doctor.check import OK, PROBLEM, WARNING, Check
+from lab.doctor.check import OK, PROBLEM, WARNING, Check, Subject
 from lab.doctor.load_result import Result
 from lab.doctor.nodes import Exchange, measure_skew, reports_of
 
@@ -66,6 +67,21 @@ def test_a_process_without_an_answer_is_named() -> None:
     assert "all-reduce" not in found and found["versions"].verdict == OK
 
 
+def test_a_training_on_one_node_is_known_to_all() -> None:
+    here = Subject(Path("runs"), Path("datasets"))
+    idle, training = answer(0) | {"is_training": False}, answer(2) | {
+        "is_training": True, "busy": "tiny is being trained by process 7"}
+    found = nodes.with_others(here, [idle, training])
+    assert found.is_training and found.busy == (
+        "on another node, tiny is being trained by process 7")
+    assert nodes.with_others(here, [idle, idle]) == here
+
+
+def test_the_first_ranks_of_nodes_are_right_beside_one_that_is_missing() -> None:
+    everybody = {rank: answer(rank) for rank in (0, 2, 3, 4, 5)}
+    assert nodes.leaders_of(everybody) == [2, 4]
+
+
 def test_one_node_has_no_clocks_to_compare() -> None:
     reports = reports_of([answer(0), answer(1)])
     assert len(reports) == 1 and [check.name for check in reports[0].checks] == [
@@ -96,9 +112,5 @@ def test_a_missing_answer_is_not_waited_for_without_end() -> None:
 
 
 def test_versions_name_the_code_and_the_run() -> None:
-    from pathlib import Path
-
-    from lab.doctor.check import Subject
-
     about = Subject(Path("runs"), Path("datasets"))
     assert set(nodes.versions(about)) == {"PyTorch", "Python", "the project's code"}
