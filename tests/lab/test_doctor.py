@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -36,6 +35,7 @@ from lab.doctor.load_result import Result
 from lab.doctor.load_tests import load_tests
 from lab.doctor.report import Report, as_document, print_report
 from processes.run_lock import lock_run, release_run
+from tests.support.json_schemas import DoctorsCheck, checked
 from tests.support.lab_cli import error_line, run_lab
 from tests.support.workplace import PROJECT_DIR, Workplace, forked
 
@@ -71,11 +71,14 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
     return started
 
 
+def report_of(output: str) -> dict[str, DoctorsCheck]:
+    """Return the checks of the only report by their names, from the JSON document."""
+    report, = checked(output).reports
+    return report.named()
+
+
 def verdicts(output: str) -> dict[str, str]:
-    """Return the verdicts by the names of the checks, from the JSON document."""
-    document = json.loads(output)
-    return {check["name"]: check["verdict"]
-            for report in document["reports"] for check in report["checks"]}
+    return {name: check.verdict for name, check in report_of(output).items()}
 
 
 def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
@@ -88,8 +91,7 @@ def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
     assert {found.pop(name) for name in ("PyTorch", "attention", "matrix products", "all-reduce",
                                          "configs", "dataset", "batch", "disk of runs")} == {OK}
     assert PROBLEM not in found.values() and "hub" not in found and "hub token" not in found
-    texts = {check["name"]: check["text"] for check in json.loads(result.output)["reports"][0][
-        "checks"]}
+    texts = {name: check.text for name, check in report_of(result.output).items()}
     assert "2 processes, gloo" in texts["all-reduce"] and "GFLOP/s" in texts["matrix products"]
     assert place.files() == before
 
@@ -98,9 +100,8 @@ def test_two_processes_of_torchrun_print_one_report(place: Workplace) -> None:
     result = forked("lab/__main__.py", place.arguments(
         "doctor", "tiny", "--json", "--time-limit", "200"), num_processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    document = json.loads(result.stdout)
-    assert len(document["reports"]) == 1 and document["is_fit"]
-    texts = {check["name"]: check["text"] for check in document["reports"][0]["checks"]}
+    assert checked(result.stdout).is_fit
+    texts = {name: check.text for name, check in report_of(result.stdout).items()}
     assert "2 processes, gloo" in texts["all-reduce"]
     assert "x 2 processes" in texts["batch"]
     assert "clocks of the nodes" not in texts
@@ -135,17 +136,17 @@ def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(
     num_gpus = 0 if case == "is on a CPU" else 1
     facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": num_gpus, "is_usable": True,
              "driver_cuda": "12.8"}
-    found = {"import": {}} | ({"torch": facts} if began is not None else {})
-    bad = Result(0, found=found, began={"torch": 1.0} | (began or {}), ended=ended,
+    parts = {"import": {}} | ({"torch": facts} if began is not None else {})
+    bad = Result(0, found=parts, began={"torch": 1.0} | (began or {}), ended=ended,
                  is_late=ended.startswith("no answer"), waited=waited)
     monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [bad])
     monkeypatch.setattr(examination, "read_gpus", lambda: [GpuReading(name="NVIDIA L4")] * num_gpus)
     result = run_lab("doctor", *place.arguments("--json"))
     assert result.exit_code == status, result.output
-    checks = {check["name"]: check for check in json.loads(result.output)["reports"][0]["checks"]}
-    assert checks[name]["verdict"] == (PROBLEM if status else WARNING)
-    assert ended in checks[name]["text"] and checks[name]["advice"]
-    assert status == 0 or "rank 0" in checks[name]["text"]
+    found = report_of(result.output)[name]
+    assert found.verdict == (PROBLEM if status else WARNING)
+    assert ended in found.text and found.advice
+    assert status == 0 or "rank 0" in found.text
 
 
 def test_an_import_that_takes_long_is_no_problem(
@@ -217,11 +218,10 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
         result = run_lab("doctor", *place.arguments("large", "--json"))
     finally:
         release_run()
-    checks = {check["name"]: check for check in json.loads(result.output)["reports"][0]["checks"]}
+    found = report_of(result.output)["microbatch"]
     assert result.exit_code == status, result.output
-    assert checks["microbatch"]["verdict"] == (PROBLEM if status else OK)
-    assert status == 0 or ("GPU 1 has 2.0 free" in checks["microbatch"]["text"]
-                           and "nvidia-smi" in checks["microbatch"]["advice"])
+    assert found.verdict == (PROBLEM if status else OK)
+    assert status == 0 or ("GPU 1 has 2.0 free" in found.text and "nvidia-smi" in found.advice)
 
 
 def test_processes_that_hang_or_die_are_told_and_ended(place: Workplace) -> None:
@@ -286,10 +286,9 @@ def test_a_disk_of_runs_that_never_answers_is_no_hang(
     result = run_lab("doctor", *place.arguments("tiny", "--json"))
     forever.set()
     assert result.exit_code == 1
-    found, = (check for check in json.loads(result.output)["reports"][0]["checks"]
-              if check["name"] == "configs")
-    assert found["verdict"] == PROBLEM and "no answer within 0.1 s" in found["text"]
-    assert "--runs-dir" in found["advice"]
+    found = report_of(result.output)["configs"]
+    assert found.verdict == PROBLEM and "no answer within 0.1 s" in found.text
+    assert "--runs-dir" in found.advice
 
 
 LONG = "a word " * 30
