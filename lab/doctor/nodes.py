@@ -90,8 +90,7 @@ def examine_nodes(request: Request, show: Callable[[list[Report]], int]) -> int:
                         seconds=request.time_limit + SLACK_SECONDS)
     hello = {"node": int(environment.get("GROUP_RANK", "0")), "busy": subject.busy,
              "is_training": subject.is_training, "local_rank": int(environment["LOCAL_RANK"])}
-    texts = exchange.gather("hello", json.dumps(hello))
-    everybody = {number: json.loads(text) for number, text in enumerate(texts) if text}
+    everybody = by_rank(exchange.gather("hello", json.dumps(hello)))
     subject = with_others(subject, everybody.values())
     skew = measure_skew(exchange, leaders_of(everybody))
     found = hello | _examine_node(request, subject, hello["local_rank"], f"{agreement.name}/load")
@@ -108,6 +107,11 @@ def with_others(subject: Subject, everybody: Collection[Mapping[str, Any]]) -> S
     busy = next((f"on another node, {other['busy']}" for other in everybody if other["busy"]), "")
     return replace(subject, busy=subject.busy or busy,
                    is_training=any(other["is_training"] for other in everybody))
+
+
+def by_rank(texts: Sequence[str | None]) -> dict[int, dict[str, Any]]:
+    """Read what was gathered; ranks without an answer are left out."""
+    return {rank: json.loads(text) for rank, text in enumerate(texts) if text}
 
 
 def leaders_of(everybody: Mapping[int, Mapping[str, Any]]) -> list[int]:
