@@ -46,6 +46,7 @@ class Subject:
         num_processes: on this machine; `world_size` counts those of all nodes.
         available_gib: of its RAM, before the load tests began.
         busy: what already uses the GPUs, or trains the run; empty if nothing does.
+        is_training: a process on one of the nodes holds the run's lock.
     """
 
     runs_dir: Path
@@ -60,6 +61,7 @@ class Subject:
     world_size: int = 1
     available_gib: float = 0.0
     busy: str = ""
+    is_training: bool = False
     is_online: bool = False
 
 
@@ -85,22 +87,27 @@ def unknown(reason: str, advice: str = "") -> Finding:
 
 
 def make_checks(functions: Mapping[str, Callable[..., Finding | None]], *arguments: Any,
-               seconds: float = CHECK_SECONDS) -> list[Check]:
+               seconds: float = CHECK_SECONDS, late: Mapping[str, str] | None = None,
+               ) -> list[Check]:
     """Make checks, by their names, one after the other; one that fails or hangs stops no other.
 
     Args:
         arguments: of each function. It returns None where there is nothing to check.
+        late: advice, by the names of those that are a problem if they do not answer.
     """
     checks = []
     for name, function in functions.items():
-        finding = _isolated(function, arguments, seconds)
+        no_answer = f"no answer within {seconds:g} s"
+        advice = (late or {}).get(name)
+        finding = _isolated(function, arguments, seconds, instead=(
+            problem(no_answer, advice) if advice else unknown(no_answer)))
         if finding is not None:
             checks.append(Check(name, finding.verdict, finding.text, finding.advice))
     return checks
 
 
 def _isolated(function: Callable[..., Finding | None], arguments: tuple,
-              seconds: float) -> Finding | None:
+              seconds: float, *, instead: Finding) -> Finding | None:
     def work() -> Finding | None:
         try:
             return function(*arguments)
@@ -109,7 +116,7 @@ def _isolated(function: Callable[..., Finding | None], arguments: tuple,
         except Exception as error:  # whatever it is, the other checks go on
             return unknown(describe(error))
 
-    return within(seconds, work, instead=unknown(f"no answer within {seconds:g} s"))
+    return within(seconds, work, instead=instead)
 
 
 def within(seconds: float, work: Callable[[], T], *, instead: T) -> T:

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from basics.errors import UserError
-from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
+from basics.gpu_readings import nvml_failure, read_gpus
 from basics.machine import num_cpu_cores
 from lab.doctor import gpu_checks, host_checks, load_tests, network_checks, run_checks
 from lab.doctor.check import Check, Subject, make_checks, within
 from lab.doctor.gpu_checks import NO_ANSWER
-from lab.doctor.load_tests import Result
+from lab.doctor.load_result import Result
 from lab.doctor.report import Report
 from processes.run_lock import trained_by
-from run_config import RUN_NAME, load_run
+from run_config import RUN_NAME, Run, load_run
 
 DRIVER_SECONDS = 8.0  # it needs milliseconds; one in trouble may never answer
+RUN_SECONDS = 8.0  # to read a run's files; a network disk may never answer
 
 
 @dataclass(frozen=True)
@@ -45,31 +46,52 @@ def subject_of(request: Request, environment: Mapping[str, str]) -> Subject:
     Raises:
         UserError: there is no such run.
     """
-    run, error = None, ""
-    if request.run is not None:
-        try:
-            run = load_run(request.runs_dir, request.run)
-        except UserError as wrong:
-            if not RUN_NAME.fullmatch(request.run) or not (request.runs_dir / request.run).is_dir():
-                raise
-            error = str(wrong)
+    found = within(RUN_SECONDS, lambda: _find_run(request), instead=_Found(config_error=(
+        f"{request.runs_dir}: no answer within {RUN_SECONDS:g} s; check the disk, or name another"
+        " place with --runs-dir")))
+    if found.refusal is not None:
+        raise found.refusal
+    pid = found.pid
     every, failure = within(DRIVER_SECONDS, lambda: (read_gpus(), nvml_failure()),
                             instead=([], NO_ANSWER))
     gpus = gpu_checks.visible_gpus(every, environment.get("CUDA_VISIBLE_DEVICES"))
+    used = gpu_checks.in_use(gpus)
+    reasons = [f"{request.run} is being trained by process {pid}" if pid else "",
+               f"in use: {used}" if used else ""]
     num_processes = int(environment.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
     return Subject(
-        request.runs_dir, request.datasets_dir, request.run, run, error, tuple(every), tuple(gpus),
-        failure, num_processes,
+        request.runs_dir, request.datasets_dir, request.run, found.run, found.config_error,
+        tuple(every), tuple(gpus), failure, num_processes,
         int(environment.get("WORLD_SIZE", num_processes)), host_checks.available_ram_gib(),
-        busy=_busy(request, gpus), is_online=request.is_online)
+        busy="; ".join(filter(None, reasons)), is_training=pid is not None,
+        is_online=request.is_online)
 
 
-def _busy(request: Request, gpus: Sequence[GpuReading]) -> str:
-    used = gpu_checks.in_use(gpus)
-    if request.run is not None and (pid := trained_by(request.runs_dir / request.run)):
-        return f"{request.run} is being trained by process {pid}" + (
-            f"; {used}" if used else "")
-    return f"in use: {used}" if used else ""
+@dataclass(frozen=True)
+class _Found:
+    """What the disk has of a run; `refusal` is the error if there is no such run."""
+
+    run: Run | None = None
+    config_error: str = ""
+    refusal: UserError | None = None
+    pid: int | None = None
+
+
+def _find_run(request: Request) -> _Found:
+    """Read a run. Raises nothing, but may wait for a disk without end."""
+    if request.run is None:
+        return _Found()
+    try:
+        run_dir = request.runs_dir / request.run
+        try:
+            return _Found(load_run(request.runs_dir, request.run), pid=trained_by(run_dir))
+        except UserError as wrong:
+            if not RUN_NAME.fullmatch(request.run) or not run_dir.is_dir():
+                return _Found(refusal=wrong)
+            return _Found(config_error=str(wrong), pid=trained_by(run_dir))
+    except OSError as error:
+        return _Found(config_error=f"{error.filename or request.runs_dir}: {error.strerror}; check"
+                                   " the disk")
 
 
 def examine_here(request: Request) -> list[Report]:
@@ -93,7 +115,7 @@ def _launch(subject: Subject) -> dict[str, Any]:
 def other_checks(subject: Subject) -> list[Check]:
     """Make the checks that load nothing but a disk, while the load tests run."""
     return [check for module in (host_checks, network_checks, run_checks)
-            for check in make_checks(module.CHECKS, subject)]
+            for check in make_checks(module.CHECKS, subject, late=host_checks.LATE)]
 
 
 def checks_of_gpus(subject: Subject, results: Sequence[Result]) -> list[Check]:

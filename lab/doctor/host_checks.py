@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import socket
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -133,16 +135,44 @@ def check_cores(subject: Subject) -> Finding:
               " GPU are enough")
 
 
+def check_host_name(_: Subject) -> Finding | None:
+    """Check that this machine's name has an address, by which torchrun's processes find it."""
+    if "RANK" in os.environ:
+        return None  # a torchrun has started this process: it does without, or has an address
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return problem(f"{name} has no address: torchrun waits for it for 5 minutes, and fails",
+                       f'add "127.0.1.1 {name}" to /etc/hosts')
+    return ok(name)
+
+
+def check_compiler(subject: Subject) -> Finding | None:
+    """Check for what Triton compiles its launchers with: a C compiler and Python's headers."""
+    if not subject.gpus or (subject.run and subject.run.train.compile is False):
+        return None
+    named = os.environ.get("CC")
+    compiler = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if compiler and header.is_file():
+        return ok(compiler)
+    missing = f"no {header}" if compiler else f"CC is {named}, which is not there" if named else (
+        "neither gcc nor clang is there")
+    return warning(f"{missing}: the training step cannot be compiled, and takes more time and"
+                   " memory", "install gcc, libc6-dev and python3-dev, as ./setup_lambda.sh does")
+
+
 def check_runs_disk(subject: Subject) -> Finding:
     place = subject.runs_dir / subject.run_name if subject.run_name else subject.runs_dir
-    return _check_disk(place, advice="name another place with --runs-dir")
+    return _check_disk(place, advice=LATE["disk of runs"])
 
 
 def check_datasets_disk(subject: Subject) -> Finding | None:
     place = existing(subject.datasets_dir)
     if place.stat().st_dev == existing(subject.runs_dir).stat().st_dev:
         return None  # the disk of the runs, which is measured
-    return _check_disk(place, advice="name another place with --datasets-dir")
+    return _check_disk(place, advice=LATE["disk of datasets"])
 
 
 def existing(place: Path) -> Path:
@@ -193,6 +223,8 @@ def write_speed(place: Path, free: int) -> float | None:
         return written / (time.perf_counter() - began)
 
 
-CHECKS = {"CPU cores": check_cores, "RAM": check_ram, "shared memory": check_shared_memory,
-          "open files": check_open_files, "disk of runs": check_runs_disk,
-          "disk of datasets": check_datasets_disk}
+CHECKS = {"host name": check_host_name, "compiler": check_compiler, "CPU cores": check_cores,
+          "RAM": check_ram, "shared memory": check_shared_memory, "open files": check_open_files,
+          "disk of runs": check_runs_disk, "disk of datasets": check_datasets_disk}
+LATE = {"disk of runs": "name another place with --runs-dir",  # a disk that hangs is a problem
+        "disk of datasets": "name another place with --datasets-dir"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from basics.files import read_regular_file
 from lab.doctor.check import Finding, Subject, ok, problem, unknown, warning
 from lab.doctor.gpu_checks import numbers
 from lab.doctor.load_process import Spec
+from lab.doctor.load_result import HANG_SECONDS, Result, read_result
 from reporting.speed import find_gpu
 
 PROJECT_DIR = Path(__file__).parents[2]
@@ -26,28 +25,8 @@ LITTLE_OF_PEAK = 0.5  # of a GPU's peak; large products reach 60 to 90%
 MUCH_SLOWER = 0.8  # of the fastest GPU's speed
 THERMAL = ("hw slowdown", "sw thermal slowdown", "hw thermal slowdown", "hw power brake slowdown")
 SLOW_BUS = 4e9  # bytes a second; PCIe without peer-to-peer access has more
-HANG_SECONDS = 8.0  # in the exchange, after the last process has begun it
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one process has found, by part.
-
-    Attributes:
-        errors: by part, why it failed.
-        began: by part, the time at which it began.
-        ended: how the process ended, if that was too early: a signal, or its last line.
-    """
-
-    rank: int
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    began: dict[str, float] = field(default_factory=dict)
-    ended: str = ""
-
-    def why_not(self, part: str) -> str:
-        """Return why this process has not found something."""
-        return self.errors.get(part) or self.ended or "it was not reached"
+OTHER_MACHINE = "restart the machine, or take another one"
+MORE_TIME = "give the tests more time with --time-limit"
 
 
 class LoadTests:
@@ -74,10 +53,9 @@ class LoadTests:
     def _result(self, spec: Spec, process: subprocess.Popen[bytes]) -> Result:
         try:
             status = process.wait(max(0.0, self._deadline - time.monotonic()))
-            ended = "" if status == 0 else _last_line(spec, status)
         except subprocess.TimeoutExpired:
-            ended = f"no answer within {self._seconds:g} s"
-        return read_result(spec, ended)
+            return read_result(spec, f"no answer within {self._seconds:g} s", is_late=True)
+        return read_result(spec, "" if status == 0 else _last_line(spec, status))
 
     def end(self) -> None:
         """Kill what still runs."""
@@ -115,20 +93,6 @@ def load_tests(subject: Subject, launch: Mapping[str, Any], *,
             tests.end()
 
 
-def read_result(spec: Spec, ended: str) -> Result:
-    """Read the lines that a process has written."""
-    result = Result(spec.rank, ended=ended)
-    with suppress(OSError):
-        for line in read_regular_file(Path(spec.output)).splitlines():
-            with suppress(ValueError):  # cut off by a kill
-                record = json.loads(line)
-                for key, found in (("found", result.found), ("error", result.errors),
-                                   ("began", result.began)):
-                    if key in record:
-                        found[record["part"]] = record[key]
-    return result
-
-
 def _last_line(spec: Spec, status: int) -> str:
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
@@ -145,7 +109,9 @@ def check_torch(results: Sequence[Result]) -> Finding | None:
         return problem(f"cannot be imported: {first.errors['import']}",
                        "install it again: uv sync --reinstall-package torch")
     facts = first.found.get("torch")
-    return ok(facts["version"]) if facts else unknown(first.why_not("torch"))
+    if "torch" in first.errors:
+        return problem(f"cannot tell what GPUs there are: {first.errors['torch']}", OTHER_MACHINE)
+    return ok(facts["version"]) if facts else _not_found([first], "torch")
 
 
 def check_attention(results: Sequence[Result]) -> Finding | None:
@@ -155,7 +121,7 @@ def check_attention(results: Sequence[Result]) -> Finding | None:
         text, _, advice = error.partition("; ")
         return problem(text, advice or 'set attention to "auto" in train.json')
     if found is None:
-        return _not_found(results, "attention")
+        return _not_found(results[:1], "attention")
     text = f"{found['kernel']}, in {found['precision']}"
     text += f" ({found['of']})" if found["of"] else ""
     is_slow = found["kernel"] == "math" and (results[0].found["torch"]["num_gpus"])
@@ -170,7 +136,7 @@ def check_peers(results: Sequence[Result]) -> Finding | None:
         return None  # fewer than two GPUs, or GPUs in use
     found = results[0].found.get("peers")
     if found is None:
-        return _not_found(results, "peers")
+        return _not_found(results[:1], "peers")
     without = found["without"]
     if not without:
         return ok(f"all {found['num_pairs']} pairs of GPUs")
@@ -184,8 +150,7 @@ def check_matmul(results: Sequence[Result]) -> Finding | None:
     """Compare each GPU's speed with its peak and with the others."""
     for result in results:
         if error := result.errors.get("device") or result.errors.get("matmul"):
-            return problem(f"failed on rank {result.rank}: {error}",
-                           "restart the machine, or take another one")
+            return problem(f"failed on rank {result.rank}: {error}", OTHER_MACHINE)
     found = [result.found["matmul"] for result in results if "matmul" in result.found]
     if len(found) < len(results):
         return _not_found(results, "matmul")
@@ -239,10 +204,12 @@ def check_all_reduce(results: Sequence[Result]) -> Finding | None:
             return problem(f"failed on rank {result.rank}: {result.errors['all_reduce']}", advice)
     found = [result.found["all_reduce"] for result in results if "all_reduce" in result.found]
     if len(found) < len(results):
-        began = [result.began.get("all_reduce") for result in results]
-        if None not in began and time.time() - max(began) > HANG_SECONDS:
-            return problem(f"has not ended after {time.time() - max(began):.0f} s", advice)
-        return _not_found(results, "all_reduce")
+        missing = [result for result in results if "all_reduce" not in result.found]
+        waited = min(result.waited for result in missing)
+        if (all("all_reduce" in result.began for result in results) and waited > HANG_SECONDS
+                and not any(result.has_crashed for result in missing)):
+            return problem(f"has not ended after {waited:.0f} s", advice)
+        return _not_found(results, "all_reduce", advice)
     if not all(each["is_right"] for each in found):
         return problem("gives wrong sums", "the machine is defective: take another one")
     slowest = max(each["seconds"] for each in found)
@@ -254,12 +221,25 @@ def check_all_reduce(results: Sequence[Result]) -> Finding | None:
               " global_batch_size), or take a machine with NVLink")
 
 
-def _not_found(results: Sequence[Result], part: str) -> Finding | None:
-    """Return the finding of a part that one process has not made; None if none was to make it."""
-    missing = next(result for result in results if part not in result.found)
-    if not missing.ended and part not in missing.began:
+def _not_found(results: Sequence[Result], part: str,
+               advice: str = OTHER_MACHINE) -> Finding | None:
+    """Judge a part that not all processes have finished; None if none was to make it.
+
+    A process that has crashed, or whose GPU hangs, is a problem of the part that it stopped in. The
+    line of the matrix products, which all have to reach, tells of all parts before.
+    """
+    # The others may only wait for one that has crashed, or has not come as far.
+    result = min((each for each in results if part not in each.found), key=lambda each: (
+        not each.has_crashed, part in each.began, not each.hangs))
+    if not result.ended and part not in result.began:
         return None  # GPUs in use, or others than the driver sees
-    return unknown(missing.why_not(part))
+    stopped_in = result.stopped_in or "the process"
+    text = f"{stopped_in} on rank {result.rank}: {result.ended}"
+    if not (result.has_crashed or result.hangs):
+        return unknown(result.why_not(part), MORE_TIME)
+    if part in ("torch", "matmul") or stopped_in in (part, "the process"):
+        return problem(text, advice)
+    return unknown(text)
 
 
 CHECKS = {"PyTorch": check_torch, "attention": check_attention, "peer-to-peer": check_peers,

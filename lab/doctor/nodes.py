@@ -12,7 +12,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -22,9 +22,20 @@ from typing import Any
 import torch.distributed as dist
 
 from lab.doctor import load_tests
-from lab.doctor.check import Check, Finding, Subject, make_checks, ok, problem, unknown, warning
+from lab.doctor.check import (
+    PROBLEM,
+    Check,
+    Finding,
+    Subject,
+    make_checks,
+    ok,
+    problem,
+    unknown,
+    warning,
+)
 from lab.doctor.examination import Request, checks_of_gpus, other_checks, subject_of
-from lab.doctor.load_tests import PROJECT_DIR, Result
+from lab.doctor.load_result import Result
+from lab.doctor.load_tests import PROJECT_DIR
 from lab.doctor.report import Report
 from lab.doctor.run_checks import num_processes
 from processes.startup_agreement import Agreement
@@ -78,12 +89,10 @@ def examine_nodes(request: Request, show: Callable[[list[Report]], int]) -> int:
     exchange = Exchange(rank, world_size, agreement.connect("doctor"),
                         seconds=request.time_limit + SLACK_SECONDS)
     hello = {"node": int(environment.get("GROUP_RANK", "0")), "busy": subject.busy,
-             "local_rank": int(environment["LOCAL_RANK"])}
-    everybody = [json.loads(text) for text in exchange.gather("hello", json.dumps(hello)) if text]
-    subject = replace(subject, busy=subject.busy or next(
-        (f"on another node, {other['busy']}" for other in everybody if other["busy"]), ""))
-    skew = measure_skew(exchange, [number for number, other in enumerate(everybody)
-                                   if other["local_rank"] == 0 and number != 0])
+             "is_training": subject.is_training, "local_rank": int(environment["LOCAL_RANK"])}
+    everybody = by_rank(exchange.gather("hello", json.dumps(hello)))
+    subject = with_others(subject, everybody.values())
+    skew = measure_skew(exchange, leaders_of(everybody))
     found = hello | _examine_node(request, subject, hello["local_rank"], f"{agreement.name}/load")
     texts = exchange.gather("found", json.dumps(found | {"skew": skew}))
     if rank == 0:
@@ -91,6 +100,23 @@ def examine_nodes(request: Request, show: Callable[[list[Report]], int]) -> int:
         exchange.tell("status", str(status))
         return status
     return int(exchange.ask("status") or 1)
+
+
+def with_others(subject: Subject, everybody: Collection[Mapping[str, Any]]) -> Subject:
+    """Return the subject with what is known of all nodes: one that is busy stops all tests."""
+    busy = next((f"on another node, {other['busy']}" for other in everybody if other["busy"]), "")
+    return replace(subject, busy=subject.busy or busy,
+                   is_training=any(other["is_training"] for other in everybody))
+
+
+def by_rank(texts: Sequence[str | None]) -> dict[int, dict[str, Any]]:
+    """Read what was gathered; ranks without an answer are left out."""
+    return {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+
+
+def leaders_of(everybody: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the first rank of each node but rank 0's, of those that have answered."""
+    return [rank for rank, other in everybody.items() if rank and other["local_rank"] == 0]
 
 
 def _examine_node(request: Request, subject: Subject, local_rank: int,
@@ -160,8 +186,8 @@ def reports_of(everybody: Sequence[Mapping[str, Any] | None]) -> list[Report]:
     nodes = sorted({found["node"] for found in answers})
     reports = [_report_of_node([found for found in answers if found["node"] == node])
                for node in nodes]
-    shared = [Check(f"rank {rank}", *_verdict_and_text(unknown("no answer")))
-              for rank, found in enumerate(everybody) if found is None]
+    shared = [Check(f"rank {rank}", PROBLEM, "no answer", "restart its machine, or take another"
+                    " one") for rank, found in enumerate(everybody) if found is None]
     if len(answers) == len(everybody):
         shared += make_checks(load_tests.SHARED_CHECKS, _results(answers))
     leaders = [found for found in answers if found["local_rank"] == 0]
@@ -183,10 +209,6 @@ def _report_of_node(answers: Sequence[Mapping[str, Any]]) -> Report:
 
 def _results(answers: Sequence[Mapping[str, Any]]) -> list[Result]:
     return [Result(**found["result"]) for found in answers]
-
-
-def _verdict_and_text(finding: Finding) -> tuple[str, str, str]:
-    return finding.verdict, finding.text, finding.advice
 
 
 def check_skew(leaders: Sequence[Mapping[str, Any]]) -> Finding:

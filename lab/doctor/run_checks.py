@@ -7,6 +7,7 @@ from pathlib import Path
 
 from basics.errors import UserError
 from lab.doctor.check import Finding, Subject, ok, problem, skipped, warning
+from lab.doctor.gpu_checks import numbers
 from lab.doctor.host_checks import existing, training_gib
 from lab.plan.estimate import bytes_of_checkpoint, num_checkpoints
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete
@@ -17,6 +18,7 @@ from tokens.token_file import TokenFile
 
 UNLIMITED_TOKENS = 2**62  # of a dataset whose length is not known yet
 MUCH_TOO_LARGE = 1.25  # times the memory there is: the estimate is not that far off
+OWN_GIB = 1.0  # of a GPU, which CUDA and NCCL take beside a process's tensors
 
 
 def check_configs(subject: Subject) -> Finding | None:
@@ -25,12 +27,14 @@ def check_configs(subject: Subject) -> Finding | None:
         return None
     if subject.run is None:
         return problem(*_split(subject.config_error))
-    for line in subject.run.warnings:
-        return warning(*_split(line))
+    lines = list(subject.run.warnings)
     try:
         subject.run.priced(None)
     except UserError as error:
-        return warning(*_split(str(error)))
+        lines.append(str(error))
+    if lines:
+        texts, advice = zip(*map(_split, lines), strict=True)
+        return warning("; ".join(texts), "; ".join(dict.fromkeys(advice)))
     return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
 
 
@@ -92,6 +96,8 @@ def check_microbatch(subject: Subject) -> Finding | None:
         if not sizes:
             return skipped("the driver does not tell the GPUs' memory")
         there, where = usable_gib(min(sizes)), "a GPU"
+        if needed <= there and not subject.is_training and (taken := _check_free(subject, needed)):
+            return taken
     else:
         there, where = subject.available_gib / subject.num_processes, "a process"
     text = (f"microbatch {subject.run.train.microbatch_size} takes about {needed:,.1f} of"
@@ -101,6 +107,20 @@ def check_microbatch(subject: Subject) -> Finding | None:
     advice = ("lower microbatch_size, or set head_chunks 8 or activation_checkpointing;"
               " ddp_train.py --find-max-microbatch measures what fits")
     return problem(text, advice) if needed > MUCH_TOO_LARGE * there else warning(text, advice)
+
+
+def _check_free(subject: Subject, needed: float) -> Finding | None:
+    """Check that no other process has taken a GPU's memory, such as one that a kill left."""
+    free = {number: gpu.memory_total_gib - (gpu.memory_used_gib or 0)
+            for number, gpu in enumerate(subject.gpus) if gpu.memory_total_gib}
+    taken = [number for number, gib in free.items() if gib - OWN_GIB < needed]
+    if not taken:
+        return None
+    return problem(
+        f"microbatch {subject.run.train.microbatch_size} takes about {needed:,.1f} GiB of a GPU"
+        f" (estimate); {numbers(taken)} {'has' if len(taken) == 1 else 'have'}"
+        f" {min(free.values()):,.1f} free: other processes use the rest",
+        "find them with nvidia-smi and end them: a run that was killed may have left some")
 
 
 def check_checkpoints(subject: Subject) -> Finding | None:

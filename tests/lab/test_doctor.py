@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from basics.errors import UserError
+from basics.gpu_readings import GpuReading
 from basics.machine import num_cpu_cores
 from lab.doctor import examination, gpu_checks
 from lab.doctor.check import (
@@ -29,9 +31,11 @@ from lab.doctor.check import (
     problem,
 )
 from lab.doctor.load_process import Spec
-from lab.doctor.load_tests import Result, load_tests
+from lab.doctor.load_result import Result
+from lab.doctor.load_tests import load_tests
 from lab.doctor.report import Report, as_document, print_report
 from processes.run_lock import lock_run, release_run
+from tests.support.json_schemas import DoctorsCheck, checked
 from tests.support.lab_cli import error_line, run_lab
 from tests.support.workplace import PROJECT_DIR, Workplace, forked
 
@@ -67,11 +71,14 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[Spec]:
     return started
 
 
+def report_of(output: str) -> dict[str, DoctorsCheck]:
+    """Return the checks of the only report by their names, from the JSON document."""
+    report, = checked(output).reports
+    return report.named()
+
+
 def verdicts(output: str) -> dict[str, str]:
-    """Return the verdicts by the names of the checks, from the JSON document."""
-    document = json.loads(output)
-    return {check["name"]: check["verdict"]
-            for report in document["reports"] for check in report["checks"]}
+    return {name: check.verdict for name, check in report_of(output).items()}
 
 
 def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
@@ -84,8 +91,7 @@ def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
     assert {found.pop(name) for name in ("PyTorch", "attention", "matrix products", "all-reduce",
                                          "configs", "dataset", "batch", "disk of runs")} == {OK}
     assert PROBLEM not in found.values() and "hub" not in found and "hub token" not in found
-    texts = {check["name"]: check["text"] for check in json.loads(result.output)["reports"][0][
-        "checks"]}
+    texts = {name: check.text for name, check in report_of(result.output).items()}
     assert "2 processes, gloo" in texts["all-reduce"] and "GFLOP/s" in texts["matrix products"]
     assert place.files() == before
 
@@ -94,9 +100,8 @@ def test_two_processes_of_torchrun_print_one_report(place: Workplace) -> None:
     result = forked("lab/__main__.py", place.arguments(
         "doctor", "tiny", "--json", "--time-limit", "200"), num_processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    document = json.loads(result.stdout)
-    assert len(document["reports"]) == 1 and document["is_fit"]
-    texts = {check["name"]: check["text"] for check in document["reports"][0]["checks"]}
+    assert checked(result.stdout).is_fit
+    texts = {name: check.text for name, check in report_of(result.stdout).items()}
     assert "2 processes, gloo" in texts["all-reduce"]
     assert "x 2 processes" in texts["batch"]
     assert "clocks of the nodes" not in texts
@@ -109,6 +114,61 @@ def test_a_torch_that_cannot_be_imported_is_a_problem(place: Workplace,
     line = next(line for line in result.output.splitlines() if line.startswith("problem"))
     assert "cannot be imported: ImportError: no such library" in line
     assert result.output.splitlines()[-1].startswith("not fit to train: 1 problem, ")
+
+
+STOPPED = {  # in a part, how, after which time: the verdict of the line, and the exit status
+    "hangs": ({"device": 1.0}, "no answer within 25 s", 20.0, "matrix products", 1),
+    "hangs while it looks for GPUs": (None, "no answer within 25 s", 20.0, "PyTorch", 1),
+    "crashes at once": ({"device": 1.0}, "killed by SIGSEGV", 0.0, "matrix products", 1),
+    "crashes later": ({"matmul": 1.0}, "killed by SIGBUS", 0.0, "matrix products", 1),
+    "crashes in attention": ({"attention": 1.0}, "killed by SIGABRT", 0.0, "attention", 1),
+    "crashes between two parts": ({}, "MemoryError", 0.0, "matrix products", 1),
+    "had no time left": ({"device": 1.0}, "no answer within 25 s", 2.0, "matrix products", 0),
+    "is on a CPU": ({"matmul": 1.0}, "no answer within 25 s", 20.0, "matrix products", 0),
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(
+    place: Workplace, specs: list[Spec], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    began, ended, waited, name, status = STOPPED[case]
+    num_gpus = 0 if case == "is on a CPU" else 1
+    facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": num_gpus, "is_usable": True,
+             "driver_cuda": "12.8"}
+    parts = {"import": {}} | ({"torch": facts} if began is not None else {})
+    bad = Result(0, found=parts, began={"torch": 1.0} | (began or {}), ended=ended,
+                 is_late=ended.startswith("no answer"), waited=waited)
+    monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [bad])
+    monkeypatch.setattr(examination, "read_gpus", lambda: [GpuReading(name="NVIDIA L4")] * num_gpus)
+    result = run_lab("doctor", *place.arguments("--json"))
+    assert result.exit_code == status, result.output
+    found = report_of(result.output)[name]
+    assert found.verdict == (PROBLEM if status else WARNING)
+    assert ended in found.text and found.advice
+    assert status == 0 or "rank 0" in found.text
+
+
+def test_an_import_that_takes_long_is_no_problem(
+    place: Workplace, specs: list[Spec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Result(0, began={"import": 1.0}, ended="no answer within 25 s", is_late=True, waited=25)
+    monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [slow])
+    result = run_lab("doctor", *place.arguments("--json"))
+    assert result.exit_code == 0 and verdicts(result.output)["PyTorch"] == WARNING
+
+
+def test_a_disk_that_does_not_answer_is_not_fit(
+    place: Workplace, specs: list[Spec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [
+        Result(0, found={"torch": {"version": "2.11.0", "num_gpus": 0}})])
+    forever = threading.Event()
+    monkeypatch.setattr("lab.doctor.host_checks.write_speed", lambda *_: forever.wait())
+    monkeypatch.setattr(examination, "make_checks", partial(make_checks, seconds=0.5))
+    result = run_lab("doctor", *place.arguments("--json"))
+    forever.set()
+    assert result.exit_code == 1 and verdicts(result.output)["disk of runs"] == PROBLEM
 
 
 def test_a_run_with_wrong_configs_is_not_fit(place: Workplace, specs: list[Spec]) -> None:
@@ -134,6 +194,34 @@ def test_beside_a_training_nothing_is_loaded(place: Workplace, specs: list[Spec]
         release_run()
     assert [spec.is_loading for spec in specs] == [False]
     assert found["use"] == WARNING
+
+
+@pytest.mark.parametrize(("used_gib", "is_trained", "status"), [
+    (38.0, False, 1), (38.99, True, 0), (2.0, False, 0), (None, False, 0)])
+def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
+    place: Workplace, specs: list[Spec], monkeypatch: pytest.MonkeyPatch,
+    used_gib: float | None, is_trained: bool, status: int
+) -> None:
+    """A process that a killed run has left; beside a training of the run itself all is well."""
+    place.add_run("large", model={"emb_dim": 768, "n_heads": 12, "n_layers": 12},
+                  train={"microbatch_size": 8})
+    gpu = GpuReading(name="NVIDIA A100-SXM4-40GB", memory_total_gib=40.0, memory_used_gib=used_gib)
+    facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 2, "is_usable": True,
+             "driver_cuda": "12.8"}
+    monkeypatch.setattr(examination, "read_gpus", lambda: [replace(gpu, memory_used_gib=0.5), gpu])
+    monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [
+        Result(0, found={"torch": facts}, began={"torch": 1.0})])
+    monkeypatch.setattr("lab.doctor.host_checks.available_ram_gib", lambda: 100.0)
+    if is_trained:
+        lock_run(place.runs_dir / "large")
+    try:
+        result = run_lab("doctor", *place.arguments("large", "--json"))
+    finally:
+        release_run()
+    found = report_of(result.output)["microbatch"]
+    assert result.exit_code == status, result.output
+    assert found.verdict == (PROBLEM if status else OK)
+    assert status == 0 or ("GPU 1 has 2.0 free" in found.text and "nvidia-smi" in found.advice)
 
 
 def test_processes_that_hang_or_die_are_told_and_ended(place: Workplace) -> None:
@@ -187,6 +275,20 @@ def test_a_driver_that_never_answers_is_no_hang(place: Workplace,
         "tiny", place.runs_dir, place.datasets_dir, False, False, 10), {})
     forever.set()
     assert about.nvml_failure == gpu_checks.NO_ANSWER and about.num_processes == 1
+
+
+def test_a_disk_of_runs_that_never_answers_is_no_hang(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, specs: list[Spec]
+) -> None:
+    forever = threading.Event()
+    monkeypatch.setattr(examination, "load_run", lambda *_: forever.wait())
+    monkeypatch.setattr(examination, "RUN_SECONDS", 0.1)
+    result = run_lab("doctor", *place.arguments("tiny", "--json"))
+    forever.set()
+    assert result.exit_code == 1
+    found = report_of(result.output)["configs"]
+    assert found.verdict == PROBLEM and "no answer within 0.1 s" in found.text
+    assert "--runs-dir" in found.advice
 
 
 LONG = "a word " * 30

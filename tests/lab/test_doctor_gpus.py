@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from lab.doctor import gpu_checks, load_process, load_tests
 from lab.doctor.check import OK, PROBLEM, SKIPPED, WARNING, Finding, Subject
 from lab.doctor.gpu_checks import in_use, numbers, runs_on, visible_gpus
 from lab.doctor.load_process import Spec
-from lab.doctor.load_tests import Result
+from lab.doctor.load_result import Result
 from run_config import load_run
 from tests.support.workplace import Workplace
 
@@ -184,11 +185,32 @@ def without_exchange(began: float, **about: Any) -> list[Result]:
 def test_an_exchange_that_fails_or_hangs_is_a_problem() -> None:
     failed = without_exchange(time.time(), errors={"all_reduce": "DistBackendError: NCCL"})
     assert judged("all-reduce", failed).verdict == PROBLEM
-    hangs = judged("all-reduce", [replace(each, began={"all_reduce": time.time() - 20})
-                                  for each in without_exchange(0, ended="no answer")])
+    late = without_exchange(0.0, ended="no answer within 25 s", is_late=True)
+    hangs = judged("all-reduce", [replace(each, waited=20) for each in late])
     assert hangs.verdict == PROBLEM and "has not ended after 20 s" in hangs.text
-    late = judged("all-reduce", without_exchange(time.time(), ended="no answer within 25 s"))
-    assert late.verdict == WARNING and "could not be checked: no answer within 25 s" == late.text
+    short = judged("all-reduce", [replace(each, waited=2) for each in late])
+    assert short.verdict == WARNING and "could not be checked: no answer within 25 s" == short.text
+    crashed = judged("all-reduce", [replace(late[3], rank=0, waited=20), *late[1:3], replace(
+        late[3], ended="killed by SIGABRT", is_late=False, waited=20)])
+    assert crashed.verdict == PROBLEM
+    assert crashed.text == "all_reduce on rank 3: killed by SIGABRT"
+
+
+def test_an_exchange_is_timed_by_the_clock_of_each_node() -> None:
+    """The other node's clock is 100 s behind: by rank 0's, its process waits for 102 s."""
+    now = time.time()
+    late = [Result(rank, found={"torch": FACTS}, began={"all_reduce": now - rank * 100},
+                   ended="no answer within 25 s", is_late=True, waited=2) for rank in range(2)]
+    assert judged("all-reduce", late).verdict == WARNING
+
+
+def test_the_time_that_a_process_waits_is_taken_when_it_is_read(tmp_path: Path) -> None:
+    lines = [{"part": "torch", "began": time.time() - 90}, {"part": "torch", "found": FACTS},
+             {"part": "device", "began": time.time() - 60}]
+    (tmp_path / "out").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = load_tests.read_result(spec(tmp_path), "no answer", is_late=True)
+    assert found.waited == pytest.approx(60, abs=30)
+    assert found.stopped_in == "device" and found.hangs
 
 
 def test_attention_and_peers() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import socket
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,52 @@ def test_few_open_files_and_few_cores_are_found(place: Workplace,
         assert host_checks.check_cores(about).verdict == verdict
 
 
+def test_a_host_name_without_an_address_is_a_problem(place: Workplace,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    about = Subject(place.runs_dir, place.datasets_dir)
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    assert host_checks.check_host_name(about).verdict == OK
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    found = host_checks.CHECKS["host name"](about)
+    assert found.verdict == PROBLEM and found.advice == 'add "127.0.1.1 box" to /etc/hosts'
+    monkeypatch.setenv("RANK", "0")
+    assert host_checks.check_host_name(about) is None
+
+
+COMPILERS = {  # CC, what is installed, train.json: the verdict, and a part of the text
+    "gcc": (None, ["gcc", "clang"], {}, OK, "gcc"),
+    "clang alone": (None, ["clang"], {}, OK, "clang"),
+    "named": ("icx", ["icx"], {}, OK, "icx"),
+    "none": (None, [], {}, WARNING, "neither gcc nor clang"),
+    "another is named": ("icx", ["gcc"], {}, WARNING, "CC is icx"),
+    "nothing is compiled": (None, [], {"compile": False}, None, ""),
+}
+
+
+@pytest.mark.parametrize("case", COMPILERS)
+def test_a_compiler_is_missed_where_the_step_is_compiled(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    named, installed, train, verdict, text = COMPILERS[case]
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
+    monkeypatch.setattr(host_checks.sysconfig, "get_path", lambda _: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    if named:
+        monkeypatch.setenv("CC", named)
+    about = subject(place, train={"compile": None} | train, gpus=GPUS, num_processes=8)
+    found = host_checks.check_compiler(about)
+    assert (found and found.verdict) == verdict and (not found or text in found.text)
+    assert host_checks.check_compiler(replace(about, gpus=())) is None
+    if verdict == OK:
+        (tmp_path / "Python.h").unlink()
+        assert host_checks.check_compiler(about).text.startswith(f"no {tmp_path}/Python.h")
+
+
 def test_the_speed_of_a_disk_takes_no_more_than_its_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +190,15 @@ WRONG = {
                 "is now called"),
     "no price": ({"max_cost_usd": 5.0}, "configs", WARNING, "needs the machine's price"),
 }
+
+
+def test_all_warnings_of_a_run_are_told(place: Workplace) -> None:
+    found = run_checks.check_configs(subject(
+        place, train={"microbatch_size": None, "minibatch_size": 2, "max_cost_usd": 5.0},
+        model={"tie_weights": True, "init": "torch"}))
+    assert found.verdict == WARNING
+    assert all(text in found.text for text in ("is now called", "tie_weights", "the machine's"))
+    assert 'use init "gpt2"' in found.advice
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lab.doctor import nodes
-from lab.doctor.check import OK, PROBLEM, WARNING, Check
-from lab.doctor.load_tests import Result
+from lab.doctor.check import OK, PROBLEM, WARNING, Check, Subject
+from lab.doctor.load_result import Result
 from lab.doctor.nodes import Exchange, measure_skew, reports_of
 
 VERSIONS = {"PyTorch": "2.11.0", "Python": "3.12.3", "the project's code": "abc"}
@@ -62,8 +64,23 @@ def test_other_code_on_a_node_is_a_problem() -> None:
 
 def test_a_process_without_an_answer_is_named() -> None:
     found = shared([answer(0), answer(1), answer(2), None])
-    assert found["rank 3"].text == "could not be checked: no answer"
+    assert (found["rank 3"].verdict, found["rank 3"].text) == (PROBLEM, "no answer")
     assert "all-reduce" not in found and found["versions"].verdict == OK
+
+
+def test_a_training_on_one_node_is_known_to_all() -> None:
+    here = Subject(Path("runs"), Path("datasets"))
+    idle, training = answer(0) | {"is_training": False}, answer(2) | {
+        "is_training": True, "busy": "tiny is being trained by process 7"}
+    found = nodes.with_others(here, [idle, training])
+    assert found.is_training and found.busy == (
+        "on another node, tiny is being trained by process 7")
+    assert nodes.with_others(here, [idle, idle]) == here
+
+
+def test_the_first_ranks_of_nodes_are_right_beside_one_that_is_missing() -> None:
+    texts = [None if rank == 1 else json.dumps(answer(rank)) for rank in range(6)]
+    assert nodes.leaders_of(nodes.by_rank(texts)) == [2, 4]
 
 
 def test_one_node_has_no_clocks_to_compare() -> None:
@@ -96,9 +113,5 @@ def test_a_missing_answer_is_not_waited_for_without_end() -> None:
 
 
 def test_versions_name_the_code_and_the_run() -> None:
-    from pathlib import Path
-
-    from lab.doctor.check import Subject
-
     about = Subject(Path("runs"), Path("datasets"))
     assert set(nodes.versions(about)) == {"PyTorch", "Python", "the project's code"}

@@ -163,8 +163,32 @@ class Search(_Part):
     trials: list[TrialOf]
 
 
+class DoctorsCheck(_Part):
+    name: str
+    verdict: Literal["ok", "warning", "problem", "skipped"]
+    text: str
+    advice: str
+
+
+class Report(_Part):
+    title: str
+    checks: list[DoctorsCheck]
+
+    def named(self) -> dict[str, DoctorsCheck]:
+        """Return the checks by their names, each of which is in a report only once."""
+        assert len({check.name for check in self.checks}) == len(self.checks)
+        return {check.name: check for check in self.checks}
+
+
+class Doctor(_Part):
+    schema_: Literal["doctor/1"]
+    run: str | None
+    is_fit: bool
+    reports: list[Report]
+
+
 DOCUMENTS = {kind.model_fields["schema_"].annotation.__args__[0]: kind
-             for kind in (Plan, List, Compare, Sweep, Search)}
+             for kind in (Plan, List, Compare, Sweep, Search, Doctor)}
 
 
 def checked(printed: str) -> Any:
