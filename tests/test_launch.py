@@ -50,8 +50,8 @@ def machine(tmp_path: Path) -> tuple[Workplace, dict[str, str]]:
                        "nvidia-smi": "exit 9"}.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
-    return workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}",
-                                    "DDP_TRAIN_FAILPOINT": "", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "second").mkdir()  # where the bucket is mounted
+    return workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
 
 
 def launch_options(command: str) -> tuple[object, object]:
