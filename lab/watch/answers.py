@@ -13,7 +13,7 @@ import numpy as np
 from basics.errors import UserError, visible
 from lab.watch.columns import KEYS, Columns, columns_of
 from lab.watch.files import identity_of, read_part
-from lab.watch.run_state import is_launched, launched_runs, read_state
+from lab.watch.run_state import RUNNING, is_launched, launched_runs, read_state
 from lab.watch.thinning import first_changed, thin
 
 MAX_RUNS = 200
@@ -32,14 +32,17 @@ class Watched:
     names: tuple[str, ...] = ()
 
     def runs(self) -> Answer:
-        """Return the states of the runs. The most recently changed ones, if there are many."""
+        """Return the states of the runs, those that train first.
+
+        The most recently changed ones, if there are many.
+        """
         try:
             launched = launched_runs(self.runs_dir)
         except UserError:  # removed meanwhile, or not mounted
             launched = []
         found = [self._run(name) for name in launched if not self.names or name in self.names]
         newest = sorted(found, key=lambda run: -run["changed"])[:MAX_RUNS]
-        return {"runs": sorted(newest, key=lambda run: run["name"])}
+        return {"runs": sorted(newest, key=lambda run: (run["status"] != RUNNING, run["name"]))}
 
     def _run(self, name: str) -> Answer:
         run_dir = self.runs_dir / name

@@ -17,6 +17,7 @@ import pytest
 from click.testing import Result
 
 from basics.errors import UserError
+from lab.compare.run_results import read_result
 from lab.watch.answers import MAX_POINTS, Watched
 from lab.watch.columns import Columns
 from lab.watch.latest import TAIL_BYTES
@@ -68,7 +69,7 @@ def test_the_state_of_a_running_run(runs_dir: Path) -> None:
     run_dir = add_run(runs_dir, "live", status="running", seconds={"training": 0.0})
     beat(run_dir, phase="validation")
     append(run_dir, report(110, mfu=0.41, usd=0.25, gpu_memory_gib=[10.5, 70.25], disk_free_gib=2.0,
-                           gpu_throttling=["", "power cap"], skipped_steps=3))
+                           skipped_steps=3))
     state = read_state(runs_dir, "live")
     assert (state.status, state.phase, state.is_running) == ("running", "validation", True)
     assert 0 <= state.heartbeat_seconds < 30
@@ -78,14 +79,42 @@ def test_the_state_of_a_running_run(runs_dir: Path) -> None:
     assert fitted.num_steps == 150 and fitted.seconds_left == pytest.approx(3.0)
     assert (state.mfu, state.usd, state.memory_gib, state.seconds) == (0.41, 0.25, 70.25, 11.0)
     assert [any(part in warning for warning in state.warnings)
-            for part in ("3 of the last", "GPU 1: power cap", "2.0 GiB free")] == [True] * 3
+            for part in ("3 of the last", "2.0 GiB free")] == [True, True]
 
 
 def test_a_killed_run_has_no_heartbeat(runs_dir: Path) -> None:
     beat(add_run(runs_dir, "dead", status="running"), age=75.0)
     state = read_state(runs_dir, "dead")
     assert state.status == "no heartbeat" and state.phase is None and state.seconds_left is None
-    assert "no heartbeat for 75 s" in state.warnings[0]
+    assert "no heartbeat for 0:01:15" in state.warnings[0]
+
+
+@pytest.mark.parametrize(("age", "status"), [(0, "running"), (7200, "running when last written")])
+def test_a_run_without_heartbeat_is_as_old_as_what_it_wrote_last(
+    runs_dir: Path, age: int, status: str
+) -> None:
+    run_dir = add_run(runs_dir, "copy", status="running")
+    at = time.time() - age
+    os.utime(run_dir / "metrics.jsonl", (at, at))
+    os.utime(run_dir / "summary.json", (at - 9000, at - 9000))
+    state = read_state(runs_dir, "copy")
+    assert (state.status, state.seconds_left is None) == (status, age > 0)
+    assert any("last written 2:00:0" in warning for warning in state.warnings) == (age > 0)
+    assert read_result(run_dir).status == status
+
+
+@pytest.mark.parametrize(("throttling", "warnings"), [
+    (["sw power cap"] * 8, ()), (["", "x"], ()),
+    (["hw thermal slowdown"] * 8, ("GPUs 0-7: hw thermal slowdown",)),
+    (["", "sw power cap, hw slowdown, hw thermal slowdown"],
+     ("GPU 1: hw slowdown, hw thermal slowdown",)),
+    (["hw slowdown", "hw slowdown", "", "hw slowdown", "sw thermal slowdown"],
+     ("GPUs 0-1, 3: hw slowdown", "GPU 4: sw thermal slowdown"))])
+def test_only_slowdowns_by_heat_and_supply_are_warned_of(
+    runs_dir: Path, throttling: list[str], warnings: tuple[str, ...]
+) -> None:
+    append(add_run(runs_dir, "live", status="running"), report(110, gpu_throttling=throttling))
+    assert read_state(runs_dir, "live").warnings == warnings
 
 
 @pytest.mark.parametrize(("content", "status"), [
@@ -214,13 +243,13 @@ def test_links_pipes_and_huge_files_are_not_read(runs_dir: Path, tmp_path: Path)
 
 def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir: Path) -> None:
     run_dir = add_run(runs_dir, "gpus", steps=0)
-    append(run_dir, report(10, gpu_power_w=[100, 300], gpu_throttling=["", "thermal"],
-                           gpu_memory_gib=[1.0, "x", 3.0]))
+    append(run_dir, report(10, gpu_power_w=[100, 300], gpu_memory_gib=[1.0, None, 3.0],
+                           gpu_throttling=["sw power cap", "hw slowdown"]))
     found = Watched(runs_dir).series("gpus", "steps")["lines"]
     assert {key: line["y"] for key, line in found.items() if key.startswith("gpu")} == {
         "gpu_power_w": [200], "gpu_power_w_min": [100], "gpu_power_w_max": [300],
         "gpu_memory_gib": [2], "gpu_memory_gib_min": [1], "gpu_memory_gib_max": [3],
-        "gpus_throttled": [1]}
+        "gpus_slowed_down": [1]}
 
 
 @pytest.mark.parametrize("odd", [None, {"mfu": "x"}, {"usd": -1}, {"global_step": 2.5}, "no JSON",
@@ -230,7 +259,8 @@ def test_many_records_are_read_as_one_by_one(
 ) -> None:
     run_dir = add_run(runs_dir, "long", steps=3000)
     append(run_dir, *(report(step, mfu=0.4, gpu_power_w=[100, step], gpu_memory_gib=[None, 2.0],
-                             gpu_throttling=["", "x"][:step % 3], train_loss=[None, 2.5][step % 2],
+                             gpu_throttling=["", "hw slowdown"][:1 + step % 2],
+                             train_loss=[None, 2.5][step % 2],
                              layer_grad_norm=[1.0]) for step in range(3001, 3201)))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("" if odd is None else f"{odd}\n" if odd == "no JSON" else lines(

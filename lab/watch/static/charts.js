@@ -66,7 +66,7 @@ const MACHINE_CHARTS = [
   { title: "GPU use", unit: "%", value: format.fixed(0), zero: true, lines: gpu("gpu_use_percent") },
   { title: "GPU temperature", unit: "°C", value: format.fixed(0), lines: gpu("gpu_temperature_c") },
   { title: "GPU power", unit: "W", value: format.fixed(0), zero: true, lines: gpu("gpu_power_w") },
-  { title: "GPUs throttled", value: format.fixed(0), zero: true, steps: [1, 2, 5, 10, 20], lines: [{ key: "gpus_throttled" }] },
+  { title: "GPUs slowed down", unit: "by heat or power supply", value: format.fixed(0), zero: true, steps: [1, 2, 5, 10, 20], lines: [{ key: "gpus_slowed_down" }] },
   { title: "Energy", unit: "kWh", value: format.three, zero: true, lines: [{ key: "energy_kwh" }] },
   { title: "Memory of the machine", unit: "GiB in use", value: format.fixed(1), zero: true, lines: [{ key: "host_ram_gib" }] },
   { title: "Load of the machine", unit: "mean over a minute", value: format.fixed(1), zero: true, lines: [{ key: "host_load" }] },
