@@ -278,19 +278,16 @@ def test_many_records_are_read_as_one_by_one(
 
 
 @pytest.mark.parametrize("num_values", [0, 1, 99, 100, 101, 1000, 100_003])
-def test_thinning_keeps_both_ends_and_the_extremes_of_each_bucket(num_values: int) -> None:
+def test_thinning_keeps_the_mean_and_the_extremes_of_each_bucket(num_values: int) -> None:
     values = np.random.default_rng(0).normal(size=num_values)
-    picked = thin(values, 100)
-    assert len(picked) <= 102 and (np.diff(picked) > 0).all()
-    if num_values <= 100:
-        assert len(picked) == num_values
-        return
-    assert picked[0] == 0 and picked[-1] == num_values - 1
-    size = bucket_size(num_values, 100)
-    for start in range(0, num_values, size):
-        bucket = values[start:start + size]
-        inside = values[picked[(picked >= start) & (picked < start + size)]]
-        assert inside.min() == bucket.min() and inside.max() == bucket.max()
+    found = thin(values, 100)
+    assert len(found.ends) <= (100 if found.size == 1 else 50)
+    assert (found.size == 1) == (num_values <= 100)
+    parts = [values[start:start + found.size] for start in range(0, num_values, found.size)]
+    assert found.means == pytest.approx([part.mean() for part in parts])
+    assert found.lows.tolist() == [part.min() for part in parts]
+    assert found.highs.tolist() == [part.max() for part in parts]
+    assert values[found.ends].tolist() == [part[-1] for part in parts]
 
 
 def test_points_before_the_first_changed_one_stay() -> None:
@@ -300,13 +297,15 @@ def test_points_before_the_first_changed_one_stay() -> None:
             if now <= len(values):
                 first = first_changed(before, now, 100)
                 old, new = thin(values[:before], 100), thin(values[:now], 100)
-                assert list(old[old < first]) == list(new[new < first])
+                assert old.ends[old.ends < first].tolist() == new.ends[new.ends < first].tolist()
+                assert (old.means[old.ends < first] == new.means[new.ends < first]).all()
 
 
 def merged(old: dict, new: dict) -> dict:
     """Return what the page has after an update."""
-    return {key: {axis: old.get(key, {axis: []})[axis][:line["keep"]] + line[axis]
-                  for axis in ("x", "y")} for key, line in new["lines"].items()}
+    return {key: {part: old.get(key, {}).get(part, [])[:line["keep"]] + line[part]
+                  for part in ("x", "y", "low", "high") if part in line}
+            for key, line in new["lines"].items()}
 
 
 @pytest.mark.parametrize("axis", ["steps", "tokens", "time", "dollars"])
@@ -336,9 +335,25 @@ def test_answers_are_bounded_and_keep_few_validations(runs_dir: Path) -> None:
     append(run_dir, *(validation(300_000 + step, 2.0) for step in range(30)))
     found = Watched(runs_dir).series("long", "steps")["lines"]
     assert len(found["validation_loss"]["x"]) == 30
-    assert all(len(line["x"]) <= MAX_POINTS + 2 for line in found.values())
-    loss = dict(zip(found["train_loss"]["x"], found["train_loss"]["y"], strict=True))
-    assert loss[10 * spike] == 99
+    assert all(len(line["x"]) <= MAX_POINTS for line in found.values())
+    loss = found["train_loss"]
+    at = [x for x, high in zip(loss["x"], loss["high"], strict=True) if high == 99]
+    assert len(at) == 1 and 0 <= at[0] - 10 * spike < 10 * bucket_size(30_000, MAX_POINTS)
+    assert 1 < max(loss["y"]) < 10 and set(loss["low"]) == {1} and "low" not in found[
+        "train_loss_max"]
+
+
+def test_a_range_is_thinned_by_itself(runs_dir: Path) -> None:
+    run_dir = add_run(runs_dir, "long", steps=0)
+    append(run_dir, *(report(10 * n, usd=float(n)) for n in range(1, 5001)))
+    watched = Watched(runs_dir)
+    assert len(watched.series("long", "steps")["lines"]["train_loss"]["x"]) < 1000
+    part = watched.series("long", "steps", within=(20_005.0, 21_005.0))
+    assert part["lines"]["train_loss"]["x"] == list(range(20_000, 21_011, 10))
+    assert part["version"] == "" and all(line["keep"] == 0 for line in part["lines"].values())
+    between = watched.series("long", "dollars", within=(7.2, 7.4))["lines"]["train_loss"]
+    assert between["x"] == [7, 8]
+    assert watched.series("long", "steps", within=(9e9, 1e10))["lines"]["usd"]["y"] == [5000]
 
 
 def test_an_axis_never_goes_back(runs_dir: Path) -> None:
@@ -368,6 +383,8 @@ def test_the_page_and_its_questions_are_answered(runs_dir: Path) -> None:
             assert body == (STATIC / name).read_bytes()
         (run,) = json_of(server, "/runs")["runs"]
         assert (run["name"], run["status"]) == ("a", "finished")
+        part = json_of(server, "/series?run=a&from=41&to=59")["lines"]["train_loss"]["x"]
+        assert part == [40, 50, 60]
         found = json_of(server, "/series?run=a&x=tokens")
         assert found["lines"]["validation_loss"]["x"] == [50 * 2048, 100 * 2048]
         (sample,) = json_of(server, "/samples?run=a")["samples"]
@@ -390,7 +407,8 @@ def test_only_the_chosen_runs_are_served(runs_dir: Path) -> None:
     "/series?run=../outside", "/series?run=%2e%2e%2foutside", "/series?run=a/../a",
     "/series?run=a%00", "/series?run=link",
     "/samples?run=.hidden", "/series?run=a&x=secret", "/series?run=a&points=-1",
-    "/series?run=a&points=99999999", "/samples?" + "&".join(f"a{n}=1" for n in range(20))])
+    "/series?run=a&points=99999999", "/series?run=a&from=1",
+    "/series?run=a&from=1&to=x", "/samples?" + "&".join(f"a{n}=1" for n in range(20))])
 def test_nothing_else_can_be_read(runs_dir: Path, tmp_path: Path, path: str) -> None:
     add_run(runs_dir, "a"), add_run(tmp_path, "outside")
     add_run(runs_dir, "x"), (runs_dir / "x").rename(runs_dir / ".hidden")
@@ -416,7 +434,11 @@ def assert_headers(response) -> None:
     ({"Host": "localhost:1", "Origin": "http://localhost:2"}, 403),
     ({"Host": "localhost:1", "Origin": "https://localhost:1"}, 403),
     ({"Host": "localhost:1", "Origin": "null"}, 403),
-    ({"Host": "localhost:1", "Origin": "http://evil.example"}, 403)])
+    ({"Host": "localhost:1", "Origin": "http://evil.example"}, 403),
+    ({"Host": "localhost:1", "Sec-Fetch-Site": "same-origin"}, 200),
+    ({"Host": "localhost:1", "Sec-Fetch-Site": "none"}, 200),
+    ({"Host": "localhost:1", "Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Host": "localhost:1", "Sec-Fetch-Site": "same-site"}, 403)])
 def test_other_hosts_and_origins_are_refused(
     runs_dir: Path, headers: dict[str, str], status: int
 ) -> None:
