@@ -60,9 +60,7 @@ def _read_latest(path: Path, found: Identity) -> Latest:
         start = max(0, found.size - TAIL_BYTES)
         text = read_part(path, start, max_bytes=TAIL_BYTES).decode(errors="replace")
         records = valid_records(text.partition("\n")[2] if start else text)
-        validation = _last(records, "validation_loss")
-        if start and validation is None:
-            validation = _last_validation(read_part(path, 0, max_bytes=MAX_RECORDS_BYTES))
+        validation = _validations_of(path).last(found, _last(records, "validation_loss"))
     except OSError:  # removed or replaced meanwhile
         return Latest({})
     reports = [record for record in records if "train_loss" in record]
@@ -104,6 +102,39 @@ def _gpus(indices: list[int]) -> str:
     parts = [f"{start}-{end}" if end > start else f"{start}"
              for start, end in zip(starts, ends, strict=True)]
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(parts)}"
+
+
+class _Validations:
+    """The last validation loss of a file. Of a file that grows, only what was appended is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset = path, -1, 0
+        self._loss: float | None = None
+
+    def last(self, found: Identity, loss: float | None) -> float | None:
+        """Return the last one.
+
+        Args:
+            loss: the last one near the end of the file, if there is one.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if found.inode != self._inode or found.size < self._offset:
+            self._inode, self._offset, self._loss = found.inode, 0, None
+        if loss is not None:
+            self._loss, self._offset = loss, max(0, found.size - MAX_RECORD_LENGTH)
+        elif found.size > self._offset:
+            content = read_part(self._path, self._offset, max_bytes=MAX_RECORDS_BYTES)
+            later = _last_validation(content)
+            self._loss = self._loss if later is None else later
+            self._offset += content.rfind(b"\n") + 1  # the last line may not be complete yet
+        return self._loss
+
+
+@lru_cache(maxsize=512)
+def _validations_of(path: Path) -> _Validations:
+    return _Validations(path)
 
 
 def _last_validation(content: bytes) -> float | None:

@@ -20,6 +20,7 @@ from basics.errors import UserError
 from lab.compare.run_results import read_result
 from lab.watch.answers import MAX_POINTS, Watched
 from lab.watch.columns import Columns
+from lab.watch.files import read_part
 from lab.watch.latest import TAIL_BYTES
 from lab.watch.run_state import chosen_runs, launched_runs, read_state
 from lab.watch.server import FILES, HEADERS, STATIC, Server
@@ -145,13 +146,28 @@ def test_hostile_numbers_are_unknown(runs_dir: Path, value: str) -> None:
 
 
 def test_only_the_end_of_long_records_is_read_and_an_older_validation_is_found(
-    runs_dir: Path
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = add_run(runs_dir, "long", steps=50)
     append(run_dir, *(report(step) for step in range(60, 60_000, 10)))
     assert (run_dir / "metrics.jsonl").stat().st_size > 2 * TAIL_BYTES
     state = read_state(runs_dir, "long")
     assert state.global_step == 59_989 and state.validation_loss == 1.52
+    starts = []
+    monkeypatch.setattr("lab.watch.latest.read_part", lambda path, start, **limits: starts.append(
+        start) or read_part(path, start, **limits))
+    size = (run_dir / "metrics.jsonl").stat().st_size
+    append(run_dir, report(60_000))
+    assert read_state(runs_dir, "long").validation_loss == 1.52
+    assert len(starts) == 2 and min(starts) > size - 2 * TAIL_BYTES  # what was read is not again
+    append(run_dir, validation(60_010, 1.25))
+    assert read_state(runs_dir, "long").validation_loss == 1.25
+    append(run_dir, *(report(step) for step in range(60_010, 75_000, 10)))
+    assert read_state(runs_dir, "long").validation_loss == 1.25
+    kept = lines(validation(10, 3.5), *(report(step) for step in range(10, 90_000, 10)))
+    (run_dir / "new").write_text(kept)
+    (run_dir / "new").replace(run_dir / "metrics.jsonl")
+    assert read_state(runs_dir, "long").validation_loss == 3.5
 
 
 def test_launched_runs_are_plain_names_inside_the_directory(runs_dir: Path, tmp_path: Path) -> None:

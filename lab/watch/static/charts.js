@@ -14,6 +14,7 @@ const format = {
     const digits = value > 0 && value < 1 ? 4 : 2;
     return `$${value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })}`;
   },
+  roughDollars: (value) => (value < 10 ? format.dollars(value) : `$${format.whole(value)}`),
   short(value) {
     for (const [size, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (Math.abs(value) >= size) return format.three(value / size) + letter;

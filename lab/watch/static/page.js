@@ -158,7 +158,7 @@
     setText(row.chip, run.status);
     row.chip.className = `chip ${CHIPS[run.status] ?? "warn"}`;
     const beat = isRunning && run.heartbeat_seconds != null && `heartbeat ${Math.round(run.heartbeat_seconds)} s ago`;
-    setText(row.doing, [run.phase, beat].filter(Boolean).join(" · "));
+    setText(row.doing, [run.phase, beat].filter(Boolean).join("\n"));
     setText(row.reason, run.reason ?? "");
     setText(row.warnings, run.warnings.join("; "));
     const step = run.global_step == null ? null : run.global_step + 1;
@@ -178,7 +178,7 @@
     });
     const [left, dollars] = row.cells.slice(-2);
     setText(left.below, run.seconds_left && !exported ? `until ${format.clock(run.seconds_left)}` : "");
-    setText(dollars.below, [text(run.usd_at_end, (usd) => `of about ${format.dollars(usd)}`),
+    setText(dollars.below, [text(run.usd_at_end, (usd) => `of about ${format.roughDollars(usd)}`),
       text(run.usd_per_hour, (usd) => `at ${format.dollars(usd)}/h`)].filter((part) => part !== NONE).join("\n"));
   }
 
