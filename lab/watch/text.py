@@ -133,7 +133,7 @@ def _progress(state: RunState) -> RenderableType | None:
         return None
     line = Table.grid(padding=(0, 2))
     done = state.global_step + 1
-    line.add_row(ProgressBar(total=state.num_steps, completed=done, width=30),
+    line.add_row(ProgressBar(total=state.num_steps, completed=done, width=20),
                  Text(f"{done / state.num_steps:.0%}, step {done:,} of {state.num_steps:,}"
                       f"{_left(state)}"))
     return line
@@ -189,7 +189,7 @@ def _spent(state: RunState) -> str:
     if state.usd is not None:
         words.append(f"${dollars(state.usd)}"
                      + (f" of about ${dollars(state.usd_at_end)}" if state.usd_at_end else "")
-                     + (f" at ${dollars(state.usd_per_hour)}/h" if state.usd_per_hour else ""))
+                     + (f" at ${state.usd_per_hour:,.2f}/h" if state.usd_per_hour else ""))
     return ", ".join(filter(None, words))
 
 

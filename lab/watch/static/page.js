@@ -179,7 +179,7 @@
     const [left, dollars] = row.cells.slice(-2);
     setText(left.below, run.seconds_left && !exported ? `until ${format.clock(run.seconds_left)}` : "");
     setText(dollars.below, [text(run.usd_at_end, (usd) => `of about ${format.roughDollars(usd)}`),
-      text(run.usd_per_hour, (usd) => `at ${format.dollars(usd)}/h`)].filter((part) => part !== NONE).join("\n"));
+      text(run.usd_per_hour, (usd) => `at $${usd.toFixed(2)}/h`)].filter((part) => part !== NONE).join("\n"));
   }
 
   // Samples.
