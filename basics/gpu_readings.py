@@ -14,6 +14,8 @@ SM_CLOCK, UNCORRECTED, SINCE_DRIVER_LOAD, CORE_SENSOR = 1, 1, 0, 0  # arguments,
 # Source: nvml.h, nvmlClocksEventReason*.
 THROTTLE_REASONS = {0x04: "sw power cap", 0x08: "hw slowdown", 0x20: "sw thermal slowdown",
                     0x40: "hw thermal slowdown", 0x80: "hw power brake slowdown"}
+POWER_CAP = "sw power cap"  # at its power limit: usual at full load
+SLOWDOWNS = tuple(reason for reason in THROTTLE_REASONS.values() if reason != POWER_CAP)
 
 
 @dataclass(frozen=True)

@@ -22,20 +22,20 @@ NEW = "not launched"
 def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     """List all runs, or RUNs: status, progress, last losses, what they have cost.
 
-    Works while they train.
+    It may be run while they train.
     """
     # Imported here so that --help is fast.
     from tabulate import tabulate
 
-    from lab.watch.run_state import chosen_runs, read_state
+    from lab.watch.run_state import RunState, chosen_runs, read_state
     from lab.watch.text import figures
 
-    states = [read_state(runs_dir, name) for name in chosen_runs(runs_dir, runs)]
+    states = sorted((read_state(runs_dir, name) for name in chosen_runs(runs_dir, runs)),
+                    key=lambda state: not state.is_running)
     new = [] if runs else _not_launched(runs_dir, {state.name for state in states})
     if as_json:
         print_json({"schema": "list/1", "runs": [
-            *(asdict(state) for state in states),
-            *({"name": name, "status": NEW} for name in new)]})
+            asdict(state) for state in (*states, *(RunState(name, NEW) for name in new))]})
         return
     rows = [[state.name, f"{state.status} ({state.reason})" if state.reason else state.status,
              *figures(state)] for state in states]
@@ -46,4 +46,7 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
 
 def _not_launched(runs_dir: Path, launched: set[str]) -> list[str]:
     """Return the names of the runs that have a config only."""
-    return sorted({path.parent.name for path in runs_dir.glob("*/train.json")} - launched)
+    from run_config import RUN_NAME
+
+    names = {path.parent.name for path in runs_dir.glob("*/train.json")} - launched
+    return sorted(filter(RUN_NAME.fullmatch, names))

@@ -215,7 +215,7 @@ def _loss(loss: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as h:mm:ss or m:ss."""
+    """Return seconds as h:mm:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from run_config import GROUPS, ModelConfig, TrainConfig, load_config
 
 LONGEST_VALUE = 60  # characters of a setting
 HEARTBEAT_TIMEOUT = 60  # seconds; a run that trains writes its heartbeat every few seconds
+RUNNING, NO_HEARTBEAT = "running", "no heartbeat"
+LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat, such as a copy
 FINISHED, PUBLISHED = "finished", "published"
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
     "dataset", "min_train_tokens", "init_from", "optimizer", "weight_decay",
@@ -161,16 +164,29 @@ def _was_launched(run_dir: Path) -> bool:
 
 
 def _status(run_dir: Path, written: Written) -> str:
-    """Return the status of a run; a running one without a recent heartbeat may have been killed."""
+    """Return the status of a run; one that should run may have been killed."""
     status = written.summary.get("status")
     if not isinstance(status, str) or not status:
         return "summary damaged" if (run_dir / "summary.json").exists() else "no summary"
-    try:
-        age = time.time() - (run_dir / "heartbeat.json").stat().st_mtime
-    except OSError:
-        age = 0.0
-    is_late = status == "running" and age > HEARTBEAT_TIMEOUT
-    return "no heartbeat" if is_late else one_line(status[:20])
+    return status_now(run_dir) if status == RUNNING else one_line(status[:20])
+
+
+def status_now(run_dir: Path) -> str:
+    """Return the status of a run that is to train, as its summary says; it may have been killed."""
+    beat = seconds_since(run_dir, "heartbeat.json")
+    if beat is not None:
+        return NO_HEARTBEAT if beat > HEARTBEAT_TIMEOUT else RUNNING
+    written = seconds_since(run_dir, "summary.json", "metrics.jsonl")
+    return LAST_WRITTEN if (written or 0.0) > HEARTBEAT_TIMEOUT else RUNNING
+
+
+def seconds_since(run_dir: Path, *names: str) -> float | None:
+    """Return the age of the newest of some files of a run; None if there is none."""
+    times = []
+    for name in names:
+        with suppress(OSError):
+            times.append((run_dir / name).lstat().st_mtime)
+    return max(0.0, time.time() - max(times)) if times else None
 
 
 def _config(run_dir: Path, written: Written) -> dict[str, Any]:

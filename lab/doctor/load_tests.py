@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from basics.files import read_regular_file
+from basics.gpu_readings import SLOWDOWNS
 from lab.doctor.check import Finding, Subject, ok, problem, unknown, warning
 from lab.doctor.gpu_checks import numbers
 from lab.doctor.load_process import Spec
@@ -23,7 +24,6 @@ from reporting.speed import find_gpu
 PROJECT_DIR = Path(__file__).parents[2]
 LITTLE_OF_PEAK = 0.5  # of a GPU's peak; large products reach 60 to 90%
 MUCH_SLOWER = 0.8  # of the fastest GPU's speed
-THERMAL = ("hw slowdown", "sw thermal slowdown", "hw thermal slowdown", "hw power brake slowdown")
 SLOW_BUS = 4e9  # bytes a second; PCIe without peer-to-peer access has more
 OTHER_MACHINE = "restart the machine, or take another one"
 MORE_TIME = "give the tests more time with --time-limit"
@@ -185,7 +185,7 @@ def check_clocks(results: Sequence[Result]) -> Finding | None:
     degrees = [gpu["temperature_c"] for gpu in known if gpu.get("temperature_c") is not None]
     text += f", at most {max(degrees):.0f} °C" if degrees else ""
     slowed = {number: [reason for reason in gpu.get("throttle_reasons") or ()
-                       if reason in THERMAL] for number, gpu in enumerate(gpus)}
+                       if reason in SLOWDOWNS] for number, gpu in enumerate(gpus)}
     slowed = {number: reasons for number, reasons in slowed.items() if reasons}
     if slowed:
         return warning(f"{text}; {numbers(list(slowed))} slowed down:"

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 
 from basics.errors import UserError, visible
-from lab.watch.columns import KEYS, Columns, columns_of
+from lab.watch.columns import KEYS, columns_of
 from lab.watch.files import identity_of, read_part
-from lab.watch.run_state import is_launched, launched_runs, read_state
+from lab.watch.run_state import RUNNING, is_launched, launched_runs, read_state
 from lab.watch.thinning import first_changed, thin
 
 MAX_RUNS = 200
 MIN_POINTS, MAX_POINTS = 100, 2000  # of one line
 SAMPLES_BYTES, MAX_SAMPLES, MAX_TEXT = 2**18, 40, 4000  # the end of the file; newest; characters
 MAX_STEP = 2**40
+RISING = ("usd", "energy_kwh")  # sums: their means would be those of the past
 
 Answer = dict[str, Any]
 
@@ -32,14 +33,17 @@ class Watched:
     names: tuple[str, ...] = ()
 
     def runs(self) -> Answer:
-        """Return the states of the runs. The most recently changed ones, if there are many."""
+        """Return the states of the runs, those that train first.
+
+        The most recently changed ones, if there are many.
+        """
         try:
             launched = launched_runs(self.runs_dir)
         except UserError:  # removed meanwhile, or not mounted
             launched = []
         found = [self._run(name) for name in launched if not self.names or name in self.names]
         newest = sorted(found, key=lambda run: -run["changed"])[:MAX_RUNS]
-        return {"runs": sorted(newest, key=lambda run: run["name"])}
+        return {"runs": sorted(newest, key=lambda run: (run["status"] != RUNNING, run["name"]))}
 
     def _run(self, name: str) -> Answer:
         run_dir = self.runs_dir / name
@@ -55,8 +59,8 @@ class Watched:
         """Return whether this is one of the runs."""
         return (not self.names or name in self.names) and is_launched(self.runs_dir, name)
 
-    def series(self, name: str, axis: str, *, max_points: int = MAX_POINTS,
-               since: str = "") -> Answer:
+    def series(self, name: str, axis: str, *, max_points: int = MAX_POINTS, since: str = "",
+               within: tuple[float, float] | None = None) -> Answer:
         """Return the points of each line of a run, or those that have changed since an answer.
 
         Args:
@@ -64,16 +68,23 @@ class Watched:
             axis: one of `AXES`.
             since: the `version` of the earlier answer. Of each of its lines, the first `keep`
                 points stay; the others are replaced.
+            within: only values in this range of the axis, and one more at each end. Such an answer
+                is whole and has no version.
         """
         with columns_of(self.runs_dir / name / "metrics.jsonl").updated() as columns:
             head = f"{columns.version}-{axis}-{max_points}-"
             number = since.removeprefix(head)
             is_known = since.startswith(head) and number.isdecimal() and len(number) < 12
-            rows_before = int(number) if is_known else 0
-            x = columns.axis(axis)
-            lines = {key: _line(columns, key, x, max_points=max_points, rows_before=rows_before)
-                     for key in KEYS if columns.series[key].rows}
-            return {"version": f"{head}{columns.num_rows}", "lines": lines}
+            rows_before = int(number) if is_known and within is None else 0
+            x, lines = columns.axis(axis), {}
+            for key in KEYS:
+                rows, values = map(np.array, (columns.series[key].rows, columns.series[key].values))
+                if len(rows):
+                    part = slice(None) if within is None else _inside(x[rows], *within)
+                    lines[key] = _line(key, x[rows[part]], values[part], max_points=max_points,
+                                       before=int(np.searchsorted(rows, rows_before)))
+            version = f"{head}{columns.num_rows}" if within is None else ""
+            return {"version": version, "lines": lines}
 
     def samples(self, name: str) -> Answer:
         """Return a run's newest samples, the newest first, with orders to a terminal escaped."""
@@ -87,19 +98,32 @@ class Watched:
         return {"samples": sorted(found[::-1], key=lambda sample: -sample["step"])}
 
 
-def _line(columns: Columns, key: str, x: np.ndarray, *, max_points: int,
-          rows_before: int) -> Answer:
-    series = columns.series[key]
-    rows, values = np.array(series.rows), np.array(series.values)
-    picked = thin(values, max_points)
-    at = x[rows[picked]]
+def _inside(x: np.ndarray, low: float, high: float) -> slice:
+    """Return which of these values are between two, and one more at each end."""
+    before, after = np.flatnonzero(x < low), np.flatnonzero(x > high)
+    return slice(before[-1] if len(before) else 0, after[0] + 1 if len(after) else len(x))
+
+
+def _line(key: str, x: np.ndarray, values: np.ndarray, *, max_points: int, before: int) -> Answer:
+    """Return the points of a line: means of buckets, each where its bucket ends.
+
+    Args:
+        x, values: (n,).
+        before: the number of values that an earlier answer had.
+    """
+    buckets = thin(values, max_points)
+    at, end = x[buckets.ends], key.rpartition("_")[2]
     with np.errstate(invalid="ignore"):
         is_drawn = np.isfinite(at) & (at >= np.fmax.accumulate(at))  # a line goes to the right
-    picked, at = picked[is_drawn], at[is_drawn]
-    before = int(np.searchsorted(rows, rows_before))
-    keep = int(np.searchsorted(picked, first_changed(before, len(values), max_points)))
-    return {"keep": keep, "x": [_short(n, 10) for n in at[keep:].tolist()],
-            "y": [_short(n, 8) for n in values[picked[keep:]].tolist()]}
+    keep = int(np.searchsorted(buckets.ends[is_drawn],
+                               first_changed(before, len(values), max_points)))
+    shown = {"y": values[buckets.ends] if key in RISING else buckets.lows if end == "min"
+             else buckets.highs if end == "max" else buckets.means}
+    if buckets.size > 1 and key not in RISING and end not in ("min", "max"):
+        shown |= {"low": buckets.lows, "high": buckets.highs}
+    return {"keep": keep, "x": [_short(n, 10) for n in at[is_drawn][keep:].tolist()],
+            **{name: [_short(n, 8) for n in numbers[is_drawn][keep:].tolist()]
+               for name, numbers in shown.items()}}
 
 
 def _short(value: float, digits: int) -> float | int:

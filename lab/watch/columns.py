@@ -16,7 +16,7 @@ import numpy as np
 
 from lab.compare.run_figures import Record, number
 from lab.watch.files import Identity, identity_of, read_part
-from lab.watch.latest import MAX_GPUS
+from lab.watch.latest import MAX_GPUS, slowdowns_of
 from lab.watch.many_records import MIN_BYTES, Table, table_of
 from reporting.metrics_file import MAX_RECORDS_BYTES, valid_records
 
@@ -25,8 +25,8 @@ NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss", 
            "grad_norm", "grad_norm_max", "tokens_per_second", "mfu", "usd", "energy_kwh",
            "host_ram_gib", "host_load", "disk_free_gib")
 BY_GPU = ("gpu_memory_gib", "gpu_use_percent", "gpu_temperature_c", "gpu_power_w")
-THROTTLING, THROTTLED = "gpu_throttling", "gpus_throttled"
-KEYS = (*NUMBERS, *(f"{key}{end}" for key in BY_GPU for end in ("", "_min", "_max")), THROTTLED)
+THROTTLING, SLOWED = "gpu_throttling", "gpus_slowed_down"
+KEYS = (*NUMBERS, *(f"{key}{end}" for key in BY_GPU for end in ("", "_min", "_max")), SLOWED)
 CHECKED_BYTES = 64  # before the end of what was read: still the same if the file only grew
 
 
@@ -143,7 +143,7 @@ class Columns:
             self._append_throttled(row, throttled)
 
     def _append_throttled(self, row: int, reasons: list[object]) -> None:
-        self.series[THROTTLED].append(row, sum(map(bool, reasons[:MAX_GPUS])))
+        self.series[SLOWED].append(row, sum(map(bool, map(slowdowns_of, reasons[:MAX_GPUS]))))
 
     def _append_gpus(self, row: int, key: str, values: object) -> None:
         """Append the mean, the smallest and the largest number of the GPUs."""

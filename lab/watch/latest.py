@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from basics.errors import one_line
+from basics.gpu_readings import SLOWDOWNS
 from lab.compare.run_figures import Record, number
 from lab.watch.files import Identity, identity_of, read_part
 from reporting.metrics_file import MAX_RECORD_LENGTH, MAX_RECORDS_BYTES, valid_records
@@ -26,17 +27,19 @@ class Latest:
 
     Attributes:
         values: the last one of each key in `KEYS`.
-        seconds_per_step: over the last reports.
-        throttling: of each GPU that is throttled, the reason.
+        seconds_per_step, usd_per_hour: over the last reports.
+        slowdowns: of GPUs that are too hot or get too little power, such as "GPUs 0-7: hw
+            slowdown". A GPU at its power limit is none: that is usual.
     """
 
     values: dict[str, float]
     global_step: int | None = None
     validation_loss: float | None = None
     seconds_per_step: float | None = None
+    usd_per_hour: float | None = None
     memory_gib: float | None = None
     skipped_steps: float = 0
-    throttling: tuple[str, ...] = ()
+    slowdowns: tuple[str, ...] = ()
 
 
 def words(value: object) -> str | None:
@@ -57,9 +60,7 @@ def _read_latest(path: Path, found: Identity) -> Latest:
         start = max(0, found.size - TAIL_BYTES)
         text = read_part(path, start, max_bytes=TAIL_BYTES).decode(errors="replace")
         records = valid_records(text.partition("\n")[2] if start else text)
-        validation = _last(records, "validation_loss")
-        if start and validation is None:
-            validation = _last_validation(read_part(path, 0, max_bytes=MAX_RECORDS_BYTES))
+        validation = _validations_of(path).last(found, _last(records, "validation_loss"))
     except OSError:  # removed or replaced meanwhile
         return Latest({})
     reports = [record for record in records if "train_loss" in record]
@@ -71,11 +72,69 @@ def _read_latest(path: Path, found: Identity) -> Latest:
         values={key: value for key, value in values.items() if value is not None},
         global_step=max((record["global_step"] for record in records), default=None),
         validation_loss=validation, seconds_per_step=_seconds_per_step(reports),
+        usd_per_hour=_usd_per_hour(reports),
         memory_gib=max(memory, default=None),
         skipped_steps=sum(record.get("skipped_steps", 0) for record in reports[-PACE_RECORDS:]),
-        throttling=tuple(f"GPU {index}: {words(reason)}" for index, reason
-                         in enumerate(_list(throttling)[:MAX_GPUS]) if words(reason)),
+        slowdowns=tuple(f"{_gpus(indices)}: {', '.join(reasons)}"
+                        for reasons, indices in _by_slowdown(_list(throttling)).items()),
     )
+
+
+def slowdowns_of(reasons: object) -> tuple[str, ...]:
+    """Return why a GPU is slower than its power limit demands, by an item of `gpu_throttling`."""
+    found = reasons.split(", ") if isinstance(reasons, str) else []
+    return tuple(reason for reason in found if reason in SLOWDOWNS)
+
+
+def _by_slowdown(throttling: list[object]) -> dict[tuple[str, ...], list[int]]:
+    """Return which GPUs are slowed down, by the reasons."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for index, reasons in enumerate(throttling[:MAX_GPUS]):
+        if slowdowns := slowdowns_of(reasons):
+            found.setdefault(slowdowns, []).append(index)
+    return found
+
+
+def _gpus(indices: list[int]) -> str:
+    """Name GPUs by their local ranks: "GPU 3", "GPUs 0-2, 5"."""
+    starts = [index for index in indices if index - 1 not in indices]
+    ends = [index for index in indices if index + 1 not in indices]
+    parts = [f"{start}-{end}" if end > start else f"{start}"
+             for start, end in zip(starts, ends, strict=True)]
+    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(parts)}"
+
+
+class _Validations:
+    """The last validation loss of a file. Of a file that grows, only what was appended is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset = path, -1, 0
+        self._loss: float | None = None
+
+    def last(self, found: Identity, loss: float | None) -> float | None:
+        """Return the last one.
+
+        Args:
+            loss: the last one near the end of the file, if there is one.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if found.inode != self._inode or found.size < self._offset:
+            self._inode, self._offset, self._loss = found.inode, 0, None
+        if loss is not None:
+            self._loss, self._offset = loss, max(0, found.size - MAX_RECORD_LENGTH)
+        elif found.size > self._offset:
+            content = read_part(self._path, self._offset, max_bytes=MAX_RECORDS_BYTES)
+            later = _last_validation(content)
+            self._loss = self._loss if later is None else later
+            self._offset += content.rfind(b"\n") + 1  # the last line may not be complete yet
+        return self._loss
+
+
+@lru_cache(maxsize=512)
+def _validations_of(path: Path) -> _Validations:
+    return _Validations(path)
 
 
 def _last_validation(content: bytes) -> float | None:
@@ -101,6 +160,16 @@ def _seconds_per_step(reports: list[Record]) -> float | None:
     steps = timed[-1]["global_step"] - timed[0]["global_step"]
     seconds = timed[-1]["seconds"] - timed[0]["seconds"]
     return seconds / steps if steps > 0 and seconds >= 0 else None
+
+
+def _usd_per_hour(reports: list[Record]) -> float | None:
+    priced = [r for r in reports[-PACE_RECORDS:]
+              if number(r.get("seconds")) is not None and number(r.get("usd")) is not None]
+    if len(priced) < 2:
+        return None
+    hours = (priced[-1]["seconds"] - priced[0]["seconds"]) / 3600
+    usd = priced[-1]["usd"] - priced[0]["usd"]
+    return usd / hours if hours > 0 and usd > 0 else None
 
 
 def _last(records: list[Record], key: str) -> float | None:

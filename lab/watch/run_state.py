@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +17,20 @@ from pathlib import Path
 from basics.errors import UserError
 from basics.files import MAX_BYTES, read_regular_file
 from lab.compare.run_figures import Record, number
-from lab.compare.run_results import HEARTBEAT_TIMEOUT
+from lab.compare.run_results import (
+    HEARTBEAT_TIMEOUT,
+    LAST_WRITTEN,
+    NO_HEARTBEAT,
+    RUNNING,
+    seconds_since,
+    status_now,
+)
 from lab.watch.files import identity_of
 from lab.watch.latest import Latest, latest_of, words
+from reporting.summary import duration
 from run_config import RUN_NAME, check_inside
 
 LITTLE_DISK_GIB = 5.0
-RUNNING, NO_HEARTBEAT = "running", "no heartbeat"
 LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run has one of them
 
 
@@ -33,11 +39,13 @@ class RunState:
     """What a run does, or how it ended.
 
     Attributes:
-        status: as in `summary.json`; "no heartbeat" if it should run and may have been killed.
+        status: as in `summary.json`; "no heartbeat" if it should run and may have been killed;
+            "running when last written" if it has no heartbeat.json, as in a copy of a run.
         heartbeat_seconds: since the last heartbeat; None if there is none.
         tokens_per_second, mfu: as last reported; mfu is a fraction.
         seconds, usd: spent by all launches.
         seconds_left: at the pace of the last reports; None of a run that does not train.
+        usd_per_hour, usd_at_end: likewise, and None without a price.
         memory_gib: of the fullest GPU as last reported, else the peak of a process.
         warnings: one line each.
     """
@@ -57,6 +65,8 @@ class RunState:
     seconds: float | None = None
     usd: float | None = None
     seconds_left: float | None = None
+    usd_per_hour: float | None = None
+    usd_at_end: float | None = None
     memory_gib: float | None = None
     warnings: tuple[str, ...] = ()
 
@@ -111,19 +121,19 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     """Read the state of one run; the name is one of `launched_runs`."""
     run_dir = runs_dir / name
     summary, beat = _object(run_dir / "summary.json"), _object(run_dir / "heartbeat.json")
-    beat_at = identity_of(run_dir / "heartbeat.json")
-    age = None if beat_at is None else max(0.0, time.time() - beat_at.mtime_ns / 1e9)
+    age = seconds_since(run_dir, "heartbeat.json")
     status = _status(run_dir, summary, age)
     latest = latest_of(run_dir / "metrics.jsonl")
     step = _whole(summary.get("global_step"))
     step = latest.global_step if step is None else step
     num_steps = _whole(latest.values.get("num_steps", summary.get("num_steps")))
     is_running = status == RUNNING
+    fields = _losses_and_spent(summary, latest)
     return RunState(
         name=name, status=status, reason=words(summary.get("reason")),
         phase=words(beat.get("phase")) if is_running else None, heartbeat_seconds=age,
-        global_step=step, num_steps=num_steps, **_losses_and_spent(summary, latest),
-        seconds_left=_seconds_left(latest, num_steps) if is_running else None,
+        global_step=step, num_steps=num_steps, **fields,
+        **(_to_come(latest, num_steps, fields["usd"]) if is_running else {}),
         memory_gib=latest.memory_gib or number(_part(summary, "machine").get("peak_memory_gib")),
         warnings=_warnings(run_dir, status, latest, age),
     )
@@ -150,19 +160,24 @@ def _losses_and_spent(summary: Record, latest: Latest) -> dict[str, float | None
 
 
 def _status(run_dir: Path, summary: Record, age: float | None) -> str:
-    """Return the status; a run without a recent heartbeat may have been killed."""
+    """Return the status; a run that is to train may have been killed."""
     status = words(summary.get("status"))
     if status is None:
         if age is not None and age <= HEARTBEAT_TIMEOUT:
             return RUNNING  # it starts
         return "summary damaged" if (run_dir / "summary.json").exists() else "no summary"
-    return NO_HEARTBEAT if status == RUNNING and (age or 0.0) > HEARTBEAT_TIMEOUT else status
+    return status_now(run_dir) if status == RUNNING else status
 
 
-def _seconds_left(latest: Latest, num_steps: int | None) -> float | None:
-    if latest.seconds_per_step is None or latest.global_step is None or num_steps is None:
-        return None
-    return max(0, num_steps - 1 - latest.global_step) * latest.seconds_per_step
+def _to_come(latest: Latest, num_steps: int | None, usd: float | None) -> dict[str, float | None]:
+    """Return the time and the dollars that a run still needs, as fields."""
+    seconds_left = usd_at_end = None
+    if None not in (latest.seconds_per_step, latest.global_step, num_steps):
+        seconds_left = max(0, num_steps - 1 - latest.global_step) * latest.seconds_per_step
+    if None not in (seconds_left, usd, latest.usd_per_hour):
+        usd_at_end = usd + seconds_left / 3600 * latest.usd_per_hour
+    return {"seconds_left": seconds_left, "usd_per_hour": latest.usd_per_hour,
+            "usd_at_end": usd_at_end}
 
 
 def _warnings(run_dir: Path, status: str, latest: Latest, age: float | None) -> tuple[str, ...]:
@@ -171,13 +186,16 @@ def _warnings(run_dir: Path, status: str, latest: Latest, age: float | None) -> 
     if metrics is not None and not metrics.is_readable:
         found.append("metrics.jsonl is no plain file of at most 128 MiB: not shown")
     if status == NO_HEARTBEAT:
-        found.append(f"no heartbeat for {age:.0f} s: the run may have been killed")
+        found.append(f"no heartbeat for {duration(age)}: the run may have been killed")
+    if status == LAST_WRITTEN:
+        ago = duration(seconds_since(run_dir, "summary.json", "metrics.jsonl"))
+        found.append(f"last written {ago} ago, and no heartbeat.json: a copy, or it was killed")
     if status not in (RUNNING, NO_HEARTBEAT):
         return tuple(found)
     if latest.skipped_steps:
         found.append(f"{latest.skipped_steps:.0f} of the last steps skipped: a gradient was not"
                      " finite")
-    found += [f"throttled: {reason}" for reason in latest.throttling]
+    found += latest.slowdowns
     free = latest.values.get("disk_free_gib")
     if free is not None and free < LITTLE_DISK_GIB:
         found.append(f"only {free:.1f} GiB free on the disk")

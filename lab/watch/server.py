@@ -42,6 +42,7 @@ HEADERS = {
 }
 # `ssh -L` may use any port; another name would be another site that points to this machine.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+OWN_SITES = {"same-origin", "none"}  # the page itself, and an address that a person typed
 MIN_COMPRESSED = 1000  # bytes; shorter answers are sent as they are
 
 
@@ -96,7 +97,8 @@ class Handler(BaseHTTPRequestHandler):
         """Refuse what another site's page asks for, also under a name of its own for 127.0.0.1."""
         hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
         is_own = (len(hosts) == 1 and HOST.fullmatch(hosts[0].strip()) is not None
-                  and all(origin == f"http://{hosts[0].strip()}" for origin in origins))
+                  and all(origin == f"http://{hosts[0].strip()}" for origin in origins)
+                  and set(self.headers.get_all("Sec-Fetch-Site", [])) <= OWN_SITES)
         if not is_own:
             self.send_error(HTTPStatus.FORBIDDEN)
         return is_own
@@ -148,5 +150,11 @@ def _series(watched: Watched, name: str, asked: dict[str, str]) -> Answer | None
     axis, points = asked.get("x", "steps"), asked.get("points", str(MAX_POINTS))
     if axis not in AXES or not points.isdecimal() or len(points) > 6:
         return None
+    within = None
+    if "from" in asked or "to" in asked:
+        try:
+            within = float(asked["from"]), float(asked["to"])
+        except (KeyError, ValueError):
+            return None
     return watched.series(name, axis, max_points=min(MAX_POINTS, max(MIN_POINTS, int(points))),
-                          since=asked.get("since", ""))
+                          since=asked.get("since", ""), within=within)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from basics.errors import one_line
+from basics.errors import one_line, visible
 from lab.compare.formats import dollars, short_count
 from lab.watch.answers import Watched
 from lab.watch.run_state import RunState, chosen_runs, launched_runs, read_state
@@ -25,7 +26,7 @@ from reporting.summary import duration
 SECONDS_BETWEEN = 2.0
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_SPARKLINE, LABEL_WIDTH = 80, 12  # characters
-MAX_SAMPLES = 2  # the newest ones of a run
+MAX_SAMPLES, MAX_SAMPLE_LENGTH = 2, 400  # the newest ones of a run; characters
 STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat": "red"}
 
 
@@ -44,24 +45,57 @@ def watch_text(runs_dir: Path, names: tuple[str, ...]) -> None:
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False,
                                            vertical_overflow="crop") as live:
         while True:
-            live.update(screen(runs_dir, names, console.width), refresh=True)
+            live.update(screen(runs_dir, names, console.width, console.height), refresh=True)
             time.sleep(SECONDS_BETWEEN)
 
 
-def screen(runs_dir: Path, names: Sequence[str], width: int) -> RenderableType:
+def screen(runs_dir: Path, names: Sequence[str], width: int,
+           height: int | None = None) -> RenderableType:
     """Return all that is shown: runs that train first, a panel for each; the rest in a table.
 
     Args:
         names: of runs; empty for all that have been launched.
-        width: of the terminal, in characters.
+        width, height: of the terminal, in characters. What does not fit becomes a row of the
+            table, and its last line tells how many rows are missing.
     """
     found = [read_state(runs_dir, name) for name in names or launched_runs(runs_dir)]
-    with_panel = [state for state in found if state.is_running or names]
+    with_panel = sorted((state for state in found if state.is_running or names),
+                        key=lambda state: not state.is_running)
     others = [state for state in found if state not in with_panel]
-    parts: list[RenderableType] = [_panel(runs_dir, state, width) for state in with_panel]
-    if others:
-        parts.append(_table(others))
+    panels = [_panel(runs_dir, state, width) for state in with_panel]
+    num_panels, num_rows = _fitting([_height(panel, width) for panel in panels], len(others),
+                                    height)
+    parts: list[RenderableType] = [*panels[:num_panels]]
+    if rows := [*with_panel[num_panels:], *others]:
+        parts.append(_table(rows[:num_rows]))
+        if len(rows) > num_rows:
+            parts.append(Text(f"and {len(rows) - num_rows} more: lab list", style="dim"))
     return Group(*parts) if parts else Text("no run has been launched yet")
+
+
+def _fitting(panels: Sequence[int], num_others: int, height: int | None) -> tuple[int, int]:
+    """Return how many panels and how many rows of the table fit.
+
+    Args:
+        panels: the height of each panel.
+        num_others: runs that have no panel.
+        height: of the terminal; None for one without an end.
+    """
+    if height is None:
+        return len(panels), num_others
+    for num_panels in range(len(panels), -1, -1):
+        num_rows = len(panels) - num_panels + num_others
+        room = height - sum(panels[:num_panels]) - 1  # the table's headings
+        if num_rows <= room or (num_rows == 0 and room >= -1):
+            return num_panels, num_rows
+        if len(panels) - num_panels < room:  # only runs that do not train are left out
+            return num_panels, room - 1
+    return 0, max(0, height - 2)
+
+
+def _height(part: RenderableType, width: int) -> int:
+    console = Console(file=io.StringIO(), width=width)
+    return len(console.render_lines(part))
 
 
 def _panel(runs_dir: Path, state: RunState, width: int) -> Panel:
@@ -76,9 +110,16 @@ def _panel(runs_dir: Path, state: RunState, width: int) -> Panel:
     for warning in state.warnings:
         rows.add_row("warning", Text(one_line(warning), style="yellow"))
     for sample in watched.samples(state.name)["samples"][:MAX_SAMPLES]:
-        rows.add_row(f"step {sample['step']:,}", Text(one_line(sample["prompt"] + sample["text"])))
+        rows.add_row(f"step {sample['step']:,}", Text(_on_one_line(sample["prompt"]
+                                                                   + sample["text"])))
     return Panel(rows, title=Text(state.name, style="bold"), title_align="left",
                  subtitle=_status(state), subtitle_align="left")
+
+
+def _on_one_line(text: str) -> str:
+    """Return the beginning of a sample, with its lines joined."""
+    text = " ".join(visible(text).split())
+    return text if len(text) <= MAX_SAMPLE_LENGTH else f"{text[:MAX_SAMPLE_LENGTH - 1]}…"
 
 
 def _status(state: RunState) -> Text:
@@ -92,10 +133,20 @@ def _progress(state: RunState) -> RenderableType | None:
         return None
     line = Table.grid(padding=(0, 2))
     done = state.global_step + 1
-    line.add_row(ProgressBar(total=state.num_steps, completed=done, width=30),
+    line.add_row(ProgressBar(total=state.num_steps, completed=done, width=20),
                  Text(f"{done / state.num_steps:.0%}, step {done:,} of {state.num_steps:,}"
-                      + (f", {duration(state.seconds_left)} left" if state.seconds_left else "")))
+                      f"{_left(state)}"))
     return line
+
+
+def _left(state: RunState) -> str:
+    """Return the time left and the time of the end, with the day unless it is today."""
+    if not state.seconds_left:
+        return ""
+    end = time.localtime(time.time() + state.seconds_left)
+    is_today = end[:3] == time.localtime()[:3]
+    return (f", {duration(state.seconds_left)} left (until"
+            f" {time.strftime('%H:%M' if is_today else '%a %d %b %H:%M', end)})")
 
 
 def _loss_rows(watched: Watched, state: RunState, width: int) -> list[tuple[str, Text]]:
@@ -134,15 +185,20 @@ def _speed(state: RunState) -> str:
 
 
 def _spent(state: RunState) -> str:
-    words = [duration(state.seconds) if state.seconds else "",
-             f"US${dollars(state.usd)}" if state.usd is not None else ""]
+    words = [duration(state.seconds) if state.seconds else ""]
+    if state.usd is not None:
+        words.append(f"${dollars(state.usd)}"
+                     + (f" of about ${dollars(state.usd_at_end)}" if state.usd_at_end else "")
+                     + (f" at ${state.usd_per_hour:,.2f}/h" if state.usd_per_hour else ""))
     return ", ".join(filter(None, words))
 
 
 def _table(states: list[RunState]) -> Table:
+    """Return a table with one line for each run."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     for heading in ("run", "status", "step", "loss", "validation", "time", "US$"):
-        table.add_column(heading, justify="left" if heading in ("run", "status") else "right")
+        table.add_column(heading, no_wrap=True, overflow="ellipsis",
+                         justify="left" if heading in ("run", "status") else "right")
     for state in states:
         table.add_row(Text(state.name), _status(state), *figures(state))
     return table

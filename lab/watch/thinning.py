@@ -1,35 +1,51 @@
-"""Fewer points for a line that looks the same: the smallest and the largest of each bucket."""
+"""Fewer points for a line: the mean and the extremes of each bucket of values."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 
-def thin(values: np.ndarray, max_points: int) -> np.ndarray:
-    """Return the indices of the values to draw, ascending; all if there are few.
+@dataclass(frozen=True)
+class Buckets:
+    """Values in buckets; a bucket has one value if all are drawn.
+
+    Attributes:
+        size: values in each bucket but the last one.
+        ends: the index of the last value of each bucket, ascending.
+    """
+
+    size: int
+    ends: np.ndarray
+    means: np.ndarray
+    lows: np.ndarray
+    highs: np.ndarray
+
+
+def thin(values: np.ndarray, max_points: int) -> Buckets:
+    """Put values into at most `max_points` buckets.
 
     A bucket has a power of two of values, so that only the last one changes when values are
-    appended, until all buckets double. The first and the last value are always drawn.
+    appended, until all buckets double.
 
     Args:
         values: (n,), finite.
-        max_points: two of them may be exceeded.
     """
     size = bucket_size(len(values), max_points)
+    starts = np.arange(0, len(values), size)
     if size == 1:
-        return np.arange(len(values))
-    num_full = len(values) // size
-    full = values[:num_full * size].reshape(num_full, size)
-    starts = np.arange(num_full) * size
-    rest, start = values[num_full * size:], num_full * size
-    of_rest = [start + rest.argmin(), start + rest.argmax()] if len(rest) else []
-    return np.unique(np.concatenate([
-        starts + full.argmin(axis=1), starts + full.argmax(axis=1), of_rest,
-        [0, len(values) - 1]])).astype(np.int64)
+        return Buckets(size, starts, values, values, values)
+    counts = np.diff(np.append(starts, len(values)))
+    return Buckets(size, starts + counts - 1, np.add.reduceat(values, starts) / counts,
+                   np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts))
 
 
 def bucket_size(num_values: int, max_points: int) -> int:
-    """Return how many values become a smallest and a largest one; 1 if all are drawn."""
+    """Return how many values become one point; 1 if all are drawn.
+
+    Buckets have three numbers, values one: there are at most half as many buckets as values.
+    """
     size = 1
     while num_values > max_points and -(-num_values // size) > max_points // 2:
         size *= 2
@@ -43,6 +59,4 @@ def first_changed(before: int, now: int, max_points: int) -> int:
         before, now: the numbers of values.
     """
     size = bucket_size(now, max_points)
-    if before == 0 or size != bucket_size(before, max_points):
-        return 0
-    return before if size == 1 else (before - 1) // size * size
+    return before // size * size if size == bucket_size(before, max_points) else 0

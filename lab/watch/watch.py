@@ -29,7 +29,7 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
             runs_dir: Path) -> None:
     """Show RUNs, or all runs that have been launched, on a page that follows them.
 
-    It is served to this machine only. Works while they train, and reads nothing but runs.
+    The page is served to this machine only. It may be open while they train: it changes nothing.
     """
     # Imported here so that --help is fast.
     from lab.watch.answers import Watched

@@ -57,10 +57,10 @@ def shown(runs_dir: Path, *names: str, width: int = 100) -> str:
 def test_all_runs_are_listed_with_their_status_and_progress(runs_dir: Path) -> None:
     output = succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in output.splitlines()[3:]}
-    assert rows == {
-        "finished": "finished 100/100 3.0200 - 3:20 1.00",
-        "killed": "no heartbeat 40/100 4.2200 - 1:20 0.4000",
-        "trains": "running 40/100 4.2200 - 1:20 0.4000",
+    assert next(iter(rows)) == "trains" and rows == {
+        "finished": "finished 100/100 3.0200 - 0:03:20 1.00",
+        "killed": "no heartbeat 40/100 4.2200 - 0:01:20 0.4000",
+        "trains": "running 40/100 4.2200 - 0:01:20 0.4000",
         "new": "not launched - - - - -"}
 
 
@@ -68,9 +68,17 @@ def test_the_list_is_a_json_document(runs_dir: Path) -> None:
     document = checked(run_lab("list", "--json", "--runs-dir", str(runs_dir)).stdout)
     states = {state.name: state for state in document.runs}
     assert states["trains"].seconds_left == pytest.approx(120)
+    assert states["trains"].usd_per_hour == pytest.approx(18)
+    assert states["trains"].usd_at_end == pytest.approx(1.0) and states["finished"].usd == 1.0
     assert states["new"].status == "not launched" and states["killed"].warnings
     one = checked(run_lab("list", "finished", "--json", "--runs-dir", str(runs_dir)).stdout)
     assert [state.name for state in one.runs] == ["finished"]
+
+
+def test_a_directory_cannot_forge_a_row(runs_dir: Path) -> None:
+    (runs_dir / "x\nforged finished").mkdir()
+    (runs_dir / "x\nforged finished/train.json").write_text("{}")
+    assert "forged" not in succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
 
 
 @pytest.mark.parametrize("verb", [["list"], ["watch", "--text"]])
@@ -82,12 +90,45 @@ def test_a_run_that_is_unknown_is_one_line(verb: list[str], runs_dir: Path) -> N
 def test_a_run_that_trains_has_a_panel_and_the_others_a_row(runs_dir: Path) -> None:
     output = shown(runs_dir)
     panel, table = output[:output.rindex("╯")], output[output.rindex("╯"):]
-    for part in ("trains", "40%, step 40 of 100, 2:00 left", "4.2200  █", "500 tokens/s",
-                 "1:20, US$0.4000", "running in training", "step 10", "Once upon"):
+    for part in ("trains", "40%, step 40 of 100, 0:02:00 left (until ", "4.2200  █",
+                 "500 tokens/s", "0:01:20, $0.4000 of about $1.00 at $18.00/h",
+                 "running in training", "step 10", "Once upon"):
         assert part in panel, part
     assert "finished" in table and "no heartbeat" in table and "100/100" in table
     assert "killed" in shown(runs_dir, "killed") and "may have been killed" in shown(
         runs_dir, "killed")
+
+
+def lines_of(runs_dir: Path, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    console.print(screen(runs_dir, (), 100, height))
+    return console.file.getvalue().splitlines()
+
+
+def test_panels_that_do_not_fit_become_rows_and_the_rest_is_counted(
+    runs_dir: Path, workplace: Workplace
+) -> None:
+    for number in range(4):
+        write_run(workplace.add_run(f"other-{number}"), "running")
+    whole = lines_of(runs_dir, 200)
+    assert sum("step 40 of 100" in line for line in whole) == 5
+    for height in range(2, len(whole) + 1):
+        lines = lines_of(runs_dir, height)
+        assert len(lines) <= height
+        panels = sum("step 40 of 100" in line for line in lines)
+        rows = sum("0/100" in line for line in lines)
+        assert (panels > 0) == (height >= 13)  # a panel, headings, four rows, and what is missing
+        (missing,) = [int(line.split()[1]) for line in lines if line.startswith("and ")] or [0]
+        assert panels + rows + missing == 7, height
+
+
+def test_a_long_sample_is_cut_at_its_end_and_only_there(runs_dir: Path) -> None:
+    text = "a \n b" + "".join(f" word{n}" for n in range(100))
+    (runs_dir / "trains/samples.jsonl").write_text(json.dumps(
+        {"global_step": 9, "prompt": "/a/long/path" * 20, "text": text}) + "\n")
+    flat = "".join(line.strip("│ ") for line in shown(runs_dir).splitlines()).replace(" ", "")
+    whole = ("/a/long/path" * 20 + " ".join(text.split()))[:399].replace(" ", "")
+    assert f"{whole}…" in flat
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -17,8 +17,10 @@ import pytest
 from click.testing import Result
 
 from basics.errors import UserError
+from lab.compare.run_results import read_result
 from lab.watch.answers import MAX_POINTS, Watched
 from lab.watch.columns import Columns
+from lab.watch.files import read_part
 from lab.watch.latest import TAIL_BYTES
 from lab.watch.run_state import chosen_runs, launched_runs, read_state
 from lab.watch.server import FILES, HEADERS, STATIC, Server
@@ -68,7 +70,7 @@ def test_the_state_of_a_running_run(runs_dir: Path) -> None:
     run_dir = add_run(runs_dir, "live", status="running", seconds={"training": 0.0})
     beat(run_dir, phase="validation")
     append(run_dir, report(110, mfu=0.41, usd=0.25, gpu_memory_gib=[10.5, 70.25], disk_free_gib=2.0,
-                           gpu_throttling=["", "power cap"], skipped_steps=3))
+                           skipped_steps=3))
     state = read_state(runs_dir, "live")
     assert (state.status, state.phase, state.is_running) == ("running", "validation", True)
     assert 0 <= state.heartbeat_seconds < 30
@@ -78,14 +80,42 @@ def test_the_state_of_a_running_run(runs_dir: Path) -> None:
     assert fitted.num_steps == 150 and fitted.seconds_left == pytest.approx(3.0)
     assert (state.mfu, state.usd, state.memory_gib, state.seconds) == (0.41, 0.25, 70.25, 11.0)
     assert [any(part in warning for warning in state.warnings)
-            for part in ("3 of the last", "GPU 1: power cap", "2.0 GiB free")] == [True] * 3
+            for part in ("3 of the last", "2.0 GiB free")] == [True, True]
 
 
 def test_a_killed_run_has_no_heartbeat(runs_dir: Path) -> None:
     beat(add_run(runs_dir, "dead", status="running"), age=75.0)
     state = read_state(runs_dir, "dead")
     assert state.status == "no heartbeat" and state.phase is None and state.seconds_left is None
-    assert "no heartbeat for 75 s" in state.warnings[0]
+    assert "no heartbeat for 0:01:15" in state.warnings[0]
+
+
+@pytest.mark.parametrize(("age", "status"), [(0, "running"), (7200, "running when last written")])
+def test_a_run_without_heartbeat_is_as_old_as_what_it_wrote_last(
+    runs_dir: Path, age: int, status: str
+) -> None:
+    run_dir = add_run(runs_dir, "copy", status="running")
+    at = time.time() - age
+    os.utime(run_dir / "metrics.jsonl", (at, at))
+    os.utime(run_dir / "summary.json", (at - 9000, at - 9000))
+    state = read_state(runs_dir, "copy")
+    assert (state.status, state.seconds_left is None) == (status, age > 0)
+    assert any("last written 2:00:0" in warning for warning in state.warnings) == (age > 0)
+    assert read_result(run_dir).status == status
+
+
+@pytest.mark.parametrize(("throttling", "warnings"), [
+    (["sw power cap"] * 8, ()), (["", "x"], ()),
+    (["hw thermal slowdown"] * 8, ("GPUs 0-7: hw thermal slowdown",)),
+    (["", "sw power cap, hw slowdown, hw thermal slowdown"],
+     ("GPU 1: hw slowdown, hw thermal slowdown",)),
+    (["hw slowdown", "hw slowdown", "", "hw slowdown", "sw thermal slowdown"],
+     ("GPUs 0-1, 3: hw slowdown", "GPU 4: sw thermal slowdown"))])
+def test_only_slowdowns_by_heat_and_supply_are_warned_of(
+    runs_dir: Path, throttling: list[str], warnings: tuple[str, ...]
+) -> None:
+    append(add_run(runs_dir, "live", status="running"), report(110, gpu_throttling=throttling))
+    assert read_state(runs_dir, "live").warnings == warnings
 
 
 @pytest.mark.parametrize(("content", "status"), [
@@ -116,13 +146,28 @@ def test_hostile_numbers_are_unknown(runs_dir: Path, value: str) -> None:
 
 
 def test_only_the_end_of_long_records_is_read_and_an_older_validation_is_found(
-    runs_dir: Path
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = add_run(runs_dir, "long", steps=50)
     append(run_dir, *(report(step) for step in range(60, 60_000, 10)))
     assert (run_dir / "metrics.jsonl").stat().st_size > 2 * TAIL_BYTES
     state = read_state(runs_dir, "long")
     assert state.global_step == 59_989 and state.validation_loss == 1.52
+    starts = []
+    monkeypatch.setattr("lab.watch.latest.read_part", lambda path, start, **limits: starts.append(
+        start) or read_part(path, start, **limits))
+    size = (run_dir / "metrics.jsonl").stat().st_size
+    append(run_dir, report(60_000))
+    assert read_state(runs_dir, "long").validation_loss == 1.52
+    assert len(starts) == 2 and min(starts) > size - 2 * TAIL_BYTES  # what was read is not again
+    append(run_dir, validation(60_010, 1.25))
+    assert read_state(runs_dir, "long").validation_loss == 1.25
+    append(run_dir, *(report(step) for step in range(60_010, 75_000, 10)))
+    assert read_state(runs_dir, "long").validation_loss == 1.25
+    kept = lines(validation(10, 3.5), *(report(step) for step in range(10, 90_000, 10)))
+    (run_dir / "new").write_text(kept)
+    (run_dir / "new").replace(run_dir / "metrics.jsonl")
+    assert read_state(runs_dir, "long").validation_loss == 3.5
 
 
 def test_launched_runs_are_plain_names_inside_the_directory(runs_dir: Path, tmp_path: Path) -> None:
@@ -214,13 +259,13 @@ def test_links_pipes_and_huge_files_are_not_read(runs_dir: Path, tmp_path: Path)
 
 def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir: Path) -> None:
     run_dir = add_run(runs_dir, "gpus", steps=0)
-    append(run_dir, report(10, gpu_power_w=[100, 300], gpu_throttling=["", "thermal"],
-                           gpu_memory_gib=[1.0, "x", 3.0]))
+    append(run_dir, report(10, gpu_power_w=[100, 300], gpu_memory_gib=[1.0, None, 3.0],
+                           gpu_throttling=["sw power cap", "hw slowdown"]))
     found = Watched(runs_dir).series("gpus", "steps")["lines"]
     assert {key: line["y"] for key, line in found.items() if key.startswith("gpu")} == {
         "gpu_power_w": [200], "gpu_power_w_min": [100], "gpu_power_w_max": [300],
         "gpu_memory_gib": [2], "gpu_memory_gib_min": [1], "gpu_memory_gib_max": [3],
-        "gpus_throttled": [1]}
+        "gpus_slowed_down": [1]}
 
 
 @pytest.mark.parametrize("odd", [None, {"mfu": "x"}, {"usd": -1}, {"global_step": 2.5}, "no JSON",
@@ -230,7 +275,8 @@ def test_many_records_are_read_as_one_by_one(
 ) -> None:
     run_dir = add_run(runs_dir, "long", steps=3000)
     append(run_dir, *(report(step, mfu=0.4, gpu_power_w=[100, step], gpu_memory_gib=[None, 2.0],
-                             gpu_throttling=["", "x"][:step % 3], train_loss=[None, 2.5][step % 2],
+                             gpu_throttling=["", "hw slowdown"][:1 + step % 2],
+                             train_loss=[None, 2.5][step % 2],
                              layer_grad_norm=[1.0]) for step in range(3001, 3201)))
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("" if odd is None else f"{odd}\n" if odd == "no JSON" else lines(
@@ -248,19 +294,16 @@ def test_many_records_are_read_as_one_by_one(
 
 
 @pytest.mark.parametrize("num_values", [0, 1, 99, 100, 101, 1000, 100_003])
-def test_thinning_keeps_both_ends_and_the_extremes_of_each_bucket(num_values: int) -> None:
+def test_thinning_keeps_the_mean_and_the_extremes_of_each_bucket(num_values: int) -> None:
     values = np.random.default_rng(0).normal(size=num_values)
-    picked = thin(values, 100)
-    assert len(picked) <= 102 and (np.diff(picked) > 0).all()
-    if num_values <= 100:
-        assert len(picked) == num_values
-        return
-    assert picked[0] == 0 and picked[-1] == num_values - 1
-    size = bucket_size(num_values, 100)
-    for start in range(0, num_values, size):
-        bucket = values[start:start + size]
-        inside = values[picked[(picked >= start) & (picked < start + size)]]
-        assert inside.min() == bucket.min() and inside.max() == bucket.max()
+    found = thin(values, 100)
+    assert len(found.ends) <= (100 if found.size == 1 else 50)
+    assert (found.size == 1) == (num_values <= 100)
+    parts = [values[start:start + found.size] for start in range(0, num_values, found.size)]
+    assert found.means == pytest.approx([part.mean() for part in parts])
+    assert found.lows.tolist() == [part.min() for part in parts]
+    assert found.highs.tolist() == [part.max() for part in parts]
+    assert values[found.ends].tolist() == [part[-1] for part in parts]
 
 
 def test_points_before_the_first_changed_one_stay() -> None:
@@ -270,13 +313,15 @@ def test_points_before_the_first_changed_one_stay() -> None:
             if now <= len(values):
                 first = first_changed(before, now, 100)
                 old, new = thin(values[:before], 100), thin(values[:now], 100)
-                assert list(old[old < first]) == list(new[new < first])
+                assert old.ends[old.ends < first].tolist() == new.ends[new.ends < first].tolist()
+                assert (old.means[old.ends < first] == new.means[new.ends < first]).all()
 
 
 def merged(old: dict, new: dict) -> dict:
     """Return what the page has after an update."""
-    return {key: {axis: old.get(key, {axis: []})[axis][:line["keep"]] + line[axis]
-                  for axis in ("x", "y")} for key, line in new["lines"].items()}
+    return {key: {part: old.get(key, {}).get(part, [])[:line["keep"]] + line[part]
+                  for part in ("x", "y", "low", "high") if part in line}
+            for key, line in new["lines"].items()}
 
 
 @pytest.mark.parametrize("axis", ["steps", "tokens", "time", "dollars"])
@@ -306,9 +351,25 @@ def test_answers_are_bounded_and_keep_few_validations(runs_dir: Path) -> None:
     append(run_dir, *(validation(300_000 + step, 2.0) for step in range(30)))
     found = Watched(runs_dir).series("long", "steps")["lines"]
     assert len(found["validation_loss"]["x"]) == 30
-    assert all(len(line["x"]) <= MAX_POINTS + 2 for line in found.values())
-    loss = dict(zip(found["train_loss"]["x"], found["train_loss"]["y"], strict=True))
-    assert loss[10 * spike] == 99
+    assert all(len(line["x"]) <= MAX_POINTS for line in found.values())
+    loss = found["train_loss"]
+    at = [x for x, high in zip(loss["x"], loss["high"], strict=True) if high == 99]
+    assert len(at) == 1 and 0 <= at[0] - 10 * spike < 10 * bucket_size(30_000, MAX_POINTS)
+    assert 1 < max(loss["y"]) < 10 and set(loss["low"]) == {1} and "low" not in found[
+        "train_loss_max"]
+
+
+def test_a_range_is_thinned_by_itself(runs_dir: Path) -> None:
+    run_dir = add_run(runs_dir, "long", steps=0)
+    append(run_dir, *(report(10 * n, usd=float(n)) for n in range(1, 5001)))
+    watched = Watched(runs_dir)
+    assert len(watched.series("long", "steps")["lines"]["train_loss"]["x"]) < 1000
+    part = watched.series("long", "steps", within=(20_005.0, 21_005.0))
+    assert part["lines"]["train_loss"]["x"] == list(range(20_000, 21_011, 10))
+    assert part["version"] == "" and all(line["keep"] == 0 for line in part["lines"].values())
+    between = watched.series("long", "dollars", within=(7.2, 7.4))["lines"]["train_loss"]
+    assert between["x"] == [7, 8]
+    assert watched.series("long", "steps", within=(9e9, 1e10))["lines"]["usd"]["y"] == [5000]
 
 
 def test_an_axis_never_goes_back(runs_dir: Path) -> None:
@@ -338,6 +399,8 @@ def test_the_page_and_its_questions_are_answered(runs_dir: Path) -> None:
             assert body == (STATIC / name).read_bytes()
         (run,) = json_of(server, "/runs")["runs"]
         assert (run["name"], run["status"]) == ("a", "finished")
+        part = json_of(server, "/series?run=a&from=41&to=59")["lines"]["train_loss"]["x"]
+        assert part == [40, 50, 60]
         found = json_of(server, "/series?run=a&x=tokens")
         assert found["lines"]["validation_loss"]["x"] == [50 * 2048, 100 * 2048]
         (sample,) = json_of(server, "/samples?run=a")["samples"]
@@ -360,7 +423,8 @@ def test_only_the_chosen_runs_are_served(runs_dir: Path) -> None:
     "/series?run=../outside", "/series?run=%2e%2e%2foutside", "/series?run=a/../a",
     "/series?run=a%00", "/series?run=link",
     "/samples?run=.hidden", "/series?run=a&x=secret", "/series?run=a&points=-1",
-    "/series?run=a&points=99999999", "/samples?" + "&".join(f"a{n}=1" for n in range(20))])
+    "/series?run=a&points=99999999", "/series?run=a&from=1",
+    "/series?run=a&from=1&to=x", "/samples?" + "&".join(f"a{n}=1" for n in range(20))])
 def test_nothing_else_can_be_read(runs_dir: Path, tmp_path: Path, path: str) -> None:
     add_run(runs_dir, "a"), add_run(tmp_path, "outside")
     add_run(runs_dir, "x"), (runs_dir / "x").rename(runs_dir / ".hidden")
@@ -386,7 +450,11 @@ def assert_headers(response) -> None:
     ({"Host": "localhost:1", "Origin": "http://localhost:2"}, 403),
     ({"Host": "localhost:1", "Origin": "https://localhost:1"}, 403),
     ({"Host": "localhost:1", "Origin": "null"}, 403),
-    ({"Host": "localhost:1", "Origin": "http://evil.example"}, 403)])
+    ({"Host": "localhost:1", "Origin": "http://evil.example"}, 403),
+    ({"Host": "localhost:1", "Sec-Fetch-Site": "same-origin"}, 200),
+    ({"Host": "localhost:1", "Sec-Fetch-Site": "none"}, 200),
+    ({"Host": "localhost:1", "Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Host": "localhost:1", "Sec-Fetch-Site": "same-site"}, 403)])
 def test_other_hosts_and_origins_are_refused(
     runs_dir: Path, headers: dict[str, str], status: int
 ) -> None:

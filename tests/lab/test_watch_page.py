@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from lab.watch.answers import Watched
 from lab.watch.export import exported_page
@@ -28,6 +29,13 @@ PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"needs one of {', '.join(PROGRAMS)}")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
+
+
+TOUCH = """(element) => {
+  const { left, top } = element.getBoundingClientRect();
+  element.dispatchEvent(new PointerEvent("pointermove", {
+    pointerType: "touch", clientX: left + 50, clientY: top + 20, bubbles: true }));
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +59,12 @@ def page(browser: Browser) -> Iterator[Page]:
 
     page.on("console", note)
     page.on("pageerror", lambda error: messages.append(str(error)))
-    page.on("requestfailed", lambda request: messages.append(f"failed: {request.url}"))
+
+    def note_failure(request: Request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # by a reload
+            messages.append(f"failed: {request.url}")
+
+    page.on("requestfailed", note_failure)
     page.add_init_script("document.addEventListener('securitypolicyviolation',"
                          " (event) => console.error(`refused: ${event.violatedDirective}`))")
     yield page
@@ -104,13 +117,33 @@ def test_points_appear_while_records_are_appended(page: Page, runs_dir: Path) ->
             writer.join()
 
 
-def test_a_new_run_appears(page: Page, runs_dir: Path) -> None:
+def test_a_new_run_appears_and_nothing_is_drawn_for_nothing(page: Page, runs_dir: Path) -> None:
+    page.add_init_script("""
+        window.draws = 0;
+        const stroke = CanvasRenderingContext2D.prototype.stroke;
+        CanvasRenderingContext2D.prototype.stroke = function (...all) {
+          draws += 1;
+          return stroke.apply(this, all);
+        };
+        new MutationObserver(() => (window.said ??= []).push(
+          document.getElementById("news")?.textContent)).observe(
+          document, { childList: true, subtree: true });""")
     with served(runs_dir) as server:
         open_page(page, server)
         expect(page.locator("#runs tbody tr")).to_have_count(2)
-        add_run(runs_dir, "third")
+        assert "reading run 2 of 2" in page.evaluate("said")
+        page.wait_for_timeout(200)  # the charts' sizes settle
+        before, news = page.evaluate("draws"), page.locator("#news").inner_text()
+        expect(page.locator("#news")).not_to_have_text(news)
+        assert page.evaluate("draws") == before > 0
+        add_run(runs_dir, "third", status="running", steps=150)
+        append(runs_dir / "third", report(160, usd=1.0), report(170, usd=2.0))
         expect(page.locator("#runs tbody tr")).to_have_count(3)
+        first = page.locator("#runs tbody tr").first  # it trains
+        expect(first).to_contain_text(re.compile(r"third.*0:00:03\s*until .*\d\d:\d\d", re.DOTALL))
+        expect(first).to_contain_text(re.compile(r"\$2\.00\s*of about \$5\.00\s*at \$3600"))
         expect(drawn(page, "Learning rate")).to_have_count(3)
+        assert page.evaluate("draws") > before
 
 
 def test_runs_and_axis_are_chosen_and_kept(page: Page, runs_dir: Path) -> None:
@@ -125,25 +158,61 @@ def test_runs_and_axis_are_chosen_and_kept(page: Page, runs_dir: Path) -> None:
             page.get_by_text(name, exact=True).first.click()
             page.wait_for_url(f"**/*{ending}*")
             expect(loss.first).to_contain_text("second training")
+        expect(loss).to_have_count(1)
         page.get_by_label("Log scale").check()
         page.reload()
         expect(loss).to_have_count(1)  # one point has a price, and it is no validation
         expect(page.get_by_label("Log scale")).to_be_checked()
         expect(page.get_by_label("first")).not_to_be_checked()
+        expect(page.get_by_label("second")).to_be_checked()
+        page.get_by_label("second").uncheck()
+        expect(page.get_by_text("No run is selected")).to_be_visible()
+        add_run(runs_dir, "new")  # what is kept is what was hidden
+        expect(page.get_by_label("new")).to_be_checked()
 
 
-def test_a_range_is_selected_and_left_again(page: Page, runs_dir: Path) -> None:
+WATCH_CHARTS = """() => {
+  const show = Chart.prototype.showValues;
+  window.charts = {};
+  Chart.prototype.showValues = function () {
+    charts[this.spec.title] = this;
+    show.call(this);
+  };
+}"""
+
+
+def becomes(page: Page, script: str, wanted: float) -> bool:
+    """Return whether a value on the page becomes this one in time."""
+    return any(page.evaluate(script) == wanted or page.wait_for_timeout(100) for _ in range(300))
+
+
+def test_a_range_is_shown_in_detail_and_the_first_losses_on_demand(
+    page: Page, runs_dir: Path
+) -> None:
+    append(add_run(runs_dir, "long", steps=0), *(report(10 * n) for n in range(1, 3001)))
+    largest = "charts.Loss.plot.scales.y.max"
+    apart = "(({ x }) => x[1] - x[0])(charts.Loss.lines.findLast(({ run }) => run === 'long'))"
     with served(runs_dir) as server:
         open_page(page, server)
+        page.evaluate(WATCH_CHARTS)
         page.locator(".large .u-over").scroll_into_view_if_needed()
         box = page.locator(".large .u-over").bounding_box()
+        page.mouse.move(box["x"] + 100, box["y"] + 50)
+        assert page.evaluate(largest) < 2 and page.evaluate(apart) == 40  # four in a bucket
+        page.get_by_label("All losses").check()
+        assert page.evaluate(largest) > 2.2
+        page.get_by_label("All losses").uncheck()
         page.mouse.move(box["x"] + 100, box["y"] + 50)
         page.mouse.down()
         page.mouse.move(box["x"] + 300, box["y"] + 60, steps=3)
         page.mouse.up()
         expect(page.locator("#reset")).to_be_visible()
+        assert becomes(page, apart, 10)
         page.locator("#reset").click()
         expect(page.locator("#reset")).to_be_hidden()
+        assert becomes(page, apart, 40)
+        page.mouse.dblclick(box["x"] + 100, box["y"] + 50)
+        expect(page.get_by_label("All losses")).to_be_checked()
 
 
 def test_hostile_texts_stay_text(page: Page, runs_dir: Path) -> None:
@@ -175,6 +244,8 @@ def test_it_fits_the_screen_and_follows_the_scheme(
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, background[4:-1].split(","))) < 200) == (scheme == "dark")
+        page.locator(".large .u-over").evaluate(TOUCH)
+        expect(page.locator(".large .at")).to_contain_text("step")
         assert page.locator(".uplot canvas").first.bounding_box()["width"] > 0.8 * min(
             size["width"], 400)
 

@@ -53,21 +53,23 @@ class Plan(_Part):
 class State(_Part):
     name: str
     status: str
-    reason: str | None = None
-    phase: str | None = None
-    heartbeat_seconds: float | None = None
-    global_step: int | None = None
-    num_steps: int | None = None
-    tokens: float | None = None
-    train_loss: float | None = None
-    validation_loss: float | None = None
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    seconds: float | None = None
-    usd: float | None = None
-    seconds_left: float | None = None
-    memory_gib: float | None = None
-    warnings: list[str] = []
+    reason: str | None
+    phase: str | None
+    heartbeat_seconds: float | None
+    global_step: int | None
+    num_steps: int | None
+    tokens: float | None
+    train_loss: float | None
+    validation_loss: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    seconds: float | None
+    usd: float | None
+    seconds_left: float | None
+    usd_per_hour: float | None
+    usd_at_end: float | None
+    memory_gib: float | None
+    warnings: list[str]
 
 
 class List(_Part):

@@ -14,6 +14,7 @@ const format = {
     const digits = value > 0 && value < 1 ? 4 : 2;
     return `$${value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })}`;
   },
+  roughDollars: (value) => (value < 10 ? format.dollars(value) : `$${format.whole(value)}`),
   short(value) {
     for (const [size, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (Math.abs(value) >= size) return format.three(value / size) + letter;
@@ -22,11 +23,13 @@ const format = {
   },
   duration(seconds) {
     const whole = Math.round(seconds);
-    if (whole < 60) return `${whole} s`;
     const two = (number) => String(number).padStart(2, "0");
-    const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
-    if (hours >= 100) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
-    return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+    return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}`;
+  },
+  clock(seconds) { // of a moment in so many seconds, with the day unless it is today
+    const [now, then] = [new Date(), new Date(Date.now() + 1000 * seconds)];
+    const day = now.toDateString() === then.toDateString() ? {} : { weekday: "short", day: "numeric", month: "short" };
+    return then.toLocaleString("en-GB", { ...day, hour: "2-digit", minute: "2-digit" });
   },
 };
 
@@ -45,7 +48,7 @@ const gpu = (key) => [{ key, low: `${key}_min`, high: `${key}_max` }];
 
 const TRAINING_CHARTS = [
   {
-    title: "Loss", unit: "nats per token", large: true, log: true, value: format.fixed(4),
+    title: "Loss", unit: "nats per token", large: true, log: true, falls: true, value: format.fixed(4),
     lines: [
       { key: "train_loss", name: "training", low: "train_loss_min", high: "train_loss_max" },
       { key: "validation_loss", name: "validation", strong: true },
@@ -66,7 +69,7 @@ const MACHINE_CHARTS = [
   { title: "GPU use", unit: "%", value: format.fixed(0), zero: true, lines: gpu("gpu_use_percent") },
   { title: "GPU temperature", unit: "°C", value: format.fixed(0), lines: gpu("gpu_temperature_c") },
   { title: "GPU power", unit: "W", value: format.fixed(0), zero: true, lines: gpu("gpu_power_w") },
-  { title: "GPUs throttled", value: format.fixed(0), zero: true, steps: [1, 2, 5, 10, 20], lines: [{ key: "gpus_throttled" }] },
+  { title: "GPUs slowed down", unit: "by heat or power supply", value: format.fixed(0), zero: true, steps: [1, 2, 5, 10, 20], lines: [{ key: "gpus_slowed_down" }] },
   { title: "Energy", unit: "kWh", value: format.three, zero: true, lines: [{ key: "energy_kwh" }] },
   { title: "Memory of the machine", unit: "GiB in use", value: format.fixed(1), zero: true, lines: [{ key: "host_ram_gib" }] },
   { title: "Load of the machine", unit: "mean over a minute", value: format.fixed(1), zero: true, lines: [{ key: "host_load" }] },
@@ -116,7 +119,7 @@ class Chart {
     return { width: Math.max(200, Math.floor(this.place.clientWidth)), height };
   }
 
-  // view: axis, log, range ([smallest, largest] x of all charts), theme.
+  // view: axis, log, whole (the y range too), range ([smallest, largest] x of all charts), isZoomed, theme.
   show(runs, view) {
     this.view = view;
     const lines = runs.flatMap((run) => this.linesOf(run, runs.length === 1));
@@ -125,7 +128,7 @@ class Chart {
     this.lines = lines;
     const data = uPlot.join(lines.map((line) => [line.x, line.y]));
     const drawn = JSON.stringify([lines.map((line) => [line.run, line.key, line.color, line.y.length < 200]),
-      view.axis, view.log, view.theme]);
+      view.axis, view.log, view.whole, view.theme]);
     if (this.plot && drawn === this.drawn) {
       this.plot.setData(data, true);
     } else {
@@ -133,8 +136,20 @@ class Chart {
       this.drawn = drawn;
       this.fillLegend();
       this.plot = new uPlot(this.options(), data, this.place);
+      this.followTouch(this.plot);
     }
     this.showValues();
+  }
+
+  // A finger that moves sideways shows the values under it; uPlot follows a mouse only.
+  followTouch(plot) {
+    const follow = (event) => {
+      if (event.pointerType !== "touch") return;
+      const { left, top } = plot.over.getBoundingClientRect();
+      plot.setCursor({ left: event.clientX - left, top: event.clientY - top }, true, true);
+    };
+    plot.over.addEventListener("pointerdown", follow);
+    plot.over.addEventListener("pointermove", follow);
   }
 
   remove() {
@@ -148,15 +163,17 @@ class Chart {
     for (const line of this.spec.lines) {
       const points = run.lines[line.key];
       if (!points?.x.length) continue;
-      const add = (key, isEdge) => found.push({
-        run: run.name, color: run.color, key, isEdge, name: line.name, strong: line.strong,
-        x: run.lines[key].x, y: this.shown(run.lines[key].y),
+      const hasOwn = isAlone && run.lines[line.high] && run.lines[line.low];
+      const [low, high] = hasOwn ? [run.lines[line.low], run.lines[line.high]] : [points, points];
+      const add = ({ x }, y, isEdge) => found.push({
+        run: run.name, color: run.color, key: line.key, isEdge, name: line.name, strong: line.strong,
+        x, y: this.shown(y), isFaint: !isAlone,
       });
-      if (isAlone && line.high && run.lines[line.high] && run.lines[line.low]) {
-        add(line.high, true);
-        add(line.low, true);
+      if (hasOwn || points.low) { // a band: the extremes of reports, of GPUs, or of values drawn as one point
+        add(high, high.high ?? high.y, true);
+        add(low, low.low ?? low.y, true);
       }
-      add(line.key, false);
+      add(points, points.y, false);
     }
     return found;
   }
@@ -211,7 +228,7 @@ class Chart {
           values: (_, ticks) => ticks.map((y) => (y == null ? null : format.short(y))) },
       ],
       series: [{}, ...this.lines.map((line) => this.series(line))],
-      bands: edges.map((index) => ({ series: [index, index + 1], fill: `${this.lines[index - 1].color}26` })),
+      bands: edges.map((index) => ({ series: [index, index + 1], fill: this.lines[index - 1].color + (this.lines[index - 1].isFaint ? "1f" : "26") })),
       cursor: {
         y: false, drag: { x: true, y: false, setScale: false },
         sync: { key: "runs", scales: ["x", null], filters: { pub: (type) => !["mousedown", "mouseup"].includes(type) } },
@@ -240,8 +257,29 @@ class Chart {
       return [Math.floor(low / below) * below, top > low ? top : 2 * top];
     }
     if (this.spec.zero) return [0, high > 0 ? high * 1.08 : 1];
+    if (this.isCut()) [low, high] = this.lateRange() ?? [low, high];
     const room = (high - low || Math.abs(high) || 1) * 0.06;
     return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
+  }
+
+  // Whether the y range is that of late values, so that the first ones do not flatten the others.
+  isCut() {
+    return Boolean(this.spec.falls && !this.view.isZoomed && !this.view.whole);
+  }
+
+  // Smallest and largest value after the first tenth of each run.
+  lateRange() {
+    const [ends, lines] = [new Map(), this.lines.filter((line) => !line.isEdge)];
+    for (const { run, x } of lines) {
+      const [first, last] = ends.get(run) ?? [Infinity, -Infinity];
+      ends.set(run, [Math.min(first, x[0]), Math.max(last, x[x.length - 1])]);
+    }
+    const found = lines.flatMap(({ run, x, y }) => {
+      const [first, last] = ends.get(run);
+      return y.filter((_, index) => x[index] >= first + (last - first) / 10);
+    });
+    const [low, high] = found.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+    return low <= high ? [low, high] : null;
   }
 
   series(line) {

@@ -14,8 +14,9 @@
   const byId = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
-  const state = { axis: "steps", log: false, only: null, zoom: null, runs: [] };
-  const loaded = new Map(); // by run: axis, points, metrics, version, lines, samples
+  // hidden: the runs that are not drawn; null for all but the newest ones.
+  const state = { axis: "steps", log: false, whole: false, hidden: null, zoom: null, runs: [] };
+  const loaded = new Map(); // by run: axis, points, metrics, version, lines, samples; detail of the zoomed range
   const colors = new Map(); // by run: a number, in the order of appearance
   const rows = new Map(); // by run: the elements of its row
 
@@ -42,8 +43,8 @@
   }
 
   function shownRuns() {
-    const shown = state.only ?? newestRuns();
-    return state.runs.filter((run) => shown.has(run.name));
+    const newest = newestRuns();
+    return state.runs.filter(({ name }) => (state.hidden ? !state.hidden.has(name) : newest.has(name)));
   }
 
   function colorOf(name) {
@@ -51,17 +52,30 @@
     return `--run-${colors.get(name)}`;
   }
 
+  let drawnNames = "";
+
+  const namesOf = (runs) => JSON.stringify(runs.map((run) => run.name));
+
+  function linesOf(run) {
+    const { lines, detail } = loaded.get(run.name);
+    return state.zoom && detail?.zoom === state.zoom ? detail.lines : lines;
+  }
+
   function draw() {
-    const runs = shownRuns().filter((run) => loaded.get(run.name)?.axis === state.axis)
-      .map((run) => ({ name: run.name, color: cssColor(colorOf(run.name)), lines: loaded.get(run.name).lines }));
-    const view = { axis: state.axis, log: state.log, theme: dark.matches, range: state.zoom ?? wholeRange(runs) };
+    const shown = shownRuns();
+    drawnNames = namesOf(shown);
+    const runs = shown.filter((run) => loaded.get(run.name)?.axis === state.axis)
+      .map((run) => ({ name: run.name, color: cssColor(colorOf(run.name)), lines: linesOf(run) }));
+    const { axis, log, whole, zoom } = state;
+    const view = { axis, log, whole, theme: dark.matches, isZoomed: Boolean(zoom), range: zoom ?? wholeRange(runs) };
     for (const chart of charts) chart.show(runs, view);
     byId("machine-section").hidden = !byId("machine").querySelector(".chart:not([hidden])");
     byId("reset").hidden = !state.zoom;
-    const isEmpty = runs.length > 0 && !document.querySelector(".chart:not([hidden])");
-    setText(byId("nothing"), !isEmpty ? "" : state.axis === "dollars"
-      ? "These runs have no price: set usd_per_hour." : "These runs have no records yet.");
-    byId("nothing").hidden = !isEmpty;
+    const isEmpty = state.runs.length > 0 && !document.querySelector(".chart:not([hidden])");
+    const why = !shown.length ? "No run is selected: select one in the table."
+      : state.axis === "dollars" ? "These runs have no price: set usd_per_hour." : "These runs have no records yet.";
+    setText(byId("nothing"), isEmpty && (runs.length || !shown.length) ? why : "");
+    byId("nothing").hidden = !byId("nothing").textContent;
   }
 
   function wholeRange(runs) {
@@ -77,9 +91,12 @@
     return low === high ? [low - 1, high + 1] : [low, high];
   }
 
+  // A range, or null for all of x; again, for all losses.
   function zoom(range) {
+    if (!range && !state.zoom) return showWhole(!state.whole);
     state.zoom = range;
     draw();
+    refresh();
   }
 
   const charts = [
@@ -97,6 +114,7 @@
       row.element.remove();
       rows.delete(name);
     }
+    for (const name of [...names].sort()) colorOf(name);
     state.runs.forEach((run, index) => {
       if (!rows.has(run.name)) rows.set(run.name, newRow(run.name));
       const row = rows.get(run.name);
@@ -123,11 +141,13 @@
     row.cells = LABELS.map((label) => {
       const cell = make("td", {});
       cell.dataset.label = label;
-      return cell;
+      const [value, below] = [make("span", {}), more("figure")];
+      cell.append(value, below);
+      return { cell, value, below };
     });
     row.element = make("tr", {},
       make("td", {}, make("label", { className: "run" }, box, swatch, make("b", { title: name }, name)), row.warnings),
-      make("td", {}, row.chip, row.doing, row.reason), make("td", {}, row.steps, row.bar, row.tokens), ...row.cells);
+      make("td", {}, row.chip, row.doing, row.reason), make("td", {}, row.steps, row.bar, row.tokens), ...row.cells.map(({ cell }) => cell));
     box.addEventListener("change", () => choose(name, box.checked));
     return row;
   }
@@ -137,8 +157,8 @@
     const isRunning = run.status === "running";
     setText(row.chip, run.status);
     row.chip.className = `chip ${CHIPS[run.status] ?? "warn"}`;
-    const beat = isRunning && run.heartbeat_seconds != null && `heartbeat ${format.duration(run.heartbeat_seconds)} ago`;
-    setText(row.doing, [run.phase, beat].filter(Boolean).join(" · "));
+    const beat = isRunning && run.heartbeat_seconds != null && `heartbeat ${Math.round(run.heartbeat_seconds)} s ago`;
+    setText(row.doing, [run.phase, beat].filter(Boolean).join("\n"));
     setText(row.reason, run.reason ?? "");
     setText(row.warnings, run.warnings.join("; "));
     const step = run.global_step == null ? null : run.global_step + 1;
@@ -153,9 +173,13 @@
       text(run.memory_gib, gib), text(run.seconds, format.duration),
       text(run.seconds_left, format.duration), text(run.usd, format.dollars),
     ].forEach((value, index) => {
-      setText(row.cells[index], value);
-      row.cells[index].className = value === NONE ? "none" : "";
+      setText(row.cells[index].value, value);
+      row.cells[index].cell.className = value === NONE ? "none" : "";
     });
+    const [left, dollars] = row.cells.slice(-2);
+    setText(left.below, run.seconds_left && !exported ? `until ${format.clock(run.seconds_left)}` : "");
+    setText(dollars.below, [text(run.usd_at_end, (usd) => `of about ${format.roughDollars(usd)}`),
+      text(run.usd_per_hour, (usd) => `at $${usd.toFixed(2)}/h`)].filter((part) => part !== NONE).join("\n"));
   }
 
   // Samples.
@@ -191,16 +215,27 @@
   async function loadSeries(run) {
     const { axis } = state;
     const before = loaded.get(run.name) ?? { points: state.runs.length > 4 ? 1000 : 2000 };
+    if (state.zoom && before.axis === axis && !exported) return loadDetail(run, before);
     if (before.metrics === run.metrics && before.axis === axis) return false;
     const since = before.axis === axis ? before.version : "";
     const answer = await ask("series", { run: run.name, x: axis, points: before.points, since });
     if (!answer || axis !== state.axis) return false;
     const lines = {};
-    for (const [key, { keep, x, y }] of Object.entries(answer.lines)) {
-      const old = keep ? before.lines[key] : { x: [], y: [] };
-      lines[key] = { x: old.x.slice(0, keep).concat(x), y: old.y.slice(0, keep).concat(y) };
+    for (const [key, { keep, ...parts }] of Object.entries(answer.lines)) {
+      lines[key] = Object.fromEntries(Object.entries(parts).map(([part, numbers]) => [
+        part, keep ? before.lines[key][part].slice(0, keep).concat(numbers) : numbers]));
     }
     loaded.set(run.name, { ...before, axis, lines, version: answer.version, metrics: run.metrics });
+    return true;
+  }
+
+  async function loadDetail(run, before) {
+    const { axis, zoom } = state;
+    if (before.detail?.zoom === zoom && before.detail.metrics === run.metrics) return false;
+    const [from, to] = zoom;
+    const answer = await ask("series", { run: run.name, x: axis, points: before.points, from, to });
+    if (!answer || zoom !== state.zoom) return false;
+    loaded.set(run.name, { ...before, detail: { zoom, metrics: run.metrics, lines: answer.lines } });
     return true;
   }
 
@@ -214,11 +249,14 @@
   async function update() {
     state.runs = (await ask("runs", {})).runs;
     showTable();
-    for (const run of shownRuns()) {
-      if (await loadSeries(run)) draw();
+    const runs = shownRuns();
+    let isChanged = namesOf(runs) !== drawnNames;
+    for (const [index, run] of runs.entries()) {
+      if (!loaded.has(run.name)) setText(byId("news"), `reading run ${index + 1} of ${runs.length}`);
+      if (await loadSeries(run)) isChanged = true;
       await loadSamples(run);
     }
-    draw();
+    if (isChanged) draw();
     showSamples();
   }
 
@@ -253,7 +291,8 @@
     const choices = new URLSearchParams();
     if (state.axis !== "steps") choices.set("x", state.axis);
     if (state.log) choices.set("log", "1");
-    if (state.only) choices.set("only", [...state.only].join(","));
+    if (state.whole) choices.set("whole", "1");
+    if (state.hidden) choices.set("hide", [...state.hidden].join(","));
     history.replaceState(null, "", `#${choices}`);
   }
 
@@ -261,29 +300,37 @@
     const choices = new URLSearchParams(location.hash.slice(1));
     if (Object.hasOwn(AXES, choices.get("x") ?? "")) state.axis = choices.get("x");
     state.log = choices.has("log");
-    if (choices.has("only")) state.only = new Set(choices.get("only").split(",").filter(Boolean));
+    state.whole = choices.has("whole");
+    if (choices.has("hide")) state.hidden = new Set(choices.get("hide").split(",").filter(Boolean));
     byId("log").checked = state.log;
+    byId("whole").checked = state.whole;
     for (const button of document.querySelectorAll("[name=axis]")) button.checked = button.value === state.axis;
   }
 
   function choose(name, isShown) {
-    state.only = new Set(shownRuns().map((run) => run.name));
-    if (isShown) state.only.add(name);
-    else state.only.delete(name);
+    const shown = new Set(shownRuns().map((run) => run.name));
+    state.hidden = new Set(state.runs.map((run) => run.name).filter((other) => !shown.has(other)));
+    if (isShown) state.hidden.delete(name);
+    else state.hidden.add(name);
+    changed();
+  }
+
+  function showWhole(isWhole) {
+    state.whole = byId("whole").checked = isWhole;
     changed();
   }
 
   function changed() {
     remember();
     showTable();
-    draw();
+    const shown = shownRuns();
+    if (!shown.length || shown.some((run) => loaded.get(run.name)?.axis === state.axis)) draw();
     showSamples();
     refresh();
   }
 
   byId("all").addEventListener("change", (event) => {
-    state.only = new Set(event.target.checked ? state.runs.map((run) => run.name) : []);
-    if (event.target.checked && state.runs.length <= SHOWN_AT_FIRST) state.only = null; // new runs too
+    state.hidden = new Set(event.target.checked ? [] : state.runs.map((run) => run.name));
     changed();
   });
   for (const button of document.querySelectorAll("[name=axis]")) {
@@ -297,6 +344,7 @@
     state.log = event.target.checked;
     changed();
   });
+  byId("whole").addEventListener("change", (event) => showWhole(event.target.checked));
   byId("reset").addEventListener("click", () => zoom(null));
   dark.addEventListener("change", draw);
   document.addEventListener("visibilitychange", () => document.hidden || refresh());
