@@ -21,7 +21,7 @@ from reporting.machine_meter import MachineMeter
 from reporting.metrics_file import energy_before
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
-from reporting.summary import RunEnd
+from reporting.summary import RunEnd, StopReason
 from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import remove_partial_checkpoints
@@ -208,7 +208,7 @@ class Reports:
         gc.collect()  # the automatic collection is off, and checkpoints leave reference cycles
         self.window.restart_timing()
 
-    def end(self, global_step: int, num_steps: int, *, stop_reason: str | None,
+    def end(self, global_step: int, num_steps: int, *, stop_reason: StopReason | None,
             lacks_validation: bool) -> None:
         """Wait for the last checkpoint; write and print the summary. Rank 0.
 

@@ -110,12 +110,12 @@ class PreparedRun:
         checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
-    def say_finished(self, process: Process) -> None:
-        """Say that nothing is left to do. Every rank; rank 0 prints."""
-        if process.is_main:
+    def say_if_finished(self, process: Process) -> None:
+        """Say that nothing is left to train, if so. Every rank; rank 0 prints."""
+        if self.is_finished and process.is_main:
             print_line(f"{self.run.name} is complete: {self.num_steps:,} steps,"
                        f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it"
-                       f" over{'; --when-done is not run' if self.options.when_done else ''}")
+                       " over")
 
 
 def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
