@@ -92,8 +92,9 @@ class TrackerProcess:
         """Let the tracker be started again later; return what the user should know."""
         self._restart_at = time.monotonic() + RESTART_SECONDS
         is_known, self._failure = failure == self._failure, failure
+        minutes = RESTART_SECONDS / 60
         return "" if is_known else (f"{failure}; {self._remedy()}; until the launch ends, the"
-                                    f" tracker is started again every {RESTART_SECONDS / 60:.0f} minutes")
+                                    f" tracker is started again every {minutes:.0f} minutes")
 
     def take_failure(self) -> str:
         """Return what the user should know of the tracker since the last call, or nothing."""
