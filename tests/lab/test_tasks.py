@@ -13,8 +13,9 @@ import torch
 from click.testing import Result
 
 from basics.errors import UserError
+from lab.evaluate import measure
 from lab.evaluate.evaluate import NAMES
-from lab.evaluate.questions import read_quiz
+from lab.evaluate.questions import read_quiz, read_quizzes
 from lab.evaluate.results import TaskResult
 from lab.evaluate.scoring import Question, encode_questions, score
 from lab.evaluate.sharing import Share
@@ -132,7 +133,11 @@ def test_losses_and_tasks_are_one_json_document_on_stdout(trained: Workplace) ->
     assert other.loss and len(other.tasks) == 1
 
 
-def test_without_the_loss_it_is_null(trained: Workplace) -> None:
+def test_without_the_loss_it_is_null_and_all_else_is_on_stderr(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "read_quizzes",
+                        lambda wanted: print("a library's line") or read_quizzes(wanted))
     (model,) = checked(succeeded(lab_evaluate(
         trained, "tiny", f"--task=piqa={short_piqa(trained)}", "--json")).stdout).models
     assert model.loss is None and model.tasks[0].questions == 3
