@@ -80,9 +80,9 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     with watchdog.start():  # a node may be lost while another one downloads
         prepared = prepare_run(options, process, clock, agreement)
         agreement.require_same("run", prepared.identity())
-        if prepared.is_finished:
-            return prepared.say_finished(process)
-        train(prepared, watchdog, clock, agreement)
+        prepared.say_if_finished(process)
+        if not prepared.is_finished:
+            train(prepared, watchdog, clock, agreement)
     run_when_done(prepared, process, stop_signal=watchdog.stop_signal)
 
 

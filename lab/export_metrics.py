@@ -1,4 +1,4 @@
-"""`lab export-metrics`: pass a run's records on to a tracker afterwards."""
+"""`lab export-metrics`: send a run's records to a tracker afterwards."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from run_config import Run, load_run
 @click.option("--to", "tracker", type=click.Choice(("tensorboard", "wandb", "trackio")),
               required=True, help="Needs the extra of that name: uv run --extra wandb lab ...")
 @click.option("--output", "output_dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Pass all records on to a new tracked run that is kept in this directory."
-                   "  [default: only those that the tracked run of training lacks]")
+              help="Send all records to a new tracked run that is kept in this directory."
+                   "  [default: only those that are missing in the tracked run of training]")
 @click.option("--fresh", "starts_over", is_flag=True,
-              help="Pass all records on to a new tracked run, with which training then goes on.")
+              help="Send all records to a new tracked run, with which training then goes on.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 def command(name: str, tracker: str, output_dir: Path | None, starts_over: bool,
@@ -40,16 +40,16 @@ def command(name: str, tracker: str, output_dir: Path | None, starts_over: bool,
     for line in check_tracker(run, asked_by=f"--to {tracker}"):
         print_error(line)
     if output_dir is None:
-        lock_run(run.run_dir)  # training would pass the same records on
+        lock_run(run.run_dir)  # training would send the same records
     try:
-        num_passed_on = export(run, output_dir, starts_over=starts_over)
+        num_sent = export(run, output_dir, starts_over=starts_over)
     finally:
         release_run()
-    click.echo(f"passed on to {visible(tracker)}: {num_passed_on:,} records")
+    click.echo(f"sent to {visible(tracker)}: {num_sent:,} records")
 
 
 def export(run: Run, output_dir: Path | None, *, starts_over: bool) -> int:
-    """Pass on what a tracked run lacks of a run's records; return their number.
+    """Send the records of a run that are missing in a tracked run; return their number.
 
     Raises:
         UserError: the tracker has failed.
@@ -57,12 +57,14 @@ def export(run: Run, output_dir: Path | None, *, starts_over: bool) -> int:
     records = read_metrics(run.metrics_path)
     last_step = max((record["global_step"] for record in records), default=-1)
     tracked = TrackedRun.load(run.run_dir, starts_over=starts_over or output_dir is not None)
+    tracked = tracked.at_launch(
+        run.train.tracker, Start(run.metrics_path.stat().st_size, last_step + 1))
     place = place_of(run, tracked, output_dir=output_dir, note=print_error)
     try:
         feed = open_feed(run, tracked, place)
-        feed.begin(Start(run.metrics_path.stat().st_size, first_step=last_step + 1))
+        feed.begin()
         feed.finish(*read_end(run))
     except Exception as error:
         raise UserError(f"{run.train.tracker} has failed: {describe(error)}; the same command"
                         " goes on from there", FAILED) from None
-    return feed.num_passed_on
+    return feed.num_new

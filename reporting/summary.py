@@ -34,7 +34,16 @@ SHOWN_PHASES = {
     DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between launches",
 }
 FINISHED = "finished"
+MAX_STEPS, SIGNAL, BUDGET = "--max-steps", "signal", "budget"  # what stops a launch before that
 HEARTBEAT_SECONDS = 120.0  # a heartbeat that is older is that of a process that was killed
+
+
+@dataclass(frozen=True)
+class StopReason:
+    """Why a launch ends before the run does."""
+
+    kind: str  # MAX_STEPS, SIGNAL or BUDGET
+    text: str  # such as the signal's name
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class RunEnd:
     first_step: int  # of this launch
     global_step: int
     num_steps: int  # the length of the schedule
-    stop_reason: str | None  # unless the run is finished
+    stop_reason: StopReason | None  # unless the run is finished
     lacks_validation: bool  # the last step is taken, but its validation was interrupted
     num_parameters: int
     best: dict[str, Any] | None  # checkpoint, global_step, loss
@@ -59,12 +68,14 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     records = read_metrics(run.metrics_path)
     tokens = (end.global_step + 1) * plan.tokens_per_step
     is_finished = end.global_step == end.num_steps - 1 and not end.lacks_validation
+    reason = None if is_finished else end.stop_reason
     seconds, usd, this_launch = clock.read(), clock.usd(), clock.read_this_launch()
     num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
     return {
         "run": run.name,
         "status": FINISHED if is_finished else "stopped",
-        "reason": None if is_finished else end.stop_reason,
+        "reason": reason and reason.text,
+        "stopped_by": reason and reason.kind,
         "global_step": end.global_step,
         "num_steps": end.num_steps,
         "tokens": tokens,
@@ -135,6 +146,13 @@ def record_when_done(run: Run, command: str, status: int | None) -> None:
     summary = read_summary(run) | {"when_done": {"command": command, "status": status}}
     with suppress(OSError):  # a full disk: the command is run all the same
         write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=True)
+
+
+def when_done_status(summary: dict[str, Any]) -> int | None:
+    """Return how the command after the end of a run ended; None if it has not."""
+    recorded = summary.get("when_done")
+    status = recorded.get("status") if isinstance(recorded, dict) else None
+    return status if isinstance(status, int) else None
 
 
 def _spent(seconds: dict[str, float], usd: dict[str, float]) -> dict[str, Any]:

@@ -32,19 +32,51 @@ class Tracker(Protocol):
         """Take the numbers of one record."""
 
     def flush(self) -> None:
-        """Pass on what has been taken, as far as that needs no waiting."""
+        """Send what has been taken, as far as that needs no waiting."""
 
     def finish(self, status: str, figures: dict[str, float]) -> None:
-        """Take the figures of the end, and wait until all has been passed on."""
+        """Take the figures of the end, and wait until all has been sent."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a launch begins.
+
+    Attributes:
+        num_bytes: of metrics.jsonl when it began: records of earlier launches.
+        first_step: the global step that it begins with.
+    """
+
+    num_bytes: int
+    first_step: int
+
+    def earlier(self, other: Start | None) -> Start:
+        """Return where the first of two launches begins, as far as the second has kept that."""
+        return self if other is None else Start(min(self.num_bytes, other.num_bytes),
+                                                min(self.first_step, other.first_step))
+
+
+class Sent(BaseModel):
+    """How many of a run's records a tracker has: at least `num_logged`, at most `num_sent`.
+
+    Attributes:
+        start: of the first launch that the tracker has not been told of.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    num_logged: int = 0
+    num_sent: int = 0
+    start: Start | None = None
 
 
 class TrackedRun(BaseModel):
-    """`tracker.json`: under which id trackers know a run, and how many of its records they have."""
+    """`tracker.json`: under which id trackers know a run, and what each of them has of it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     id: str = Field(pattern=r"^[0-9a-f-]{1,40}$")
-    num_logged: dict[str, int] = {}  # records, by tracker
+    trackers: dict[str, Sent] = {}
 
     @classmethod
     def load(cls, run_dir: Path, *, starts_over: bool = False) -> TrackedRun:
@@ -57,10 +89,19 @@ class TrackedRun(BaseModel):
         began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         return cls(id=f"{began}-{secrets.token_hex(2)}")
 
-    def save(self, run_dir: Path, tracker: str, num_logged: int) -> None:
-        """Record how many records a tracker has. Raises: OSError."""
-        counts = self.num_logged | {tracker: num_logged}
-        changed = self.model_copy(update={"num_logged": counts})
+    def sent_to(self, tracker: str) -> Sent:
+        return self.trackers.get(tracker, Sent())
+
+    def at_launch(self, tracker: str, start: Start) -> TrackedRun:
+        """Return this tracked run when a launch begins, of which no tracker has been told yet."""
+        known = {tracker: Sent()} | self.trackers
+        return self.model_copy(update={"trackers": {
+            name: sent.model_copy(update={"start": start.earlier(sent.start)})
+            for name, sent in known.items()}})
+
+    def save(self, run_dir: Path, tracker: str, sent: Sent) -> None:
+        """Record what a tracker has. Raises: OSError."""
+        changed = self.model_copy(update={"trackers": self.trackers | {tracker: sent}})
         write_atomically(run_dir / STATE_NAME, changed.model_dump_json() + "\n")
 
     def name_of(self, run_name: str) -> str:
@@ -119,70 +160,66 @@ class RecordReader:
             raise OSError(f"{self._path.name} was replaced by another launch")
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a launch begins.
-
-    Attributes:
-        num_bytes: of metrics.jsonl when it began: records of earlier launches.
-        first_step: the global step that it begins with.
-    """
-
-    num_bytes: int
-    first_step: int
-
-
 class Feed:
-    """Passes a run's records on to a tracker, each of them once.
+    """Sends a run's records to a tracker, each of them once.
 
-    Records that an earlier launch has passed on are counted and left out. Where more were passed
-    on than are left, the run was killed: their steps come again.
+    Records that an earlier launch has sent are counted and left out. Where more were sent than are
+    left, the run was killed: their steps come again.
 
     Args:
-        num_known: how many records the tracker has.
-        save: called with the same after each change.
+        sent: what the tracker has.
+        save: called with the same before each change.
 
     Attributes:
-        num_passed_on: how many records the tracker has been given.
+        num_new: how many records the tracker has been given.
     """
 
-    def __init__(self, path: Path, tracker: Tracker, *, num_known: int,
-                 save: Callable[[int], None]) -> None:
+    def __init__(self, path: Path, tracker: Tracker, sent: Sent, *,
+                 save: Callable[[Sent], None]) -> None:
         self._reader, self._tracker = RecordReader(path), tracker
-        self._num_known, self._save = num_known, save
-        self._num_read = self._num_flushed = self.num_passed_on = 0
+        self._sent, self._save = sent, save
+        self._num_read = self.num_new = 0
 
-    def begin(self, start: Start) -> None:
-        """Pass on what the tracker lacks of the earlier launches."""
-        offset = -1
+    def begin(self) -> None:
+        """Send what the tracker lacks of earlier launches; tell it of steps that come again."""
+        if (start := self._sent.start) is None:
+            return
+        num_logged, offset = self._sent.num_logged, -1
         while offset < self._reader.offset < start.num_bytes:
             offset = self._reader.offset
-            self._pass_on(self._reader.read(end=start.num_bytes))
-        if self._num_known > self._num_read:
+            self._send(self._reader.read(end=start.num_bytes), num_logged=num_logged)
+        if self._sent.num_sent > self._num_read:
             self._tracker.repeat_from(start.first_step + 1)
-        self._save(min(self._num_known, self._num_read))
-        self._num_known = self._num_flushed = self._num_read
+        self._change(Sent(num_logged=min(num_logged, self._num_read), num_sent=self._num_read))
 
-    def pass_on_new(self) -> None:
-        """Pass on all records that have come."""
+    def send_new(self) -> None:
+        """Send all records that have come."""
         while records := self._reader.read():
-            self._pass_on(records)
-            # What came before these has been flushed a while ago: after a kill, a tracker rather
-            # gets records twice than not at all.
-            self._save(self._num_flushed)
-            self._num_flushed = self._num_read
+            # What came before these has arrived a while ago: after a kill, a tracker rather gets
+            # records twice than not at all.
+            self._send(records, num_logged=max(self._sent.num_logged, self._num_read))
 
     def finish(self, status: str, figures: dict[str, float]) -> None:
-        """Pass on what is left and the figures of the end; close the tracker."""
-        self.pass_on_new()
+        """Send what is left and the figures of the end; close the tracker."""
+        self.send_new()
         self._tracker.finish(status, figures)
-        self._save(self._num_read)
+        self._change(Sent(num_logged=self._num_read, num_sent=self._num_read))
         self._reader.close()
 
-    def _pass_on(self, records: list[dict[str, Any]]) -> None:
+    def _send(self, records: list[dict[str, Any]], *, num_logged: int) -> None:
+        """Send records; that they may have been is saved first, for a kill meanwhile."""
+        first_new = max(self._sent.num_logged, self._num_read) + 1
+        self._change(self._sent.model_copy(update={
+            "num_logged": num_logged,
+            "num_sent": max(self._sent.num_sent, self._num_read + len(records))}))
         for record in records:
             self._num_read += 1
-            if self._num_read > self._num_known and (metrics := metrics_of(record)):
+            if self._num_read >= first_new and (metrics := metrics_of(record)):
                 self._tracker.log(shown_step(record), metrics)
-                self.num_passed_on += 1
+                self.num_new += 1
         self._tracker.flush()
+
+    def _change(self, sent: Sent) -> None:
+        if sent != self._sent:
+            self._save(sent)
+            self._sent = sent

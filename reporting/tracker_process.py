@@ -1,14 +1,14 @@
-"""Passes a run's records on to a tracker while it trains, in a process that needs no torch.
+"""Sends a run's records to a tracker while it trains, in a process that needs no torch.
 
 It reads `metrics.jsonl` as it grows, so a tracker that fails, hangs or is slow loses nothing and
-holds nothing up: the next launch, or `lab export-metrics`, passes on what is missing.
+holds nothing up: another start, the next launch, or `lab export-metrics` sends what is missing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
+import math
 import os
 import select
 import subprocess
@@ -29,20 +29,22 @@ from processes.run_lock import end_with_parent
 from reporting.chart_process import LOWEST
 from reporting.metric_names import final_figures
 from reporting.metrics_file import check_records
-from reporting.tracked_run import STATE_NAME, Feed, Start, TrackedRun
+from reporting.tracked_run import STATE_NAME, Feed, Sent, Start, TrackedRun
 from reporting.tracker_backends import Place, open_tracker, wandb_mode
 from run_config import Run, check_inside, load_run
 
 WAIT_SECONDS = 2.0  # between two looks for new records
 POLL_SECONDS = 0.25  # between two heartbeats while the tracker is waited for
 LAG_SECONDS = 600.0  # without taking a record, before a warning
+RESTART_SECONDS = 600.0  # from a failure to the next start
 MAX_NOTES_BYTES = 2**14  # of lines for the user that are read at once
 
 
 class TrackerProcess:
     """Starts a run's tracker and waits for it at the end; does nothing if it has none. Rank 0.
 
-    Failures are returned as text, each of them once. On Linux the process ends with this one.
+    One that fails is started again after a while. Failures are returned as text, each of them
+    once. On Linux the process ends with this one.
 
     Args:
         heartbeat: called while the tracker is waited for.
@@ -53,6 +55,9 @@ class TrackerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._told_at, self._has_warned = 0.0, False
         self._progress, self._progress_at = 0, 0.0
+        self._failure, self._restart_at = "", math.inf
+        self._start: Start | None = None  # of this launch, until it is saved
+        self._starts_over = False
 
     def start(self, first_step: int, *, starts_over: bool) -> str:
         """Start the tracker, before the first record of this launch is written.
@@ -60,38 +65,50 @@ class TrackerProcess:
         Args:
             starts_over: begin a new tracked run.
         """
-        run_dir, train = self._run.run_dir, self._run.train
-        if train.tracker == "none":
+        if self._run.train.tracker == "none":
             return ""
+        path, self._starts_over = self._run.metrics_path, starts_over
+        self._start = Start(path.stat().st_size if path.exists() else 0, first_step)
+        return self._try_to_start()
+
+    def _try_to_start(self) -> str:
+        run_dir, kind = self._run.run_dir, self._run.train.tracker
         try:
             failpoint("tracker")
-            tracked, kind = TrackedRun.load(run_dir, starts_over=starts_over), train.tracker
-            tracked.save(run_dir, kind, tracked.num_logged.get(kind, 0))  # so the id stays
+            if self._start is not None:
+                tracked = TrackedRun.load(run_dir, starts_over=self._starts_over)
+                tracked = tracked.at_launch(kind, self._start)
+                tracked.save(run_dir, kind, tracked.sent_to(kind))
+                self._start = None
             self._process = start_module(
-                "reporting.tracker_process", str(run_dir.absolute()),
-                json.dumps(dataclasses.asdict(self._start(first_step))), str(os.getpid()),
+                "reporting.tracker_process", str(run_dir.absolute()), str(os.getpid()),
                 stdin=subprocess.PIPE)
         except Exception as error:
-            return describe(error)
-        self._progress_at = time.monotonic()
+            return self._failed(describe(error))
+        self._progress_at, self._restart_at = time.monotonic(), math.inf
         return ""
 
-    def _start(self, first_step: int) -> Start:
-        path = self._run.metrics_path
-        return Start(num_bytes=path.stat().st_size if path.exists() else 0, first_step=first_step)
+    def _failed(self, failure: str) -> str:
+        """Let the tracker be started again later; return what the user should know."""
+        self._restart_at = time.monotonic() + RESTART_SECONDS
+        is_known, self._failure = failure == self._failure, failure
+        minutes = RESTART_SECONDS / 60
+        return "" if is_known else (f"{failure}; {self._remedy()}; until the launch ends, the"
+                                    f" tracker is started again every {minutes:.0f} minutes")
 
     def take_failure(self) -> str:
         """Return what the user should know of the tracker since the last call, or nothing."""
         if self._process is None:
-            return ""
+            is_due = time.monotonic() >= self._restart_at and not self._told_at
+            return self._try_to_start() if is_due else ""
         if self._process.poll() is None:
             return self._note() or self._lag()
         said, process, self._process = self._note(), self._process, None
         process.stdin.close()
         failure = failure_of(process, "tracker")
-        if failure or not self._told_at:
-            return f"{said or failure or 'it has ended'}; {self._remedy()}"
-        return said
+        if not self._told_at:
+            return self._failed(said or failure or "it has ended")
+        return f"{said or failure}; {self._remedy()}" if failure else said
 
     def _note(self) -> str:
         lines = (self._process.stderr.read(MAX_NOTES_BYTES) or b"").decode(errors="replace")
@@ -202,8 +219,8 @@ def wait_for_word() -> bool:
     return bool(ready)
 
 
-def main(run_dir: Path, start: Start, parent: int) -> None:
-    """Be the process that passes records on. What the user should know goes to stderr."""
+def main(run_dir: Path, parent: int) -> None:
+    """Be the process that sends records. What the user should know goes to stderr."""
     os.nice(LOWEST)
     end_with_parent()
     if os.getppid() != parent:  # it has ended before
@@ -213,33 +230,33 @@ def main(run_dir: Path, start: Start, parent: int) -> None:
     warnings.simplefilter("ignore")
     try:
         failpoint("track")
-        track(load_run(run_dir.parent, run_dir.name), start, note=lambda line: _say(notes, line))
+        track(load_run(run_dir.parent, run_dir.name), note=lambda line: _say(notes, line))
     except Exception as error:
         _say(notes, describe(error))
         os._exit(1)  # packages may wait at the end, for what does not come
 
 
-def track(run: Run, start: Start, *, note: Callable[[str], None]) -> None:
-    """Pass all records on, then the figures of the end."""
+def track(run: Run, *, note: Callable[[str], None]) -> None:
+    """Send all records, then the figures of the end."""
     tracked = TrackedRun.load(run.run_dir)
     feed = open_feed(run, tracked, place_of(run, tracked, note=note))
-    feed.begin(start)
+    feed.begin()
     while not wait_for_word():
-        feed.pass_on_new()
+        feed.send_new()
     feed.finish(*read_end(run))
 
 
 def open_feed(run: Run, tracked: TrackedRun, place: Place) -> Feed:
     """Open a run's tracker for its records."""
-    kind, num_known = run.train.tracker, tracked.num_logged.get(run.train.tracker, 0)
+    kind, sent = run.train.tracker, tracked.sent_to(run.train.tracker)
     save = partial(tracked.save, run.run_dir, kind)
     if place.output_dir:  # the tracked run of training is another one
         save = _keep_nothing
-    save(num_known)  # the id must be known before anything appears under it
-    return Feed(run.metrics_path, open_tracker(kind, place), num_known=num_known, save=save)
+    save(sent)  # the id must be known before anything appears under it
+    return Feed(run.metrics_path, open_tracker(kind, place), sent, save=save)
 
 
-def _keep_nothing(num_logged: int) -> None:
+def _keep_nothing(sent: Sent) -> None:
     pass
 
 
@@ -249,4 +266,4 @@ def _say(notes: Any, line: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Start(**json.loads(sys.argv[2])), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

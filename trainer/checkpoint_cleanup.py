@@ -36,6 +36,16 @@ def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> No
         remove_directory(checkpoint.path, place="save.prune")
 
 
+def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
+    """Leave whole checkpoints of earlier steps, and links to them, for a launch. Rank 0.
+
+    Returns as `set_aside`, which takes the others.
+    """
+    remove_partial_checkpoints(run_dir / "checkpoints")
+    renew_links(run_dir / "checkpoints")
+    return set_aside(run_dir, from_step=from_step)
+
+
 def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
     """Remove the partial files of a process that was killed while it saved. Rank 0."""
     for path in checkpoints_dir.glob(f"{PARTIAL_PREFIX}*"):

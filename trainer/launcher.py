@@ -14,13 +14,15 @@ from reporting.clock import PhaseClock
 from reporting.summary import final_status
 from trainer.prefetch import prefetch_run
 from trainer.startup import prepare_run
+from trainer.when_done import run_when_done
 
 
 def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     """Check a run in this process, then train it under torchrun; return its exit status.
 
     Raises:
-        UserError: the run cannot be trained; nothing was written.
+        UserError: the run cannot be trained, and nothing was written; or it is finished, and
+            the command of --when-done failed.
     """
     num_processes = options.nproc_per_node or default_num_processes()
     if options.prefetch:
@@ -32,7 +34,8 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
     prepared = prepare_run(options, process, clock, agreement)
     if prepared.is_finished:
-        prepared.say_finished(process)
+        prepared.say_if_finished(process)
+        run_when_done(prepared, process, stop_signal=0)
         return 0
     clock.export_to_children()
     return final_status(prepared.run, _start(script, num_processes))

@@ -86,7 +86,7 @@ def compile_for(run: Run, process: Process) -> str:
     """Compile what a rank does; return why it could not be, empty if it was.
 
     Raises:
-        UserError: the run cannot be trained on the rank's device.
+        UserError: the run cannot be trained on the rank's device, or does not fit there.
     """
     if reason := _busy_memory(process.device):
         return reason
@@ -98,7 +98,9 @@ def compile_for(run: Run, process: Process) -> str:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return f"a microbatch of {train.microbatch_size} does not fit into the device's memory"
+        raise UserError(f"{run.train_path}: microbatch_size {train.microbatch_size} does not fit"
+                        f" into the memory of {process.device}; make it smaller, or set"
+                        " head_chunks 8 (--find-max-microbatch measures what fits)") from None
 
 
 def _busy_memory(device: torch.device) -> str:

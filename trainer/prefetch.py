@@ -11,19 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from basics.checkpoint_names import BEST, named_as_checkpoints
 from basics.errors import print_line
-from checkpointing import BEST, named_as_checkpoints
 from preparation.digests import verify_digests
 from preparation.ensure_dataset import is_complete, provide_dataset
 from processes.command_line import Options
 from processes.launch import num_gpus
+from reporting.summary import FINISHED, has_status
+from reporting.tracker_process import check_tracker
 from run_config import Run, check_inside, load_run
 from tokens.batches import RunData, check_token_range, open_run_data
 from tokens.tokenizer import load_tokenizer
 from tokens.tokenizer_file import TOKENIZER_FILE
 from trainer.initial_weights import initial_model
 from trainer.precompile import compile_step
-from trainer.startup import check_run_dir
+from trainer.startup import check_disk_space, check_run_dir
 
 TOKEN_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE)
 
@@ -45,6 +47,8 @@ def prefetch_run(options: Options, num_processes: int) -> None:
     """
     run = load_run(options.runs_dir, options.run)
     check_run_dir(run)
+    for notice in check_tracker(run):
+        print_line(f"warning: {notice}")
     dataset_dir = options.datasets_dir / run.train.dataset
     check_inside(dataset_dir, options.datasets_dir, "--datasets-dir")
     _fetch_dataset(run, dataset_dir)
@@ -53,8 +57,10 @@ def prefetch_run(options: Options, num_processes: int) -> None:
     _find_tokenizer(data)
     if run.train.init_from:
         _fetch_initial_weights(run, options.runs_dir, data.tokenizer_name)
-    _compile(run, num_processes)
-    print_line(f"{run.name}: all that a launch needs is on this machine")
+    if not has_status(run, FINISHED):
+        check_disk_space(run)
+    lacks = "" if _compile(run, num_processes) else ", but for the compiled code"
+    print_line(f"{run.name}: all that a launch needs is on this machine{lacks}")
 
 
 @contextmanager
@@ -130,20 +136,22 @@ def _weight_files(source: str, runs_dir: Path) -> list[Path]:
     return sorted(path for pattern in DOWNLOADED for path in directory.glob(pattern))
 
 
-def _compile(run: Run, num_processes: int) -> None:
+def _compile(run: Run, num_processes: int) -> bool:
+    """Compile the training step; return whether nothing is left to compile here."""
     with _reported("compiled code") as line:
-        if not num_gpus() and not run.train.compile:
-            line.result = "skipped, there is no GPU here, and the run is not compiled on a CPU"
-            return
         if run.train.compile is False:
             line.result = "none, as train.json says"
-            return
+            return True
+        if not num_gpus() and not run.train.compile:
+            line.result = "skipped, there is no GPU here, and the run is not compiled on a CPU"
+            return False
         found = compile_step(run, num_processes)
         line.place, line.num_bytes = str(found.cache_dir), found.num_bytes
         devices = "" if found.num_devices == 1 else f" for {found.num_devices} GPUs"
         line.result = ("compiled" if found.is_new else "found") + devices
         if found.why_not:
             line.result = f"skipped: {found.why_not}"
+        return not found.why_not
 
 
 def _verified(files: list[Path]) -> str:

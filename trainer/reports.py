@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
-from checkpointing import best_of, list_checkpoints, renew_links
+from checkpointing import best_of, list_checkpoints
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
@@ -21,11 +21,10 @@ from reporting.machine_meter import MachineMeter
 from reporting.metrics_file import energy_before
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
-from reporting.summary import RunEnd
+from reporting.summary import RunEnd, StopReason
 from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
-from trainer.checkpoint_cleanup import remove_partial_checkpoints
-from trainer.checkpoint_cleanup import set_aside as set_checkpoints_aside
+from trainer.checkpoint_cleanup import clean_up
 from trainer.diagnostics import Diagnostics
 from trainer.precision import autocast
 from trainer.side_processes import SideProcesses
@@ -35,7 +34,11 @@ from trainer.weight_average import averaged_weights
 
 
 class Reports:
-    """Prints and records a run as it trains. Only rank 0 prints; `write` is a collective."""
+    """Prints and records a run as it trains. Only rank 0 prints; `write` is a collective.
+
+    `begin` and `end` also have the checkpoints cleaned up, and the processes beside training
+    started and waited for: what they say is what became of these.
+    """
 
     step: TrainingStep  # set by `report_compilation`
 
@@ -56,14 +59,12 @@ class Reports:
         self._reports_speed = self._warns_of_cudnn = True
 
     def begin(self, num_parameters: int) -> None:
-        """Set aside the checkpoints that the run does not continue from; print its settings."""
+        """Clean up the checkpoints, print the settings, start the processes beside training."""
         self.watchdog.before_exit = self._before_exit
         first_step, resume_from = self.prepared.first_step, self.prepared.resume_from
         num_steps, warnings = self.prepared.num_steps, [*self.run.warnings, *self.prepared.warnings]
         if self.process.is_main:
-            remove_partial_checkpoints(self.run.checkpoints_dir)
-            renew_links(self.run.checkpoints_dir)
-            if aside_dir := set_checkpoints_aside(self.run.run_dir, from_step=first_step):
+            if aside_dir := clean_up(self.run.run_dir, from_step=first_step):
                 self.console.say(f"earlier checkpoints from step {first_step + 1:,} on are now in"
                                  f" {aside_dir}")
             if resume_from is not None:
@@ -208,7 +209,7 @@ class Reports:
         gc.collect()  # the automatic collection is off, and checkpoints leave reference cycles
         self.window.restart_timing()
 
-    def end(self, global_step: int, num_steps: int, *, stop_reason: str | None,
+    def end(self, global_step: int, num_steps: int, *, stop_reason: StopReason | None,
             lacks_validation: bool) -> None:
         """Wait for the last checkpoint; write and print the summary. Rank 0.
 

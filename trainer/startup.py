@@ -110,12 +110,12 @@ class PreparedRun:
         checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
-    def say_finished(self, process: Process) -> None:
-        """Say that nothing is left to do. Every rank; rank 0 prints."""
-        if process.is_main:
+    def say_if_finished(self, process: Process) -> None:
+        """Say that nothing is left to train, if so. Every rank; rank 0 prints."""
+        if self.is_finished and process.is_main:
             print_line(f"{self.run.name} is complete: {self.num_steps:,} steps,"
                        f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it"
-                       f" over{'; --when-done is not run' if self.options.when_done else ''}")
+                       " over")
 
 
 def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
@@ -165,7 +165,8 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     clock.usd_per_hour = run.train.usd_per_hour
     step("checkpoint format", lambda: check_format(prepared))
     step("budget", lambda: check_budget(prepared, clock))
-    step("disk space", lambda: check_disk_space(prepared) if process.is_main else None)
+    needs_disk = process.is_main and not prepared.is_trained
+    step("disk space", lambda: check_disk_space(run) if needs_disk else None)
     return prepared
 
 
@@ -260,18 +261,17 @@ def check_format(prepared: PreparedRun) -> None:
                         " pickle; resume with that version, or use --fresh (lab reads weights)")
 
 
-def check_disk_space(prepared: PreparedRun) -> None:
+def check_disk_space(run: Run) -> None:
     """Refuse to train if the next checkpoint could not be saved.
 
     Raises:
         UserError: the disk has no space for it.
     """
-    run = prepared.run
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
     disk = shutil.disk_usage(place)
     needed = checkpoint_bytes(run.model, run.train, num_parameters(run.model))
     is_known = disk.total > 0  # a mount of an object store may have no size
-    if not prepared.is_trained and is_known and disk.free < needed:
+    if is_known and disk.free < needed:
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
                         f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
 

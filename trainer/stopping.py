@@ -13,13 +13,13 @@ from processes.watchdog import Watchdog
 from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import checkpoint_bytes
+from reporting.summary import BUDGET, MAX_STEPS, SIGNAL, StopReason
 from trainer.background_saver import BackgroundSaver
 from trainer.budget import Budget, Pace
 from trainer.schedule import is_in_late_decay
 from trainer.startup import PreparedRun, is_due
 from trainer.weight_average import average_start
 
-MAX_STEPS = "--max-steps"  # the reason of a launch that ends there
 LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the budget
 
 
@@ -43,7 +43,7 @@ class Stop:
             prepared.run.model, self._config, num_parameters(prepared.run.model))
         self._fits_next = self._config.fit_budget  # fit the schedule at the next report
         self.num_steps = prepared.num_steps
-        self.reason = MAX_STEPS if prepared.options.max_steps else None
+        self.reason = StopReason(MAX_STEPS, MAX_STEPS) if prepared.options.max_steps else None
 
     @property
     def is_over(self) -> bool:
@@ -77,10 +77,10 @@ class Stop:
             self._share_largest(shared)
         number, is_spent, self.num_steps = shared.tolist()
         if number:
-            self.reason = STOP_SIGNALS[number]
+            self.reason = StopReason(SIGNAL, STOP_SIGNALS[number])
             self._watchdog.note_stop(number)  # it may not have heard of it yet
         elif is_spent:
-            self.reason = self._budget.nearest_limit()
+            self.reason = StopReason(BUDGET, self._budget.nearest_limit())
         return bool(number or is_spent)
 
     def _share_largest(self, numbers: torch.Tensor) -> None:

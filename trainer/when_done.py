@@ -22,10 +22,16 @@ from processes.launch import Process
 from processes.run_lock import HANDOVER
 from reporting.clock import SPENT_VARIABLE
 from reporting.metrics_file import fsync_records
-from reporting.summary import FINISHED, duration, read_summary, record_when_done
+from reporting.summary import (
+    BUDGET,
+    FINISHED,
+    duration,
+    read_summary,
+    record_when_done,
+    when_done_status,
+)
 from run_config import Run
 from trainer.startup import PreparedRun
-from trainer.stopping import MAX_STEPS
 
 PREFIX = "when-done: "
 GRACE_SECONDS = 5.0  # from a stop signal to SIGKILL; torchrun kills its processes after 30
@@ -55,7 +61,7 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     if command is None or not process.is_main:
         return
     summary = read_summary(run)
-    if reason := _why_not(summary, stop_signal):
+    if reason := _why_not(summary, stop_signal, has_trained=not prepared.is_finished):
         print_line(f"{PREFIX}not run: {reason}")
         return
     _free_memory()
@@ -75,17 +81,23 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
         raise UserError(f"{end} ended with status {status}", FAILED)
 
 
-def _why_not(summary: dict[str, Any], stop_signal: int) -> str:
-    """Return why the command is not run; empty if the run, or its budget, has come to its end."""
+def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) -> str:
+    """Return why the command is not run; empty if the run, or its budget, has come to its end.
+
+    Args:
+        has_trained: this launch did. Another one, of a run that was finished before, runs the
+            command only if none has succeeded yet: it may have failed, or been interrupted, also
+            before it began.
+    """
     status, reason = summary.get("status"), summary.get("reason")
     if stop_signal:
         return f"{STOP_SIGNALS[stop_signal]} ended the launch"
     if status == FINISHED:
+        has_succeeded = not has_trained and when_done_status(summary) == 0
+        return "it has succeeded after an earlier launch" if has_succeeded else ""
+    if summary.get("stopped_by") == BUDGET:
         return ""
-    if not reason:
-        return "the run has not ended"
-    is_budget = reason != MAX_STEPS and reason not in STOP_SIGNALS.values()
-    return "" if is_budget else f"{reason} ended the launch"
+    return f"{reason} ended the launch" if reason else "the run has not ended"
 
 
 def _free_memory() -> None:

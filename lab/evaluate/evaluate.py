@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from basics.errors import visible
+from basics.json_output import print_json, stdout_to_stderr
 
 NAMES = ["hellaswag", "lambada", "arc_easy", "piqa", "blimp"]
 
@@ -34,12 +35,15 @@ NAMES = ["hellaswag", "lambada", "arc_easy", "piqa", "blimp"]
 @click.option("--with-loss", is_flag=True, help="With --task: measure the loss too.")
 @click.option("--benchmark", type=(click.Choice(NAMES), str), metavar="NAME FILE",
               help="The same as --task NAME=FILE.")
+@click.option("--json", "as_json", is_flag=True,
+              help="Print one JSON document instead, for scripts.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
 def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], with_loss: bool,
-            benchmark: tuple[str, str] | None, microbatch_size: int, **tokens: Any) -> None:
+            benchmark: tuple[str, str] | None, microbatch_size: int, as_json: bool,
+            **tokens: Any) -> None:
     """Measure models on held-out tokens and print one table, lowest loss first.
 
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
@@ -49,8 +53,6 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
-    from tabulate import tabulate
-
     from lab.evaluate.held_out_files import Tokens
     from lab.evaluate.measure import Request, draw, measure_all
     from lab.evaluate.sharing import join_processes
@@ -58,12 +60,22 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     tasks = (*tasks, *(["=".join(benchmark)] if benchmark else []))
     request = Request(targets, checkpoints, tasks, measures_loss=with_loss or not tasks,
                       microbatch_size=microbatch_size, tokens=Tokens(**tokens))
-    share = join_processes()
-    measured = measure_all(request, share)
-    if share.process.is_main and (tables := measured.tables()):
-        click.echo(visible("\n\n".join(
-            tabulate(rows, headers="keys", disable_numparse=True,
-                     colalign=["left"] + ["right"] * (len(rows[0]) - 1)) for rows in tables)))
+    with stdout_to_stderr(as_json):
+        share = join_processes()
+        measured = measure_all(request, share)
+    if share.process.is_main and measured.results:
+        if as_json:
+            print_json(measured.document())
+        else:
+            _print_tables(measured.tables())
         draw(measured.results)
     if measured.error is not None:
         raise measured.error
+
+
+def _print_tables(tables: list[list[dict[str, str]]]) -> None:
+    from tabulate import tabulate
+
+    click.echo(visible("\n\n".join(
+        tabulate(rows, headers="keys", disable_numparse=True,
+                 colalign=["left"] + ["right"] * (len(rows[0]) - 1)) for rows in tables)))

@@ -66,6 +66,10 @@ class Measured:
         tables += [task_rows(self.results, quizzes)] if quizzes else []
         return [table for table in tables if table]
 
+    def document(self) -> dict[str, object]:
+        """Return the results for scripts, in the order of the command line."""
+        return {"schema": "evaluate/1", "models": [one.as_document() for one in self.results]}
+
 
 def measure_all(request: Request, share: Share) -> Measured:
     """Measure every model; an error ends the work, but loses no result. Every rank.
@@ -133,7 +137,8 @@ def _describe(target: Target) -> Result:
     checkpoint = target.checkpoint
     title = f"{target.name} ({checkpoint.name})" if checkpoint else target.name
     return Result(target.name, title, target.run.run_dir if target.run else None,
-                  checkpoint.meta.tokens if checkpoint else 0)
+                  checkpoint.meta.tokens if checkpoint else 0,
+                  checkpoint=checkpoint and checkpoint.name)
 
 
 def _evaluate(target: Target, work: Work, share: Share) -> Evaluation:

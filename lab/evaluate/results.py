@@ -53,6 +53,7 @@ class Result:
         run_dir: None unless the target is a run.
         trained_tokens: 0 unless the target is a run.
         tasks: by name.
+        checkpoint: its name; None if the target is a directory of weights or on the hub.
     """
 
     name: str
@@ -61,6 +62,14 @@ class Result:
     trained_tokens: int = 0
     evaluation: Evaluation | None = None
     tasks: dict[str, TaskResult] = field(default_factory=dict)
+    checkpoint: str | None = None
+
+    def as_document(self) -> dict[str, object]:
+        """Return the result for scripts: the records of evaluations.jsonl, for any target."""
+        return {"name": self.name, "checkpoint": self.checkpoint,
+                "trained_tokens": self.trained_tokens if self.checkpoint else None,
+                "loss": self.evaluation and self.evaluation.as_record(),
+                "tasks": [found.as_record() for found in self.tasks.values()]}
 
 
 def loss_rows(results: list[Result], *, by_bits: bool) -> list[Row]:

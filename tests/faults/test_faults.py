@@ -367,11 +367,11 @@ def test_too_little_disk_space_is_an_error_before_training(
     workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000, total=1))
-    prepared = SimpleNamespace(run=load_run(workplace.runs_dir, "tiny"), is_trained=False)
+    run = load_run(workplace.runs_dir, "tiny")
     with pytest.raises(UserError, match="a checkpoint takes .* GB, and the disk has 0.00 GB free"):
-        startup.check_disk_space(prepared)
+        startup.check_disk_space(run)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=0))
-    startup.check_disk_space(prepared)  # a mount that tells no size
+    startup.check_disk_space(run)  # a mount that tells no size
 
 
 @pytest.mark.parametrize("rank", thorough_but([0], [0, 1]))

@@ -8,7 +8,7 @@ import pytest
 
 from basics.failpoints import VARIABLE
 from reporting.metric_names import NAMES
-from reporting.tracked_run import TrackedRun
+from reporting.tracked_run import Sent, TrackedRun
 from tests.support.runs import (
     metrics_of,
     summary_of,
@@ -57,7 +57,7 @@ def test_a_tracker_that_hangs_or_fails_changes_nothing(
     assert f"warning: tracker trackio: {warning}; `lab export-metrics" in result.stdout
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert metrics_of(run_dir) == metrics_of(undisturbed)
-    assert TrackedRun.load(run_dir).num_logged == {"trackio": 0}
+    assert TrackedRun.load(run_dir).sent_to("trackio").num_logged == 0
 
 
 def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(
@@ -71,7 +71,7 @@ def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(
     assert weights_of(run_dir) == weights_of(undisturbed)
     records = read_lines(run_dir / "metrics.jsonl")
     assert TrackedRun.load(run_dir) == tracked.model_copy(
-        update={"num_logged": {"tensorboard": len(records)}})
+        update={"trackers": {"tensorboard": Sent(num_logged=len(records), num_sent=len(records))}})
     values = in_tensorboard(run_dir / "tensorboard" / tracked.id)
     for key in ("train_loss", "validation_loss", "head_grad_norm", "tokens_per_second"):
         assert [step for step, _ in values[NAMES[key]]] == [

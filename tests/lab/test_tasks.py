@@ -13,8 +13,9 @@ import torch
 from click.testing import Result
 
 from basics.errors import UserError
+from lab.evaluate import measure
 from lab.evaluate.evaluate import NAMES
-from lab.evaluate.questions import read_quiz
+from lab.evaluate.questions import read_quiz, read_quizzes
 from lab.evaluate.results import TaskResult
 from lab.evaluate.scoring import Question, encode_questions, score
 from lab.evaluate.sharing import Share
@@ -22,9 +23,10 @@ from lab.evaluate.tasks import TASKS
 from lab.publish.export import write_export
 from processes.launch import Process
 from tests.support.hub_server import Hub, serving, used_in_this_process
+from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.lm_eval_tasks import records_of, write_records, write_tasks
-from tests.support.models import random_model
+from tests.support.models import export, random_model
 from tests.support.workplace import Workplace, forked, read_lines
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.tokenizer import load_tokenizer
@@ -112,6 +114,41 @@ def test_all_tasks_are_one_table_and_one_record_each(trained: Workplace) -> None
         for key in first.keys() - {"time"}:
             is_measured = isinstance(first[key], float | list)
             assert second[key] == (pytest.approx(first[key]) if is_measured else first[key])
+
+
+def test_losses_and_tasks_are_one_json_document_on_stdout(trained: Workplace) -> None:
+    questions = short_piqa(trained)
+    weights = export(random_model(vocab_size=257, context_length=16), trained.root / "weights")
+    result = succeeded(lab_evaluate(
+        trained, "tiny@latest", str(weights), f"--task=piqa={questions}", "--with-loss", "--json",
+        "--dataset", "tiny"))
+    own, other = checked(result.stdout).models
+    by_loss, by_task = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
+    assert (own.name, own.checkpoint, own.trained_tokens) == (
+        "tiny", by_loss["checkpoint"], by_loss["trained_tokens"])
+    assert by_loss.items() >= own.loss.model_dump().items() and own.loss.loss > 0
+    assert by_task["accuracy"] == own.tasks[0].accuracy and by_task["questions"] == 3
+    assert by_task["accuracy_interval"] == own.tasks[0].accuracy_interval
+    assert (other.name, other.checkpoint, other.trained_tokens) == (str(weights), None, None)
+    assert other.loss and len(other.tasks) == 1
+
+
+def test_without_the_loss_it_is_null_and_all_else_is_on_stderr(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "read_quizzes",
+                        lambda wanted: print("a library's line") or read_quizzes(wanted))
+    (model,) = checked(succeeded(lab_evaluate(
+        trained, "tiny", f"--task=piqa={short_piqa(trained)}", "--json")).stdout).models
+    assert model.loss is None and model.tasks[0].questions == 3
+
+
+def short_piqa(workplace: Workplace) -> Path:
+    """Write three questions that fit into the context of the tiny model."""
+    path = workplace.root / "piqa.jsonl"
+    write_records(path, [{key: shortened(value) for key, value in record.items()}
+                         for record in records_of("piqa", 3)])
+    return path
 
 
 def shortened(value: Any) -> Any:

@@ -37,6 +37,7 @@ from tests.support.trackers import (
 from tests.support.workplace import PROJECT_DIR, Workplace
 
 REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
+AGAIN = "; until the launch ends, the tracker is started again every 10 minutes"
 
 
 @pytest.fixture
@@ -171,9 +172,33 @@ def test_a_tracker_that_fails_early_is_told_while_training_goes_on(
     process = TrackerProcess(run)
     process.start(0, starts_over=False)
     process._process.wait(100)
-    assert process.take_failure() == "it has ended" + REMEDY
+    assert process.take_failure() == "it has ended" + REMEDY + AGAIN
+    assert process.take_failure() == "" and process._process is None
     process.end()
     assert process.finish(lambda: 100.0) == ""
+
+
+def test_a_tracker_that_fails_is_started_again_after_a_while(
+    run: Run, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tracker_process, "RESTART_SECONDS", 0.0)
+    monkeypatch.setenv(VARIABLE, "tracker:raise")
+    process = TrackerProcess(run)
+    assert process.start(0, starts_over=False)
+    monkeypatch.delenv(VARIABLE)
+    stand_in.write(init="raise ValueError('no')")
+    failures = []
+    for _ in range(2):
+        assert process.take_failure() == ""  # starts it
+        process._process.wait(100)
+        failures.append(process.take_failure())
+    assert failures[0].startswith("ValueError: no; ") and failures[1] == ""  # told once
+    stand_in.write(log=f"open({str(tmp_path / 'steps')!r}, 'a').write(f'{{step}} ')")
+    assert process.take_failure() == ""
+    add_records(run, 2)
+    process.end()
+    assert process.finish(lambda: 100.0) == ""
+    assert (tmp_path / "steps").read_text() == "1 2 3 "
 
 
 @pytest.mark.parametrize("place", ["init", "log", "finish"])

@@ -189,8 +189,49 @@ class Doctor(_Part):
     reports: list[Report]
 
 
+class Loss(_Part):
+    dataset: str
+    split: str
+    start_token: int
+    num_tokens: int
+    loss: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    sequences: int
+    loss_interval: list[float] | None
+    perplexity_interval: list[float] | None
+    bits_per_byte_interval: list[float] | None
+
+
+class TaskScore(_Part):
+    benchmark: str
+    questions: int
+    questions_from: str
+    split: str | None
+    cut_texts: int
+    accuracy: float | None = None
+    accuracy_interval: list[float] | None = None
+    normalised_accuracy: float | None = None
+    normalised_accuracy_interval: list[float] | None = None
+    perplexity: float | None = None
+    perplexity_interval: list[float] | None = None
+
+
+class Model(_Part):
+    name: str
+    checkpoint: str | None
+    trained_tokens: int | None
+    loss: Loss | None
+    tasks: list[TaskScore]
+
+
+class Evaluate(_Part):
+    schema_: Literal["evaluate/1"]
+    models: list[Model]
+
+
 DOCUMENTS = {kind.model_fields["schema_"].annotation.__args__[0]: kind
-             for kind in (Plan, List, Compare, Sweep, Search, Doctor)}
+             for kind in (Plan, List, Compare, Sweep, Search, Evaluate, Doctor)}
 
 
 def checked(printed: str) -> Any:

@@ -37,7 +37,7 @@ def add_summary(run: Run, global_step: int) -> None:
 
 
 def track(run: Run, first_step: int = 0, *, starts_over: bool = False) -> str:
-    """Have a process pass on what there is, as at the end of a launch; return its failure."""
+    """Have a process send what there is, as at the end of a launch; return its failure."""
     process = TrackerProcess(run)
     assert process.start(first_step, starts_over=starts_over) == ""
     process.end()

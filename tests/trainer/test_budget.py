@@ -182,7 +182,9 @@ def test_all_ranks_end_for_what_any_of_them_knows(shared: list[int], reason: str
     stop._share_largest = share
     assert stop.after(9, is_report_due=True) == (reason is not None)
     assert offered == [[0, 0, 0]] and stop.num_steps == 900
-    assert (stop.reason or "").startswith(reason or "")
+    assert (stop.reason.text if stop.reason else "").startswith(reason or "")
+    assert (stop.reason and stop.reason.kind) == {None: None, "SIGTERM": "signal"}.get(
+        reason, "budget")
     assert noted == ([15] if reason == "SIGTERM" else [])
 
 

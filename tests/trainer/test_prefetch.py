@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +18,10 @@ import torch
 from safetensors.numpy import save
 
 from basics.directory_lock import lock_directory
+from basics.errors import UserError
 from gpt import GPTModel
 from run_config import ModelConfig, load_run
+from tests.support.checkpoints import ONE_PROCESS
 from tests.support.hub_server import Fault, Hub, serving
 from tests.support.in_process import assert_refused, run_in_process
 from tests.support.models import export
@@ -191,6 +196,8 @@ def test_the_line_of_compiled_code(
     monkeypatch.setattr(prefetch, "compile_step", lambda *task: asked.append(task) or found)
     lines = prefetched(workplace, "--nproc-per-node", "3")
     assert lines[3].startswith(f"compiled code: {said}")
+    assert lines[4].endswith("on this machine, but for the compiled code" if found.why_not
+                             else "on this machine")
     assert [(run.name, num) for run, num in asked] == [("tiny", 3)]
 
 
@@ -216,6 +223,37 @@ def test_a_gpu_in_use_is_left_alone(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 80 * 2**30))
     process, = precompile._processes(1)
     assert precompile.compile_for(run, process) == "GPU 0 is in use: 10.0 of 80.0 GiB are free"
+
+
+def test_a_microbatch_that_does_not_fit_is_refused(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run_dir = workplace.add_run()
+    monkeypatch.setattr(precompile, "TrainingStep", run_out)
+    with pytest.raises(UserError) as caught:
+        precompile.compile_for(load_run(workplace.runs_dir, "tiny"), ONE_PROCESS)
+    assert caught.value.status == 2 and str(caught.value).startswith(
+        f"{run_dir / 'train.json'}: microbatch_size 2 does not fit into the memory of cpu; make it"
+        " smaller, or set")
+
+
+def test_a_missing_tracker_and_a_full_disk_are_found(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = workplace.add_run(train={"tracker": "trackio"})
+    workplace.add_dataset()
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "needs the package trackio" in refusal(workplace, "tiny", "--prefetch")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5, total=50))
+    workplace.add_run("other")
+    result = run_in_process(*workplace.arguments("other", "--prefetch"))
+    assert result.returncode == 2 and "the disk has 0.00 GB free" in result.stderr
+    (run_dir.parent / "other/summary.json").write_text('{"status": "finished"}')
+    succeeded(run_in_process(*workplace.arguments("other", "--prefetch")))
 
 
 @pytest.mark.thorough

@@ -29,38 +29,60 @@ SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 320}
 
 
 def run_after(workplace: Workplace, summary: dict, command: str | None, *, stop_signal: int = 0,
-              process: Process = ONE_PROCESS) -> Run:
+              process: Process = ONE_PROCESS, has_trained: bool = True) -> Run:
     """Run a command as after a launch that has left this summary."""
     run_dir = workplace.add_run()
     (run_dir / "summary.json").write_text(json.dumps(summary))
     run = load_run(workplace.runs_dir, "tiny")
-    prepared = SimpleNamespace(run=run, options=SimpleNamespace(when_done=command))
+    prepared = SimpleNamespace(run=run, options=SimpleNamespace(when_done=command),
+                               is_finished=not has_trained)
     run_when_done(prepared, process, stop_signal=stop_signal)
     return run
 
 
-@pytest.mark.parametrize(("status", "reason", "stop_signal", "said"), [
-    ("finished", None, 0, ""),
-    ("stopped", "max_hours 2 is spent", 0, ""),
-    ("stopped", "--max-steps", 0, "not run: --max-steps ended the launch"),
-    ("stopped", "SIGTERM", 0, "not run: SIGTERM ended the launch"),
-    ("finished", None, signal.SIGINT, "not run: SIGINT ended the launch"),
-    ("running", None, 0, "not run: the run has not ended"),
+@pytest.mark.parametrize(("status", "reason", "stopped_by", "stop_signal", "said"), [
+    ("finished", None, None, 0, ""),
+    ("stopped", "max_hours 2 is spent", "budget", 0, ""),
+    ("stopped", "--max-steps", "--max-steps", 0, "not run: --max-steps ended the launch"),
+    ("stopped", "SIGTERM", "signal", 0, "not run: SIGTERM ended the launch"),
+    ("finished", None, None, signal.SIGINT, "not run: SIGINT ended the launch"),
+    ("running", None, None, 0, "not run: the run has not ended"),
+    ("failed", "rank 1 has ended", None, 0, "not run: rank 1 has ended ended the launch"),
 ])
 def test_it_runs_after_the_end_of_the_run_or_its_budget_only(
     workplace: Workplace, capsys: pytest.CaptureFixture, status: str, reason: str | None,
-    stop_signal: int, said: str,
+    stopped_by: str | None, stop_signal: int, said: str,
 ) -> None:
-    run = run_after(workplace, ENDED | {"status": status, "reason": reason}, "echo hello",
-                    stop_signal=stop_signal)
+    ended = {"status": status, "reason": reason, "stopped_by": stopped_by}
+    run = run_after(workplace, ENDED | ended, "echo hello", stop_signal=stop_signal)
     lines = capsys.readouterr().out.splitlines()
     if said:
         assert lines == [f"when-done: {said}"] and "when_done" not in summary_of(run.run_dir)
         return
     assert lines[:2] == ["when-done: running echo hello", "when-done: hello"]
     assert lines[2].startswith("when-done: ended with status 0 after ")
-    assert summary_of(run.run_dir) == ENDED | {
-        "status": status, "reason": reason, "when_done": {"command": "echo hello", "status": 0}}
+    assert summary_of(run.run_dir) == ENDED | ended | {
+        "when_done": {"command": "echo hello", "status": 0}}
+
+
+@pytest.mark.parametrize(("earlier", "runs"), [
+    ({"when_done": {"command": "x", "status": 1}}, True),
+    ({"when_done": {"command": "x", "status": 143}}, True),
+    ({"when_done": {"command": "x", "status": None}}, True),  # killed, or the machine was
+    ({}, True),  # the same, before the command began
+    ({"when_done": "damaged"}, True),
+    ({"when_done": {"command": "x", "status": 0}}, False),
+])
+def test_a_launch_of_a_finished_run_repeats_it_until_it_succeeds(
+    workplace: Workplace, capsys: pytest.CaptureFixture, earlier: dict, runs: bool
+) -> None:
+    run = run_after(workplace, ENDED | earlier, "true", has_trained=False)
+    said = capsys.readouterr().out
+    if runs:
+        assert said.startswith("when-done: running true\n")
+        assert summary_of(run.run_dir)["when_done"] == {"command": "true", "status": 0}
+    else:
+        assert said == "when-done: not run: it has succeeded after an earlier launch\n"
 
 
 def test_it_runs_on_rank_0_only(workplace: Workplace, capsys: pytest.CaptureFixture) -> None:
@@ -152,7 +174,7 @@ def test_an_empty_command_and_one_with_a_search_are_refused(workplace: Workplace
         assert message in result.stderr
 
 
-def test_after_a_run_without_torchrun_and_never_again(workplace: Workplace) -> None:
+def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Workplace) -> None:
     run_dir = workplace.add_run(train=SHORT)
     workplace.add_dataset()
     said = workplace.root / "said"
@@ -168,10 +190,14 @@ def test_after_a_run_without_torchrun_and_never_again(workplace: Workplace) -> N
     assert not facts.keys() & {"RANK", "WORLD_SIZE", "DDP_TRAIN_LOCK"}
     assert json.loads(Path(f"{said}.json").read_text())["status"] == "finished"
     assert summary_of(run_dir)["when_done"] == {"command": command, "status": 3}
-    said.unlink()
-    again = succeeded(workplace.ddp_train("tiny", *two_processes, "--when-done", command))
-    assert "tiny is complete" in again.stdout and "--when-done is not run" in again.stdout
-    assert not said.exists()
+    again = run_in_process(*workplace.arguments("tiny", *two_processes, "--when-done", "exit 4"))
+    assert again.returncode == 1 and "--when-done ended with status 4" in again.stderr
+    assert "tiny is complete" in again.stdout
+    under_torchrun = succeeded(workplace.torchrun(2, "tiny", "--when-done", "exit 0"))
+    assert under_torchrun.stdout.count("when-done: ended with status 0") == 1
+    third = succeeded(run_in_process(
+        *workplace.arguments("tiny", *two_processes, "--when-done", "exit 4")))
+    assert "when-done: not run: it has succeeded after an earlier launch" in third.stdout
 
 
 @pytest.mark.thorough
