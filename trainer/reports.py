@@ -28,6 +28,7 @@ from trainer.checkpoint_cleanup import remove_partial_checkpoints
 from trainer.checkpoint_cleanup import set_aside as set_checkpoints_aside
 from trainer.diagnostics import Diagnostics
 from trainer.precision import autocast
+from trainer.second_copy import not_copied
 from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
@@ -54,6 +55,7 @@ class Reports:
                                     watchdog=watchdog)
         saver.after_write = self.beside.copy
         self._reports_speed = self._warns_of_cudnn = True
+        self._has_ended = False  # the full summary is on disk
 
     def begin(self, num_parameters: int) -> None:
         """Set aside the checkpoints that the run does not continue from; print its settings."""
@@ -63,6 +65,7 @@ class Reports:
         if self.process.is_main:
             remove_partial_checkpoints(self.run.checkpoints_dir)
             renew_links(self.run.checkpoints_dir)
+            self.beside.leave_behind()  # first: a kill may come between
             if aside_dir := set_checkpoints_aside(self.run.run_dir, from_step=first_step):
                 self.console.say(f"earlier checkpoints from step {first_step + 1:,} on are now in"
                                  f" {aside_dir}")
@@ -215,7 +218,8 @@ class Reports:
         Then wait for the processes beside training.
 
         Raises:
-            UserError: the last checkpoint or the records could not be written.
+            UserError: the last checkpoint or the records could not be written, or are not in the
+                second copy; then the run keeps its status.
         """
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
             self.saver.prune()
@@ -240,7 +244,8 @@ class Reports:
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
         ))
-        self.beside.finish()
+        self._has_ended = not (unwritten or self.saver.is_behind)
+        uncopied = self.beside.finish()
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
         if unwritten:
@@ -248,10 +253,12 @@ class Reports:
                             " command again: it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
         self._print_sample()
+        if uncopied:
+            raise not_copied(self.prepared.copy_dir, uncopied)
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
-        if self.process.is_main:
+        if self.process.is_main and not self._has_ended:
             self.saver.wait(timeout=self.watchdog.deadlines.last_write)
             self.console.write_status(status, reason)
 

@@ -19,7 +19,8 @@ from tests.support.checkpoints import damage, save
 from tests.support.in_process import assert_refused, contents, run_in_process
 from tests.support.workplace import TINY_MODEL, Workplace
 from trainer.copy_process import OWN, Copy, Job
-from trainer.second_copy import SecondCopy, fetch
+from trainer.fetching import fetch
+from trainer.second_copy import SecondCopy
 
 DATA = {"train": "100 tokens, abc"}
 
@@ -191,7 +192,7 @@ def test_a_copy_is_brought_up_to_date_at_the_end(copied: Copied) -> None:
     copy = second_copy(copied)
     copy.update()
     save(copied.run.checkpoints_dir, 4, 5.0)
-    assert copy.finish(60) == ""
+    assert copy.finish(lambda: 60) == ""
     assert len(list_checkpoints(copied.copy_dir / "checkpoints")) == 4
 
 
@@ -200,12 +201,12 @@ def test_a_failure_is_told_once_and_the_next_update_tries_again(copied: Copied) 
     aside = checkpoints.rename(copied.workplace.root / "aside")
     checkpoints.write_text("no directory")
     copy = second_copy(copied)
-    assert "File exists" in copy.finish(60)
+    assert "File exists" in copy.finish(lambda: 60)
     assert copy.take_failure() == ""
     checkpoints.unlink()
     aside.rename(checkpoints)
     save(copied.run.checkpoints_dir, 4, 5.0)
-    assert copy.finish(60) == ""
+    assert copy.finish(lambda: 60) == ""
     assert len(list_checkpoints(checkpoints)) == 4
 
 
@@ -216,7 +217,7 @@ def test_a_copy_that_hangs_is_not_waited_for(
     copy = second_copy(copied)
     copy.update()  # returns at once
     assert copy.take_failure() == ""
-    assert copy.finish(0.5).startswith("it was waited for 0.5 s; the next launch")
+    assert copy.finish(lambda: 0.5).startswith("it was waited for 0.5 s; the next launch")
 
 
 def test_a_run_without_a_second_copy_starts_no_process(
@@ -225,7 +226,7 @@ def test_a_run_without_a_second_copy_starts_no_process(
     monkeypatch.setattr("trainer.second_copy.start_module", lambda *_: pytest.fail("started"))
     copy = SecondCopy(copied.run, None, from_step=0)
     copy.update()
-    assert copy.finish(60) == copy.take_failure() == ""
+    assert copy.finish(lambda: 60) == copy.take_failure() == ""
 
 
 @pytest.fixture
