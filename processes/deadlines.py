@@ -27,6 +27,7 @@ class Deadlines:
     tracker: float = 60.0  # for the tracker, at the end of a run; after a signal `last_write`
     second_copy: float = 900.0  # for the copy of the last checkpoint, at the end of a launch
     fetch: float = 60.0  # for an answer of the place of the second copy, at the start of a launch
+    fetch_stall: float = 600.0  # for progress of a checkpoint that is fetched from there
     orphans: float = 30.0  # for a run's lock, held by processes that have lost their torchrun
     lost: float = 600.0  # for heartbeats of other machines, until hang_timeout_seconds is known
     first_step: float = 3600.0  # of compiling, without a heartbeat; max-autotune takes minutes

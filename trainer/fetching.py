@@ -97,7 +97,8 @@ def fetch(run: Run, options: Options, data: dict[str, str]) -> list[str]:
     named = found.checkpoints if options.checkpoint not in (None, LATEST, BEST) else theirs
     candidates = _candidates(named, run, ours, options.checkpoint)
     if candidates:
-        _answer(options.sync_to, seconds.lost, lambda: _fetch_one(candidates, theirs, run, place),
+        _answer(options.sync_to, seconds.fetch_stall,
+                lambda: _fetch_one(candidates, theirs, run, place),
                 progress=lambda: _progress(run.checkpoints_dir))
     elif ours is None:
         _refuse_to_start_over(place, found, stale)
