@@ -37,5 +37,5 @@ def _read(run_dir: Path) -> dict[str, int]:
         stale = json.loads(read_regular_file(run_dir / STALE))
         return {place: step for place, step in stale.items()
                 if type(step) is int and 0 <= step <= MAX_STEP}
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, AttributeError, RecursionError):  # none, or damaged
         return {}
