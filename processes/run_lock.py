@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 
 from basics.directory_lock import LOCK_NAME, NoLocksError, is_lock_of, lock_directory
-from basics.errors import UserError, print_line
+from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, print_line
 from basics.failpoints import failpoint
 from processes.deadlines import Deadlines
 from processes.heartbeat import claim, read_heartbeat, trained_elsewhere
@@ -122,7 +122,8 @@ def lock_run(run_dir: Path) -> None:
                               " it, or wait for its end")
     except OSError as error:
         raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror});"
-                          " a run writes its checkpoints and charts there") from None
+                          " a run writes its checkpoints and charts there",
+                          FAILED if error.errno in TRANSIENT else BAD_INPUT) from None
 
 
 def _lock(run_dir: Path) -> int:
