@@ -7,8 +7,12 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
@@ -195,6 +199,20 @@ def test_a_best_checkpoint_that_is_not_fetched_is_a_warning(
     assert "the best checkpoint was not fetched: Input/output error" in capsys.readouterr().out
 
 
+@contextmanager
+def hanging(module: ModuleType, call: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a call hang, and fail when the block has ended."""
+    released = threading.Event()
+
+    def hang(*_: object, **__: object) -> NoReturn:
+        released.wait(60)
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(module, call, hang)
+    yield
+    released.set()
+
+
 @pytest.mark.parametrize("call", ["list_checkpoints", "copy_whole"])
 def test_a_place_that_does_not_answer_is_an_error(
     copied: Copied, call: str, monkeypatch: pytest.MonkeyPatch
@@ -202,11 +220,9 @@ def test_a_place_that_does_not_answer_is_an_error(
     for name, value in with_deadlines(fetch=0.2, fetch_stall=0.2).items():
         monkeypatch.setenv(name, value)
     copied.forget()
-    released = threading.Event()
-    monkeypatch.setattr(fetching, call, lambda *_: released.wait(60) and [])
-    with pytest.raises(UserError, match=r"copies: no answer within 0.2 s") as caught:
+    with hanging(fetching, call, monkeypatch), pytest.raises(
+            UserError, match=r"copies: no answer within 0.2 s") as caught:
         fetch(copied.run, copied.options(), DATA)
-    released.set()
     assert caught.value.status == 1
 
 
@@ -216,11 +232,9 @@ def test_configs_that_cannot_be_fetched_in_time_are_an_error(
     for name, value in with_deadlines(fetch=0.2).items():
         monkeypatch.setenv(name, value)
     shutil.rmtree(copied.run.run_dir)
-    released = threading.Event()
-    monkeypatch.setattr(before_torch, "copy_record", lambda *_, **__: released.wait(60))
-    with pytest.raises(UserError, match=r"no answer within 0.2 s") as caught:
+    with hanging(before_torch, "copy_record", monkeypatch), pytest.raises(
+            UserError, match=r"no answer within 0.2 s") as caught:
         fetch_configs(copied.options())
-    released.set()
     assert caught.value.status == 1
 
 
