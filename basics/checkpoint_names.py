@@ -8,6 +8,7 @@ symbolic links, `latest` and `best` are plain files that hold a checkpoint's nam
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -129,7 +130,7 @@ def _renamed(path: Path, target: Path) -> bool:
     try:
         path.rename(target)
     except OSError as error:
-        if not is_refused(error):
+        if not is_refused(error) and error.errno != errno.EMFILE:  # gcsfuse: it has many files
             raise
         if _can_rename.get(path.parent, True):
             print_line(f"{path.parent}: its file system cannot rename directories; a checkpoint is"

@@ -17,6 +17,10 @@ from pathlib import Path
 FAILED, BAD_INPUT, NON_FINITE, DISK_FULL, HANG = 1, 2, 3, 4, 5
 STOP_SIGNALS = {int(number): number.name
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+# What a place answers that cannot be reached now: another launch may find it again.
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
+             errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
+             errno.ECONNABORTED}
 MAX_LINE_LENGTH = 190  # characters of a printed message
 OBEYED = re.compile(  # controls but newline and tab, changes of direction, lone surrogates
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -40,11 +44,23 @@ class UserError(Exception):
 
 
 def cannot_be_written(place: Path, error: OSError) -> UserError:
-    """Describe a failed write; a full disk has its own exit status."""
+    """Describe a failed write; a full disk, and a place out of reach, have their own status."""
     line = f"{place}: cannot be written: {error.strerror or str(error)[:80]}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"{line}; make room, or name another place", DISK_FULL)
-    return UserError(line)
+    return UserError(line, FAILED if error.errno in TRANSIENT else BAD_INPUT)
+
+
+def no_directory(place: Path) -> UserError:
+    """Describe a directory of --sync-to that is not there; an unmounted one may be, later."""
+    return UserError(f"{place}: --sync-to names no directory that exists; mount it, or create it"
+                     " first", FAILED)
+
+
+def no_answer(place: Path, seconds: float) -> UserError:
+    """Describe a place of --sync-to that hangs."""
+    return UserError(f"{place}: no answer within {seconds:g} s; look after its mount, or leave"
+                     " --sync-to out", FAILED)
 
 
 def exit_status(error: BaseException) -> int:

@@ -16,8 +16,7 @@ MAX_BYTES = 2**20  # default limit of `read_regular_file`
 MAX_RECOVERED_BYTES = 2**28  # of records
 MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
 # What file systems answer that lack a call: links, appending, renaming, fsync of a directory.
-REFUSALS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EINVAL,
-            errno.EMFILE}  # EMFILE: gcsfuse, of a directory with many files
+REFUSALS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EINVAL}
 # Where a file system cannot append, a file of up to SMALL_BYTES is rewritten at each append, a
 # larger one when the text that waits has a HELD_SHARE-th of its size.
 SMALL_BYTES, HELD_SHARE = 2**20, 16

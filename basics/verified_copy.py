@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -51,9 +52,24 @@ def copy_checkpoint(source: Path, checkpoints_dir: Path) -> bool:
         OSError: it could not be written, or reads back different; no part of it is left.
         ValueError: the source has no manifest any more, or its files do not fit it.
     """
-    manifest, target = read_manifest(source), checkpoints_dir / source.name
+    target = checkpoints_dir / source.name
     if target in named_as_checkpoints(checkpoints_dir):
-        return _add_late_files(source, target, manifest)
+        return _add_late_files(source, target, read_manifest(source))
+    copy_whole(source, target)
+    return True
+
+
+def copy_whole(source: Path, target: Path,
+               before_naming: Callable[[], None] = lambda: None) -> None:
+    """Copy a checkpoint to where none is; every byte is read back before it gets its name.
+
+    Args:
+        before_naming: called between the two; it may be called a second time.
+
+    Raises:
+        OSError or ValueError: as `copy_checkpoint`.
+    """
+    manifest = read_manifest(source)
     remove_partial(partial_of(target))  # of a process that was killed
     with ExitStack() as stack:
         # Open files can be read to their end also when the checkpoint is pruned meanwhile.
@@ -61,9 +77,13 @@ def copy_checkpoint(source: Path, checkpoints_dir: Path) -> bool:
         for name, file in files.items():
             if os.fstat(file.fileno()).st_size != manifest.files[name].bytes:
                 raise ValueError(f"{source / name} has another size than in its manifest")
-        write_directory(target, lambda place: _write(place, files, manifest), place="copy.rename")
-    fsync(checkpoints_dir)
-    return True
+
+        def write(place: Path) -> None:
+            _write(place, files, manifest)
+            before_naming()
+
+        write_directory(target, write, place="copy.rename")
+    fsync(target.parent)
 
 
 def _write(directory: Path, files: dict[str, BinaryIO], manifest: Manifest) -> None:

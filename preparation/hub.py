@@ -31,7 +31,7 @@ from huggingface_hub.utils import (
 )
 from tqdm import tqdm
 
-from basics.errors import UserError, cannot_be_written, first_line, one_line
+from basics.errors import FAILED, UserError, cannot_be_written, first_line, one_line
 from preparation.choosing import Choice, config_patterns
 from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
@@ -201,10 +201,11 @@ def ask_hub(subject: str, action: Callable[[], T], *,
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
                 raise
             reason = _permanent_reason(error)
-            if reason or pause is None:
-                reason = reason or (f"{_said(error)}; check the network, then run the same"
-                                    " command again")
+            if reason:
                 raise UserError(f"{subject} on the Hugging Face hub: {reason}") from None
+            if pause is None:
+                raise UserError(f"{subject} on the Hugging Face hub: {_said(error)}; check the"
+                                " network, then run the same command again", FAILED) from None
         time.sleep(pause)
     raise AssertionError
 

@@ -30,13 +30,16 @@ HEARTBEAT = "heartbeat.json"
 MISSED = 3  # heartbeats that a living process may miss
 SETTLING_SECONDS = 1.0  # between a claim and the look whether another launch has made one too
 POLL_SECONDS = 0.1
+RECENT_SECONDS = 120.0  # an older heartbeat is that of a process that was killed
 
 
-def write_heartbeat(path: Path, *, phase: str, step: int | None) -> None:
-    """Show that the run makes progress: to people, and to a launch that finds it locked."""
-    write_atomically(path, to_json({
+def write_heartbeat(path: Path, *, phase: str, step: int | None) -> str:
+    """Show that the run makes progress, to people and to other launches; return what is written."""
+    text = to_json({
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "phase": phase,
-        "global_step": step, "pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        "global_step": step, "pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+    write_atomically(path, text)
+    return text
 
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
@@ -59,11 +62,10 @@ def claim(run_dir: Path) -> dict[str, Any]:
                " another launch trains this run")
     if _is_alive(run_dir):
         return read_heartbeat(run_dir)
-    write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
-    own = _text(run_dir)
+    own = write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
     time.sleep(SETTLING_SECONDS)
-    if _text(run_dir) != own:
-        return read_heartbeat(run_dir)
+    if _text(run_dir) != own and not _is_ours(beat := read_heartbeat(run_dir)):
+        return beat
     threading.Thread(target=_renew, args=(run_dir, own), name="heartbeat", daemon=True).start()
     return {}
 
@@ -71,9 +73,7 @@ def claim(run_dir: Path) -> dict[str, Any]:
 def _is_alive(run_dir: Path) -> bool:
     """Return whether a heartbeat of another launch changes within the time of a few."""
     first, beat = _text(run_dir), read_heartbeat(run_dir)
-    is_ours = beat.get("host") == socket.gethostname() and (
-        beat.get("pid") in (os.getpid(), os.getppid()))  # the parent prepared this launch
-    if not beat or is_ours:
+    if not beat or _is_ours(beat):
         return False
     seconds = MISSED * Deadlines.read().heartbeat
     print_line(f"{run_dir}: waiting {seconds:g} s whether the heartbeat of process {beat['pid']} on"
@@ -86,16 +86,42 @@ def _is_alive(run_dir: Path) -> bool:
     return False
 
 
+def trained_elsewhere(run_dir: Path) -> dict[str, Any]:
+    """Return the heartbeat of another machine that trains a run; empty if none does.
+
+    Some mounts, of object stores for one, lock each machine's files by themselves: a lock that this
+    machine has got says nothing of the others.
+    """
+    beat = read_heartbeat(run_dir)
+    if not beat or beat["host"] == socket.gethostname() or not _is_recent(run_dir):
+        return {}
+    return read_heartbeat(run_dir) if _is_alive(run_dir) else {}
+
+
+def _is_recent(run_dir: Path) -> bool:
+    with suppress(OSError):
+        return abs(time.time() - (run_dir / HEARTBEAT).stat().st_mtime) < RECENT_SECONDS
+    return False
+
+
+def _is_ours(beat: dict[str, Any]) -> bool:
+    """Return whether a heartbeat is of this launch, which the parent of this process prepared."""
+    return beat.get("host") == socket.gethostname() and (
+        beat.get("pid") in (os.getpid(), os.getppid()))
+
+
 def _renew(run_dir: Path, own: str) -> None:
-    """Renew the claim until rank 0's watchdog, here or in a child, writes the heartbeats."""
+    """Renew the claim until rank 0's watchdog, here or in a child, writes the heartbeats.
+
+    A child may claim the run between the look here and the write: it accepts this heartbeat.
+    """
     atexit.register(_withdraw, run_dir)
     while True:
         time.sleep(Deadlines.read().heartbeat)
         if _text(run_dir) != own:
             return
         with suppress(OSError):
-            write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
-        own = _text(run_dir)
+            own = write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
 
 
 def _withdraw(run_dir: Path) -> None:

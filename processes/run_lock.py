@@ -11,7 +11,7 @@ rank 0 through a socket. So
   SIGTERM when torchrun dies, and one that had not asked for that yet ends itself;
 - a launch that finds only such orphans behind the lock waits for them.
 
-Where the file system has no locks, `processes/heartbeat.py` decides.
+Where the file system has no locks, or each machine its own, `processes/heartbeat.py` decides.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from typing import Any
 import psutil
 
 from basics.directory_lock import LOCK_NAME, NoLocksError, is_lock_of, lock_directory
-from basics.errors import UserError, print_line
+from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, print_line
 from basics.failpoints import failpoint
 from processes.deadlines import Deadlines
-from processes.heartbeat import claim, read_heartbeat
+from processes.heartbeat import claim, read_heartbeat, trained_elsewhere
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 # An option of torchrun; without it, SIGUSR1 would kill torchrun.
@@ -111,15 +111,19 @@ def lock_run(run_dir: Path) -> None:
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         descriptor = _take_over(run_dir)
-        with suppress(NoLocksError):
+        try:
             _descriptors.append(_lock(run_dir) if descriptor is None else descriptor)
-            return
-        if beat := claim(run_dir):
+            beat = trained_elsewhere(run_dir) if descriptor is None else {}
+        except NoLocksError:
+            beat = claim(run_dir)
+        if beat:
+            release_run()
             raise LockedError(f"{run_dir}: another launch is training this run{_name(beat)}; stop"
                               " it, or wait for its end")
     except OSError as error:
         raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror});"
-                          " a run writes its checkpoints and charts there") from None
+                          " a run writes its checkpoints and charts there",
+                          FAILED if error.errno in TRANSIENT else BAD_INPUT) from None
 
 
 def _lock(run_dir: Path) -> int:

@@ -50,6 +50,7 @@ class Watchdog(AbstractContextManager):
 
     Attributes:
         stop_signal: the number of the stop signal that any process has received; 0 if none has.
+        stop_by: when this process is ended because of it, by `time.monotonic`.
         before_exit: called with a status and a reason before the process is ended early.
     """
 
@@ -64,7 +65,7 @@ class Watchdog(AbstractContextManager):
         self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step
         self._is_suspended = self._has_dumped = self._has_reported = False
-        self._stopped_at, self._stop_by, self._fail_by = -NEVER, NEVER, NEVER
+        self._stopped_at, self.stop_by, self._fail_by = -NEVER, NEVER, NEVER
         self._publish_at = 0.0
         self._exiting, self._done = threading.Lock(), threading.Event()
 
@@ -221,7 +222,7 @@ class Watchdog(AbstractContextManager):
         """Note a stop signal that any process has received, if this one does not know of it."""
         if not self.stop_signal:
             self._stopped_at, self.stop_signal = time.monotonic(), number
-            self._stop_by = self._stopped_at + self.deadlines.after_signal(
+            self.stop_by = self._stopped_at + self.deadlines.after_signal(
                 is_main=self.process.is_main)
 
     def _request_stop(self, number: int) -> None:
@@ -245,7 +246,7 @@ class Watchdog(AbstractContextManager):
         now = time.monotonic()
         if now > self._fail_by:
             self._exit(FAILED, "exits because another rank has failed")
-        if now > self._stop_by:
+        if now > self.stop_by:
             self._exit_for_signal()
 
     def _check_progress(self) -> None:

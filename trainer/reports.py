@@ -27,6 +27,7 @@ from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import clean_up
 from trainer.diagnostics import Diagnostics
 from trainer.precision import autocast
+from trainer.second_copy import not_copied
 from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
@@ -57,6 +58,7 @@ class Reports:
                                     watchdog=watchdog)
         saver.after_write = self.beside.copy
         self._reports_speed = self._warns_of_cudnn = True
+        self._has_ended = False  # the full summary is on disk
 
     def begin(self, num_parameters: int) -> None:
         """Clean up the checkpoints, print the settings, start the processes beside training."""
@@ -64,6 +66,7 @@ class Reports:
         first_step, resume_from = self.prepared.first_step, self.prepared.resume_from
         num_steps, warnings = self.prepared.num_steps, [*self.run.warnings, *self.prepared.warnings]
         if self.process.is_main:
+            self.beside.leave_behind()  # first: a kill may come between
             if aside_dir := clean_up(self.run.run_dir, from_step=first_step):
                 self.console.say(f"earlier checkpoints from step {first_step + 1:,} on are now in"
                                  f" {aside_dir}")
@@ -216,7 +219,8 @@ class Reports:
         Then wait for the processes beside training.
 
         Raises:
-            UserError: the last checkpoint or the records could not be written.
+            UserError: the last checkpoint or the records could not be written, or are not in the
+                second copy; then the run keeps its status.
         """
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
             self.saver.prune()
@@ -241,7 +245,8 @@ class Reports:
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
         ))
-        self.beside.finish()
+        self._has_ended = not (unwritten or self.saver.is_behind)
+        uncopied = self.beside.finish()
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
         if unwritten:
@@ -249,10 +254,12 @@ class Reports:
                             " command again: it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
         self._print_sample()
+        if uncopied:
+            raise not_copied(self.prepared.copy_dir, uncopied)
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
-        if self.process.is_main:
+        if self.process.is_main and not self._has_ended:
             self.saver.wait(timeout=self.watchdog.deadlines.last_write)
             self.console.write_status(status, reason)
 

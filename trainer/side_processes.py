@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from processes.watchdog import Watchdog
 from reporting.chart_process import ChartProcess
 from reporting.clock import CHART, PhaseClock
@@ -10,6 +13,9 @@ from reporting.tracker_process import TrackerProcess
 from trainer.budget import Budget
 from trainer.second_copy import SecondCopy
 from trainer.startup import PreparedRun
+
+EXIT_SECONDS = 1.0  # between the end of the last wait and the exit, after a stop signal
+LEAST_COPY_SECONDS = 60.0  # for the second copy where the budget is spent: nothing else may survive
 
 
 class SideProcesses:
@@ -27,6 +33,10 @@ class SideProcesses:
         self._second_copy = SecondCopy(self._run, prepared.copy_dir,
                                        from_step=prepared.first_step,
                                        heartbeat=watchdog.heartbeat)
+
+    def leave_behind(self) -> None:
+        """Record which steps of the second copy the run leaves. Raises: UserError: a full disk."""
+        self._second_copy.leave_behind()
 
     def copy(self) -> None:
         """Bring the second copy up to date, as soon as the process is free. Any thread."""
@@ -52,26 +62,56 @@ class SideProcesses:
         """Wait for the last charts."""
         with self._clock.phase(CHART):
             self._warn_of_charts(self._charts.finish(
-                lambda: self._limit(self._watchdog.deadlines.charts)))
+                self._limit(self._watchdog.deadlines.charts)))
 
-    def finish(self) -> None:
-        """Wait for all: the summary is written, whose figures are the tracker's last ones.
+    def finish(self) -> str:
+        """Wait for all, once the summary is written, whose figures are the tracker's last ones.
 
-        After a stop signal little time is left: the copy goes before the charts.
+        After a stop signal all share the time that is left until the exit; the copy is first.
+
+        Returns:
+            What the second copy lacks; empty if nothing, or after a stop signal: then it is only
+            a warning.
         """
+        deadlines = self._watchdog.deadlines
         self._tracker.end()
-        deadlines, is_stopping = self._watchdog.deadlines, bool(self._watchdog.stop_signal)
-        self._warn_of_copy(self._second_copy.finish(
-            deadlines.last_write if is_stopping else deadlines.second_copy))
-        if is_stopping:
-            self.finish_charts()
-        self._warn_of_tracker(self._tracker.finish(lambda: self._limit(deadlines.tracker)))
-
-    def _limit(self, seconds: float) -> float:
-        """Return how many seconds the last charts or records are waited for."""
+        tracker_limit = self._limit(deadlines.tracker)
+        failure = self._second_copy.finish(self._copy_limit())
         if self._watchdog.stop_signal:
-            seconds = self._watchdog.deadlines.last_write
-        return max(0.0, min(seconds, Budget(self._run.train, self._clock).seconds_left()))
+            self._warn_of_copy(failure)
+            failure = ""
+            self.finish_charts()
+        self._warn_of_tracker(self._tracker.finish(tracker_limit))
+        return failure
+
+    def _limit(self, seconds: float) -> Callable[[], float]:
+        """Return how many seconds, from now on, the last charts or records are waited for."""
+        began, deadlines = time.monotonic(), self._watchdog.deadlines
+
+        def limit() -> float:
+            left, longest = Budget(self._run.train, self._clock).seconds_left(), seconds
+            if self._watchdog.stop_signal:
+                left = self._seconds_to_stop() - EXIT_SECONDS
+                longest = min(seconds, deadlines.last_write)
+            return max(0.0, min(longest, time.monotonic() - began + left))
+
+        return limit
+
+    def _copy_limit(self) -> Callable[[], float]:
+        """Return how many seconds, from now on, the second copy is waited for."""
+        began, deadlines = time.monotonic(), self._watchdog.deadlines
+        affordable = max(LEAST_COPY_SECONDS, Budget(self._run.train, self._clock).seconds_left())
+
+        def limit() -> float:
+            if self._watchdog.stop_signal:
+                return time.monotonic() - began + self._seconds_to_stop() - deadlines.after_copy
+            return min(deadlines.second_copy, affordable)
+
+        return limit
+
+    def _seconds_to_stop(self) -> float:
+        """Return the seconds that a stop signal has left to this process."""
+        return self._watchdog.stop_by - time.monotonic()
 
     def _warn_of_charts(self, failure: str) -> None:
         self._console.warn("charts are not up to date", failure)

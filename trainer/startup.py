@@ -39,11 +39,12 @@ from tokens.batches import RunData, check_token_range, open_run_data
 from trainer.attention import check_attention
 from trainer.budget import Budget
 from trainer.compilation import risky_options
+from trainer.fetching import fetch
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
-from trainer.second_copy import fetch
+from trainer.second_copy import complete
 from trainer.step import build_training_state
 
 
@@ -111,11 +112,18 @@ class PreparedRun:
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
-        """Say that nothing is left to train, if so. Every rank; rank 0 prints."""
+        """Say that nothing is left to train, if so, and complete the second copy. Every rank.
+
+        Rank 0 does it.
+
+        Raises:
+            UserError: the second copy cannot be completed.
+        """
         if self.is_finished and process.is_main:
             print_line(f"{self.run.name} is complete: {self.num_steps:,} steps,"
                        f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it"
                        " over")
+            complete(self.run, self.copy_dir, from_step=self.first_step)
 
 
 def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
@@ -209,10 +217,11 @@ def find_resume_point(run: Run, options: Options, data: RunData, clock: PhaseClo
 
     What the second copy of the run has and its directory lacks is fetched before.
     """
+    warnings = []
     if options.sync_to is not None:
         with clock.phase(DOWNLOAD):
-            fetch(run, options, data.fingerprints)
-    return json.dumps([has_status(run, FINISHED), *choose_checkpoint(run, options)])
+            warnings = fetch(run, options, data.fingerprints)
+    return json.dumps([has_status(run, FINISHED), *choose_checkpoint(run, options), *warnings])
 
 
 def choose_checkpoint(run: Run, options: Options) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -133,3 +134,15 @@ def test_fsync_of_a_directory_may_be_refused(odd: Path) -> None:
     files.fsync(odd)
     with pytest.raises(FileNotFoundError):
         files.fsync(odd / "a")
+
+
+def test_too_many_open_files_do_not_change_how_a_file_is_appended_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        with pytest.raises(OSError, match="Too many open files"):
+            append_whole(path, "1")
+    append_whole(path, "2")
+    assert path.read_text() == "2" and path not in files._held

@@ -35,6 +35,7 @@ def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
 ) -> None:
     undisturbed = train_undisturbed(tmp_path / "undisturbed", OFTEN)
     copies, reached = tmp_path / "copies", -1
+    copies.mkdir()
     for number in range(num_moves):
         machine = new_machine(tmp_path / f"machine-{number}", has_run=number == 0)
         output = train_until_copied(machine, copies, after=reached)
@@ -59,6 +60,7 @@ def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
 def test_the_checkpoint_of_a_stop_signal_is_copied(workplace: Workplace) -> None:
     workplace.add_dataset()
     run_dir, copies = workplace.add_run(train=SETTINGS), workplace.root / "copies"
+    copies.mkdir()
     result = succeeded(workplace.torchrun(
         2, "tiny", "--sync-to", str(copies), **with_deadlines(last_write=60, stop=90),
         **{VARIABLE: "train:signal:number=15:rank=0:hit=7"}))

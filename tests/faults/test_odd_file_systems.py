@@ -73,6 +73,7 @@ def test_a_run_and_its_second_copy_on_a_mount_that_lacks_calls(
     with mounted(workplace.root / "behind", workplace.root / "mount") as mount:
         odd = OnMount(mount)
         odd.add_run(train=KEPT)
+        (mount / "copies").mkdir()
         arguments = ("tiny", "--sync-to", str(mount / "copies"))
         fault = {VARIABLE: "save.manifest:kill:rank=0:hit=2"}
         assert odd.torchrun(2, *arguments, **fault).returncode

@@ -6,15 +6,16 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from basics.directory_lock import lock_directory
 from processes import heartbeat
 from processes.heartbeat import HEARTBEAT, claim, read_heartbeat
-from processes.run_lock import LockedError, lock_run
+from processes.run_lock import LockedError, lock_run, release_run
 from tests.support import odd_files
 from tests.support.runs import with_deadlines
 
@@ -115,6 +116,48 @@ def test_a_claim_is_renewed_until_another_process_goes_on(run_dir: Path) -> None
     beat(run_dir, 0)
     wait_for_the_end_of_the_claim()
     assert read_heartbeat(run_dir)["host"] == "elsewhere"
+
+
+@pytest.mark.parametrize("pid", [os.getpid, os.getppid])
+def test_a_claim_that_the_launch_itself_has_renewed_meanwhile_counts(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, pid: Callable[[], int]
+) -> None:
+    genuine = time.sleep
+
+    def settle(seconds: float) -> None:
+        if seconds == heartbeat.SETTLING_SECONDS:
+            beat(run_dir, 1, pid=pid(), host=os.uname().nodename)
+        genuine(0)
+
+    monkeypatch.setattr(heartbeat.time, "sleep", settle)
+    assert claim(run_dir) == {}
+
+
+@pytest.fixture
+def own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run directory on a mount whose locks are only this machine's."""
+    for name, value in with_deadlines(heartbeat=0.2).items():
+        monkeypatch.setenv(name, value)
+    yield tmp_path
+    release_run()
+
+
+def test_a_lock_does_not_outweigh_the_heartbeat_of_another_machine(own_locks: Path) -> None:
+    with beating(own_locks), pytest.raises(
+            LockedError, match="another launch is training this run: process 7 on elsewhere"):
+        lock_run(own_locks)
+    os.close(lock_directory(own_locks))  # it is released again
+    lock_run(own_locks)  # that heartbeat stays as it is now
+
+
+@pytest.mark.parametrize(("facts", "age"), [({"host": os.uname().nodename}, 0), ({}, 600)])
+def test_an_old_heartbeat_and_one_of_this_machine_are_not_waited_for(
+    own_locks: Path, facts: dict[str, str], age: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat(own_locks, 0, **facts)
+    os.utime(own_locks / HEARTBEAT, (time.time() - age,) * 2)
+    monkeypatch.setattr(heartbeat, "_is_alive", lambda _: pytest.fail("waited"))
+    lock_run(own_locks)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', '{"pid": [], "host": 1, "time": 2}'])

@@ -284,3 +284,16 @@ def test_only_a_child_of_the_launch_gets_its_lock(
         text=True, timeout=60,
         env=os.environ | {run_lock.HANDOVER: variables[run_lock.HANDOVER]})
     assert "LockedError" in stranger.stderr and stranger.stdout == ""
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ESTALE, 1), (errno.EACCES, 2)])
+def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    def refuse(_: Path) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_lock, "lock_directory", refuse)
+    with pytest.raises(LockedError, match=os.strerror(number)) as caught:
+        run_lock.lock_run(run_dir)
+    assert caught.value.status == status

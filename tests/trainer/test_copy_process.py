@@ -20,7 +20,8 @@ from tests.support import odd_files
 from tests.support.checkpoints import save
 from tests.support.thorough import thorough_but
 from tests.support.workplace import PROJECT_DIR
-from trainer.copy_process import OWN, Copy, Job
+from trainer import copy_process
+from trainer.copy_process import OWN, Copy, Job, read_own
 
 PLACES = ["copy.start", "copy.own", "copy.set-aside", "copy.records", "copy.file:hit=2",
           "copy.verify", "copy.manifest", "copy.rename", "copy.links", "copy.late",
@@ -214,6 +215,97 @@ def test_another_checkpoint_of_that_name_is_left_alone(scene: Scene) -> None:
     before = (scene.target / saved.name / "manifest.json").read_text()
     assert scene.update() == f"{saved.name}: is another checkpoint of that name"
     assert (scene.target / saved.name / "manifest.json").read_text() == before
+
+
+def test_room_is_made_before_anything_is_copied(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
+        save(scene.source, step, loss)
+    assert scene.update(keep=2) == ""
+    remove(scene, 1, 2)
+    save(scene.source, 4, 5.0)
+
+    def refuse(source: Path, _: Path) -> None:
+        assert [path.name.rpartition("-")[2] for path in named_as_checkpoints(scene.target)] == [
+            "3"]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(copy_process, "copy_checkpoint", refuse)
+    assert "No space left" in scene.update(keep=2)
+    monkeypatch.undo()
+    assert scene.update(keep=2) == ""
+    scene.assert_equal()
+
+
+def test_the_best_checkpoint_that_the_run_has_lost_stays(scene: Scene) -> None:
+    for step, loss in ((1, 1.0), (2, 3.0)):
+        save(scene.source, step, loss)
+    assert scene.update(keep=1) == ""
+    remove(scene, 1)
+    renew_links(scene.source)
+    for step in (3, 4):
+        save(scene.source, step, 2.0)
+        remove(scene, step - 1)
+        assert scene.update(keep=1) == ""
+    assert [path.name.rpartition("-")[2] for path in named_as_checkpoints(scene.target)] == [
+        "1", "4"]
+
+
+def test_a_checkpoint_that_cannot_be_read_at_this_moment_is_not_removed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(scene.source, step, 1.0)
+    assert scene.update(keep=2) == ""
+    remove(scene, 1, 2)
+    save(scene.source, 3, 1.0)
+    monkeypatch.setattr(copy_process, "find_damage", lambda path, **_: "cannot be read" if (
+        path.parent == scene.target) else "")
+    scene.update(keep=2)
+    assert len(named_as_checkpoints(scene.target)) == 3
+
+
+def test_records_that_cannot_be_copied_stop_nothing_else(scene: Scene, tmp_path: Path) -> None:
+    (scene.run_dir / "a-chart.png").symlink_to(tmp_path)
+    (scene.run_dir / "samples.jsonl").write_bytes(b"")
+    os.truncate(scene.run_dir / "samples.jsonl", copy_process.MAX_RECORD_BYTES + 1)
+    save(scene.source, 1)
+    problem = scene.update()
+    assert "samples.jsonl: File too large; a-chart.png: " in problem
+    (scene.run_dir / "samples.jsonl").unlink()
+    scene.assert_equal()
+
+
+def test_what_the_run_has_left_is_set_aside_before_anything_is_written(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(scene.source, step)
+    assert scene.update() == ""
+    remove(scene, 2, 3)
+    moved = []
+    genuine = copy_process.move_directory
+    monkeypatch.setattr(copy_process, "move_directory", lambda path, target: (
+        moved.append(path.name.rpartition("-")[2]), genuine(path, target)))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(copy_process, "write_atomically", refuse)
+    (scene.copy_dir / OWN).unlink()
+    with pytest.raises(OSError, match="No space left"):
+        scene.update(from_step=2)
+    assert moved == ["3", "2"] and len(named_as_checkpoints(scene.target)) == 1
+
+
+def test_a_list_of_copies_whose_replacement_was_cut_off_is_recovered(scene: Scene) -> None:
+    save(scene.source, 1)
+    assert scene.update() == ""
+    text = (scene.copy_dir / OWN).read_text()
+    (scene.copy_dir / f".{OWN}.partial").write_text(text)
+    (scene.copy_dir / OWN).write_text(text[:9])
+    assert read_own(scene.copy_dir).whole == [named_as_checkpoints(scene.source)[0].name]
 
 
 def test_nothing_is_copied_through_a_link(scene: Scene, tmp_path: Path) -> None:
