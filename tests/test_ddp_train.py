@@ -469,7 +469,8 @@ def compilations(workplace: Workplace, num_processes: int, *arguments: str) -> t
     return counts, output
 
 
-@pytest.mark.parametrize(("num_processes", "graphs_in_training"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("num_processes", "graphs_in_training"), [
+    pytest.param(1, 1, marks=pytest.mark.thorough), (2, 3)])
 def test_nothing_is_compiled_again_after_the_first_validation(
     workplace: Workplace, num_processes: int, graphs_in_training: int
 ) -> None:

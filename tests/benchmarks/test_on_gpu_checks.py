@@ -48,6 +48,7 @@ memory: 4.04 GiB + 0.553 GiB a sequence
     assert read_search("nothing") == {"trials": 0, "is_compiled": True}
 
 
+@pytest.mark.thorough
 def test_a_repeated_and_a_resumed_run_are_compared(tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     found = check("repeat", tmp_path / "found.json", monkeypatch)

@@ -117,8 +117,8 @@ def test_the_facts_are_those_of_the_model(tmp_path: Path) -> None:
     assert fields["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
 
 
-@pytest.mark.parametrize(("tokenizer", "vocab_size"), [("bytes", 264), ("own", 310),
-                                                       ("gpt2", 50304)])
+@pytest.mark.parametrize(("tokenizer", "vocab_size"), [
+    ("bytes", 264), ("own", 310), pytest.param("gpt2", 50304, marks=pytest.mark.thorough)])
 def test_each_id_has_its_token(tmp_path: Path, tokenizer: str, vocab_size: int) -> None:
     target = target_of(random_model(**SHAPE, vocab_size=vocab_size), tmp_path, tokenizer=tokenizer)
     fields = fields_of(exported(target, tmp_path) / "model-F16.gguf")

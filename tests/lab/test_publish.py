@@ -55,10 +55,10 @@ def publish(workplace: Workplace, *arguments: str, **environment: str) -> Result
                    **{"HF_TOKEN": "", **environment})
 
 
-def uploading_error(result: Result) -> str:
+def uploading_error(result: Result, *, status: int = 2) -> str:
     """Return the error line of an upload that failed after the files were listed."""
     assert isinstance(result.exception, UserError), result.output + repr(result.exception)
-    assert "bytes  model.safetensors" in result.stdout and result.exception.status == 2
+    assert "bytes  model.safetensors" in result.stdout and result.exception.status == status
     return result.exception.line()
 
 
@@ -232,7 +232,8 @@ def test_a_broken_upload_can_be_repeated(
     command = "tiny", "someone/tiny", "--output", str(tmp_path / "export")
     environment = hub.environment(tmp_path)
     result = publish(trained, *command, **environment)
-    assert uploading_error(result).startswith("Error: someone/tiny on the Hugging Face hub: ")
+    line = uploading_error(result, status=2 if fault[1] == 400 else 1)  # others may pass
+    assert line.startswith("Error: someone/tiny on the Hugging Face hub: ")
     assert hub.files("model", "someone/tiny") == {}
     hub.faults.clear()
     succeeded(publish(trained, *command, **environment))

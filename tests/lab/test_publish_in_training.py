@@ -97,14 +97,14 @@ def test_exports_while_checkpoints_are_saved_and_removed(
                       / "model.safetensors")["final_norm.weight"]
     began, steps = list_checkpoints(trained.runs_dir / "tiny/checkpoints")[0].meta.global_step, []
     with training(trained):
-        for number in range(5):
-            output = tmp_path / f"export-{number}"
+        while len(set(steps)) < 3:  # until it has gone on during the exports
+            output = tmp_path / f"export-{len(steps)}"
             succeeded(publish(trained, output))
             steps.append(step_of_card(output) - 1)
             exported = load_file(output / "model.safetensors")["transformer.ln_f.weight"]
             np.testing.assert_allclose(  # the weights are those of the step on the card
                 exported, first + 0.001 * (steps[-1] - began), atol=2e-4)
-    assert steps == sorted(steps) and steps[-1] > steps[0]
+    assert steps == sorted(steps)
 
 
 def test_a_checkpoint_removed_while_it_is_read_is_noticed(

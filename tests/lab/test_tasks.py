@@ -170,8 +170,7 @@ def test_hellaswag_is_cleaned_of_markup(tmp_path: Path) -> None:
         write_records(path, [record])
         assert read_quiz("hellaswag", str(path)).questions == [Question(
             "Baking: A man stands there. He. opens",
-            ["the oven.", "a window", "his eyes. sleeps", "the door"], 2,
-            place=f"hellaswag, {path.name}, question 1")]
+            ["the oven.", "a window", "his eyes. sleeps", "the door"], 2)]
 
 
 def test_the_formats_of_the_authors_are_read(tmp_path: Path) -> None:
@@ -179,8 +178,7 @@ def test_the_formats_of_the_authors_are_read(tmp_path: Path) -> None:
         {"text": "so", "label": "1"}, {"text": "no", "label": "2"}]}}
     write_records(tmp_path / "ARC-Easy-Test.jsonl", [arc])
     assert read_quiz("arc_easy", str(tmp_path / "ARC-Easy-Test.jsonl")).questions == [
-        Question("Question: Why?\nAnswer:", ["so", "no"], 1,
-                 place="arc_easy, ARC-Easy-Test.jsonl, question 1")]
+        Question("Question: Why?\nAnswer:", ["so", "no"], 1)]
     write_records(tmp_path / "valid.jsonl", [
         {"goal": "Sit", "sol1": "a chair", "sol2": "a fork"}] * 2)
     (tmp_path / "valid-labels.lst").write_text("0\n1\n")

@@ -301,7 +301,8 @@ def test_a_user_without_a_home_uses_pytorchs_cache(monkeypatch: pytest.MonkeyPat
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
-@pytest.mark.parametrize("layout", [compilation.Whole, compilation.ByLayer])
+@pytest.mark.parametrize("layout", [
+    pytest.param(compilation.Whole, marks=pytest.mark.thorough), compilation.ByLayer])
 def test_compiled_code_draws_the_dropout_of_eager_code(layout: type) -> None:
     step = step_of(compile=False, drop_rate=0.3)
     model, tokens = step.state.model, torch.randint(257, (2, 2, 16))
