@@ -18,17 +18,19 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+import tiktoken
 
 from basics.errors import UserError
 from preparation.cutting import BadFile, BadShard, Piece, joined
 from preparation.tasks import Task
-from tokens.tokenizer import Tokenizer, load_tokenizer
+from tokens.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from tokens.tokenizer_file import FileTokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
 TASKS_PER_WORKER = 3
 MAX_BYTES = 2**26  # of text, for all workers together
 MAX_BYTES_PER_WORKER = 6 * 2**20  # used instead if it allows more, with many workers
+BATCH_CHARACTERS = 2**20  # encoded in one call
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,40 @@ def encode_task(task: Task, place: TokenizerPlace) -> Encoded | BadShard:
 
 def encoded_pieces(task: Task, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield the pieces of a task's text with their tokens, (n,) uint16. Raises: BadShard."""
-    # No special tokens: a literal <|endoftext|> in a document stays text.
     if isinstance(tokenizer, FileTokenizer):
         for piece in joined(task.pieces(), at_safe_cuts=not tokenizer.splits_like_gpt2):
             yield piece, np.array(tokenizer.encode_ordinary(piece.text), dtype=np.uint16)
         return
-    for piece in task.pieces():
-        ids = tokenizer.encode_to_numpy(piece.text, disallowed_special=())
-        yield piece, ids.astype(np.uint16)
+    for batch in _batches(task.pieces()):
+        yield from zip(batch, encode_batch([piece.text for piece in batch], tokenizer),
+                       strict=True)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    num_characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        num_characters += len(piece.text)
+        if num_characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.ndarray]:
+    """Return the tokens of each text, (n,) uint16. A literal <|endoftext|> in a text stays text.
+
+    One call encodes them all, with end-of-text tokens between them: faster than a call for each.
+    """
+    together = END_OF_TEXT.join(texts)
+    if together.count(END_OF_TEXT) >= len(texts):  # one of the texts contains it
+        encoded = (tokenizer.encode_to_numpy(text, disallowed_special=()) for text in texts)
+        return [ids.astype(np.uint16) for ids in encoded]
+    ids = tokenizer.encode_to_numpy(together, allowed_special={END_OF_TEXT}).astype(np.uint16)
+    ends = np.flatnonzero(ids == tokenizer.eot_token).tolist()
+    return [ids[start + 1:end] for start, end in zip([-1, *ends], [*ends, len(ids)], strict=True)]
 
 
 @dataclass(frozen=True)
