@@ -30,7 +30,7 @@ from tokens.tokenizer_file import FileTokenizer
 TASKS_PER_WORKER = 3
 MAX_BYTES = 2**26  # of text, for all workers together
 MAX_BYTES_PER_WORKER = 6 * 2**20  # used instead if it allows more, with many workers
-BATCH_CHARACTERS = 2**20  # encoded in one call
+BATCH_CHARACTERS = 2**19  # encoded in one call
 
 
 @dataclass(frozen=True)
