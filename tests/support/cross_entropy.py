@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._inductor.utils import run_and_get_code
 
 from ops.functional_cross_entropy import HeadOptions, functional_cross_entropy
 from ops.fused_cross_entropy import fused_losses_
@@ -109,7 +111,8 @@ def _with_gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 def _compiled(run: Callable) -> tuple[list[Tensor], list[str]]:
     compiled = torch.compile(functional_cross_entropy, fullgraph=True, dynamic=False)
-    with fresh_cache():
+    with (torch._inductor.config.patch(fx_graph_cache=False),  # else there is no code to see
+          torch._functorch.config.patch(enable_autograd_cache=False)):
         torch.compiler.reset()
         found, codes = run_and_get_code(run, compiled)
     made = re.findall(r"= empty_strided_\w+\((\(.*?\)), \(.*?\), torch\.(\w+)", "\n".join(codes))
