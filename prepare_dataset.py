@@ -24,6 +24,7 @@ from basics.errors import (
 from basics.machine import num_cpu_cores
 from basics.out_of_memory import is_out_of_memory
 from basics.usage_errors import run_and_exit
+from preparation.source_options import source_options
 
 if TYPE_CHECKING:
     from preparation.journal import Progress
@@ -63,19 +64,10 @@ class Options:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("sources", metavar="SOURCE", nargs=-1, required=True)
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--subset", default="", metavar="PATTERN",
-              help="The directories, or the configs of a hub dataset, that hold the documents:"
-                   " sample/10BT or 'data/CC-MAIN-2013-*'.")
-@click.option("--split", default="", metavar="train|test|PATTERN",
-              help="The split, or the names of the files.  [default: files named train if there"
-                   " are any]")
-@click.option("--revision", default="", metavar="COMMIT",
-              help="The commit, branch or tag of a hub dataset.  [default: the newest commit]")
+@source_options
 @click.option("--tokenizer", default="gpt2", show_default=True, metavar="gpt2|bytes|DIR",
               help="gpt2 has a vocabulary of 50,257, bytes of 257. DIR holds a tokenizer.json, as"
                    " lab tokenizer writes it.")
-@click.option("--text-column", default="text", show_default=True,
-              help="The parquet column or JSON key that holds the text.")
 @click.option("--validation-fraction", default=0.01, show_default=True,
               type=click.FloatRange(0, 1, min_open=True, max_open=True),
               help="Fraction of the documents, taken from the end, to use for validation.")

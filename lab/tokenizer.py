@@ -12,6 +12,7 @@ import click
 
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from preparation.cutting import BadShard
+from preparation.source_options import source_options
 
 SMALLEST = 257  # the 256 bytes and the end of text
 
@@ -24,16 +25,7 @@ SMALLEST = 257  # the 256 bytes and the end of text
               help="Write the tokenizer to this directory.")
 @click.option("--max-megabytes", type=click.IntRange(min=1), default=50, show_default=True,
               help="Read only the first N megabytes of text; memory grows with them.")
-@click.option("--subset", default="", metavar="PATTERN",
-              help="The directories, or the configs of a hub dataset, that hold the documents:"
-                   " sample/10BT or 'data/CC-MAIN-2013-*'.")
-@click.option("--split", default="", metavar="train|test|PATTERN",
-              help="The split, or the names of the files.  [default: files named train if there"
-                   " are any]")
-@click.option("--revision", default="", metavar="COMMIT",
-              help="The commit, branch or tag of a hub dataset.  [default: the newest commit]")
-@click.option("--text-column", default="text", show_default=True,
-              help="The parquet column or JSON key that holds the text.")
+@source_options
 def command(source: str, output: Path, **options: Any) -> None:
     """Train a tokenizer on SOURCE: byte pair encoding of bytes, as GPT-2's.
 
