@@ -230,11 +230,11 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     """Write a checkpoint's files and fsync each of them before the manifest lists them."""
     directory.mkdir()
     failpoint("save.weights")
-    _write_tensors(directory / WEIGHTS, snapshot.weights)
+    write_tensors(directory / WEIGHTS, snapshot.weights)
     failpoint("save.optimizer")
-    _write_tensors(directory / OPTIMIZER, snapshot.moments)
+    write_tensors(directory / OPTIMIZER, snapshot.moments)
     if snapshot.average:
-        _write_tensors(directory / AVERAGE, snapshot.average)
+        write_tensors(directory / AVERAGE, snapshot.average)
     failpoint("save.meta")
     (directory / META).write_text(meta.model_dump_json(indent=2))
     if meta.tokenizer_file is not None:
@@ -246,16 +246,25 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     fsync(directory)
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file; its library needs calls of the file system that some lack."""
+def write_tensors(path: Path, tensors: dict[str, Tensor],
+                  metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions that the umask gives other new files.
+
+    Its library makes private files, and needs calls of the file system that some lack.
+    """
+    path.touch()
+    mode = path.stat().st_mode
     try:
-        safetensors.torch.save_file(tensors, path)
+        safetensors.torch.save_file(tensors, path, metadata)
     except SafetensorError as error:
         if not any(f"(os error {number})" in str(error) for number in REFUSALS):
             raise
         for leftover in path.parent.glob(".tmp*"):
             leftover.unlink()
-        path.write_bytes(safetensors.torch.save(tensors))  # takes the file's size in memory
+        path.write_bytes(safetensors.torch.save(tensors, metadata))  # takes its size in memory
+    if path.stat().st_mode != mode:
+        with suppress(OSError):  # a file system without permissions
+            path.chmod(mode)
 
 
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:

@@ -101,7 +101,7 @@ class TrainConfig(FrozenConfig):
     embedding_beta2: GroupBeta = None
     head_beta2: GroupBeta = None
     vector_beta2: GroupBeta = None
-    epsilon: float = Field(default=1e-8, gt=0)
+    epsilon: float = Field(default=1e-8, ge=1e-30)
     momentum: float = Field(default=0.95, ge=0, lt=1)
     momentum_warmup_percent: float = Field(default=0, ge=0, le=100)  # of the global steps
     clipping_max_norm: float | None = Field(default=None, gt=0)
@@ -126,8 +126,8 @@ class TrainConfig(FrozenConfig):
     max_hours: float | None = Field(default=None, gt=0)
     fit_budget: bool = False
     max_skipped_steps: Count = 20  # consecutive
-    collective_timeout_seconds: float = Field(default=600, gt=0, le=10**6)
-    hang_timeout_seconds: float = Field(default=600, gt=0, le=10**6)
+    collective_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
+    hang_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
 
     @model_validator(mode="after")
     def _check_batch(self) -> TrainConfig:

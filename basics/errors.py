@@ -120,8 +120,12 @@ def drop_unwritable_output() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, at most 120 characters, or its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+    """Return the first line of an error's message, at most 120 characters, or its type.
+
+    NCCL's messages begin with the place in its code: of these, what stands after "Last error:".
+    """
+    text = str(error).strip() or type(error).__name__
+    return (text.partition("Last error:")[2].strip() or text).splitlines()[0][:120]
 
 
 def visible(text: str) -> str:

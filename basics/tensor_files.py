@@ -39,12 +39,24 @@ def read_tensors(path: Path, *, wanted: Header | None = None,
                                      f" wanted {wanted.get(name, 'absent')}")
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     for name, tensor in tensors.items():
-        if not (tensor.is_floating_point() and tensor.numel()):
-            continue
-        low, high = (float(bound) for bound in tensor.aminmax())  # one pass, without a copy
+        low, high = _range(tensor)
         if not (math.isfinite(low) and math.isfinite(high) and low >= least(name)):
             raise ValueError(f"{path.name}: {name[:60]} holds numbers from {low:g} to {high:g}")
     return tensors
+
+
+def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor with a NaN or an infinity, or empty."""
+    return next((name for name, tensor in tensors.items()
+                 if not all(map(math.isfinite, _range(tensor)))), "")
+
+
+def _range(tensor: Tensor) -> tuple[float, float]:
+    """Return the least and the greatest number; zeros for integers, booleans, and no numbers."""
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return 0.0, 0.0
+    low, high = tensor.aminmax()  # one pass, without a copy
+    return float(low), float(high)
 
 
 def header_of(tensors: Mapping[str, Tensor]) -> Header:

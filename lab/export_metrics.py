@@ -45,7 +45,7 @@ def command(name: str, tracker: str, output_dir: Path | None, starts_over: bool,
         num_sent = export(run, output_dir, starts_over=starts_over)
     finally:
         release_run()
-    click.echo(f"sent to {visible(tracker)}: {num_sent:,} records")
+    click.echo(f"{visible(tracker)}: {num_sent:,} records added")
 
 
 def export(run: Run, output_dir: Path | None, *, starts_over: bool) -> int:

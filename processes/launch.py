@@ -24,6 +24,7 @@ from run_config import Precision, TrainConfig
 
 # The others wait for rank 0 while it validates and saves, however long that takes.
 CONTROL_TIMEOUT = timedelta(days=2)
+NCCL_MARGIN_SECONDS = 120.0  # between the hang timeout and NCCL's
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,29 @@ def process_group(process: Process, store: dist.Store,
 
     Yields a second group, of gloo, for waits that are longer than the collective timeout.
     """
-    join_process_group(process, store,
-                       timeout=timedelta(seconds=train.collective_timeout_seconds))
+    seconds = train.collective_timeout_seconds
+    if process.device.type == "cuda":  # NCCL ends the process without a word: the watchdog is first
+        seconds = max(seconds, train.hang_timeout_seconds) + NCCL_MARGIN_SECONDS
+    join_process_group(process, store, timeout=timedelta(seconds=seconds))
     yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     # Not after an error: destroying the group waits for the others, which wait for this process.
     gc.unfreeze()
     gc.collect()  # DDP's threads must be gone before the group they use
     dist.destroy_process_group()
+
+
+@contextmanager
+def long_waits(process: Process) -> Iterator[dist.ProcessGroup | None]:
+    """Yield a gloo group for waits longer than the collective timeout. Every rank.
+
+    Yields None where there are no other processes, or no process group.
+    """
+    if process.world_size == 1 or not dist.is_initialized():
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    yield group
+    dist.destroy_process_group(group)  # not after an error, as above
 
 
 def join_process_group(process: Process, store: dist.Store, *, timeout: timedelta) -> None:

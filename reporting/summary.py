@@ -31,7 +31,7 @@ from tokens.batch_plan import BatchPlan
 SHOWN_PHASES = {
     TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
     CHECKPOINT: "checkpoints and charts", COMPILE: "compiling and first steps",
-    DOWNLOAD: "download", STARTUP: "start-up", LOST: "lost between launches",
+    DOWNLOAD: "dataset", STARTUP: "start-up", LOST: "after the checkpoint resumed from",
 }
 FINISHED = "finished"
 MAX_STEPS, SIGNAL, BUDGET = "--max-steps", "signal", "budget"  # what stops a launch before that

@@ -35,7 +35,7 @@ NOT_CODE = ("tests", "benchmarks", "docs", "runs", "datasets")
 COMMANDS = [
     "pip install uv",
     "uv run torchrun --standalone --nproc_per_node=2 ddp_train.py demo",
-    'uv run lab generate demo --prompt "def "',
+    'uv run lab generate demo --prompt "class "',
     "uv run lab evaluate demo",
     "uv run lab compare --published",
     "uv run lab publish demo --output demo-gpt2",

@@ -10,7 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from basics.checkpoint_names import partial_files
+from basics.errors import NON_FINITE, UserError
 from basics.failpoints import failpoint
+from basics.tensor_files import first_non_finite
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,
@@ -31,7 +33,8 @@ class BackgroundSaver:
     """Copies a state to host memory and writes it in a thread, one write at a time. Rank 0.
 
     A crash during a write leaves the earlier checkpoints whole. A write that failed is reported by
-    `take_failure` and tried again by `retry`, or superseded by the next `save`.
+    `take_failure` and tried again by `retry`, or superseded by the next `save`. A state that is not
+    finite is not written: the next call that waits raises a UserError.
 
     Args:
         newest: the checkpoint that the run resumed from, which may still lack its validation.
@@ -146,6 +149,9 @@ class BackgroundSaver:
 
     def _save(self, snapshot: Snapshot, meta: CheckpointMeta) -> bool:
         what = f"the checkpoint of step {meta.global_step + 1:,}"
+        if broken := first_non_finite(snapshot.weights | snapshot.moments | snapshot.average):
+            raise UserError(f"{what} was not saved: {broken} is not finite; resume from the one"
+                            " before, perhaps with a lower learning_rate", NON_FINITE)
         try:
             fsync_records(self._checkpoints_dir.parent / "metrics.jsonl")
             self._newest = save_checkpoint(self._checkpoints_dir, snapshot, meta)

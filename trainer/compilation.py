@@ -83,6 +83,9 @@ def keep_compiled_code() -> None:
     ours = _our_cache_dir()
     if ours is not None:
         os.environ.setdefault(CACHE_VARIABLE, str(ours))
+    # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
+    # watchdog's thread would wait as well. Triton's launcher releases it.
+    os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
 
 class ByLayer(nn.Module):

@@ -126,6 +126,7 @@ class Reports:
         """
         self.console.change_num_steps(num_steps)
         self.window.close(global_step, learning_rate, self.clock)
+        gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         num_measured = global_step - self.prepared.first_step  # all but the first one
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
         self._report_windows(self.window.take(waits=waits or says_speed))
@@ -209,7 +210,6 @@ class Reports:
         A failure is only a warning.
         """
         self.beside.draw_charts()
-        gc.collect()  # the automatic collection is off, and checkpoints leave reference cycles
         self.window.restart_timing()
 
     def end(self, global_step: int, num_steps: int, *, stop_reason: StopReason | None,

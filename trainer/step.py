@@ -16,7 +16,7 @@ from basics.failpoints import failpoint
 from basics.out_of_memory import is_out_of_memory
 from checkpointing import TrainingState
 from gpt import GPTModel
-from processes.launch import Process, share_cpu_cores
+from processes.launch import Process, long_waits, share_cpu_cores
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
 from trainer.attention import cudnn_version, kernel_name
@@ -81,18 +81,21 @@ class TrainingStep:
         self.is_compiled, self.why_eager = False, ""
         self._compiled_validation: Callable[..., Tensor] | None = None
         loss: nn.Module = state.model
-        if train.compile:
-            loss = self._compile()
-        validates_here = train.validates and (process.is_main or train.validate_on == "all")
-        if self.is_compiled and validates_here:
-            self._compile_validation()
+        with long_waits(process) as group:  # the ranks compile for different times
+            if train.compile:
+                loss = self._compile(group)
+            validates_here = train.validates and (process.is_main or train.validate_on == "all")
+            if self.is_compiled and validates_here:
+                self._compile_validation()
+            if group is not None:
+                dist.barrier(group)
         self.parallel_model = wrap(loss, process)
 
-    def _compile(self) -> nn.Module:
+    def _compile(self, group: dist.ProcessGroup | None) -> nn.Module:
         """Return the compiled training loss; the eager model if any rank cannot compile it."""
         model = self.state.model
         loss = (Whole if self.process.world_size == 1 else ByLayer)(model, self.train)
-        self.why_eager = self._first_reason(compile_error(lambda: self._try(loss)))
+        self.why_eager = self._first_reason(compile_error(lambda: self._try(loss)), group)
         self.is_compiled = not self.why_eager
         if self.is_compiled:
             return loss
@@ -121,15 +124,15 @@ class TrainingStep:
             self._compiled_validation = None
         self.state.model.train()
 
-    def _first_reason(self, reason: str) -> str:
+    def _first_reason(self, reason: str, group: dist.ProcessGroup | None) -> str:
         """Return the first rank's reason that is not empty, so that all ranks do the same.
 
         Without a process group, as for --prefetch, there are no others.
         """
         reasons = [reason]
-        if self.process.world_size > 1 and dist.is_initialized():
+        if group is not None:
             reasons *= self.process.world_size
-            dist.all_gather_object(reasons, reason)
+            dist.all_gather_object(reasons, reason, group)
         return next((reason for reason in reasons if reason), "")
 
     def _shape(self) -> tuple[int, int, int]:

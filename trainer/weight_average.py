@@ -24,14 +24,15 @@ def update_average(state: TrainingState, train: TrainConfig, global_step: int, *
     if train.weight_average is None:
         return
     first_step = average_start(train, num_steps=num_steps)
-    if global_step < first_step and not state.average:
+    if global_step < first_step:  # the run may have been extended after its average had begun
+        state.average.clear()
         return
     weights = dict(state.model.named_parameters())
     if not state.average:
         state.average.update({name: weight.detach().clone() for name, weight in weights.items()})
     else:
         averages = [state.average[name] for name in weights]  # a file has another order
-        num_averaged = max(global_step - first_step, 1)
+        num_averaged = global_step - first_step
         share = max(1 / train.weight_average, 1 / (num_averaged + 1))
         torch._foreach_lerp_(averages, list(weights.values()), share)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from basics.directory_lock import locked
 from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file
 from basics.json_files import read_json_object
+from checkpointing import write_tensors
 from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
 from lab.publish.plain_files import read_charts
@@ -178,7 +178,8 @@ def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    save_file(to_gpt2(weights, model.config), directory / "model.safetensors", {"format": "pt"})
+    write_tensors(directory / "model.safetensors", to_gpt2(weights, model.config),
+                  {"format": "pt"})
     if target.tokenizer_path is not None:
         content = read_named_tokenizer(target.tokenizer_path, target.tokenizer_name)
         write_own_tokenizer(directory, content, context_length=model.config.context_length)

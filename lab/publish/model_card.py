@@ -199,7 +199,8 @@ def _training(target: Target, written: Written) -> dict[str, str]:
     num_steps = number(written.summary.get("num_steps"))
     facts = {"step": f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
              "tokens": f"{meta.tokens:,}",
-             "training loss": "-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
+             "training loss, mean since the checkpoint before":
+                 "-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
              "hours": f"{sum(meta.seconds.values()) / 3600:.3f}"}
     if meta.usd:
         facts["US$"] = f"{sum(meta.usd.values()):.2f}"

@@ -284,6 +284,25 @@ def test_a_stop_during_compilation_exits_and_can_be_resumed(
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
 
 
+def test_a_rank_that_compiles_longer_than_the_collective_timeout_is_waited_for(
+    workplace: Workplace
+) -> None:
+    workplace.add_dataset()
+    workplace.add_run("tiny", train={"collective_timeout_seconds": 2})
+    succeeded(with_fault(workplace, "compile:slow:rank=0:seconds=5", "--max-steps", "1"))
+
+
+def test_weights_that_are_not_finite_are_never_saved(workplace: Workplace, run_dir: Path) -> None:
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "4"))
+    before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    path = run_dir / "train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"learning_rate": 1e300}))
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2")
+    assert result.returncode == 3
+    assert "was not saved: " in result.stderr and "is not finite; resume from" in result.stderr
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     workplace: Workplace, run_dir: Path, rank: int

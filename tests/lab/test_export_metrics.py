@@ -29,11 +29,11 @@ def export(run: Run, *arguments: str) -> str:
 
 def test_only_what_is_new_is_sent(run: Run, tmp_path: Path) -> None:
     with refused_network(tmp_path / "log"):
-        assert export(run) == "sent to tensorboard: 2 records\n"
-        assert export(run) == "sent to tensorboard: 0 records\n"
+        assert export(run) == "tensorboard: 2 records added\n"
+        assert export(run) == "tensorboard: 0 records added\n"
         add_records(run, 2)
         add_summary(run, 2)
-        assert export(run) == "sent to tensorboard: 1 records\n"
+        assert export(run) == "tensorboard: 1 records added\n"
     assert not (tmp_path / "log").exists()
     values = in_tensorboard(run.run_dir / "tensorboard" / TrackedRun.load(run.run_dir).id)
     assert values["train/loss"] == [(1, 10.0), (2, 9.0), (3, 8.0)]

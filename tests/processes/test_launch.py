@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from basics.errors import UserError
+from processes import launch
 from processes.launch import Process, end_torchrun, share_cpu_cores, this_process
-from tests.support.workplace import Workplace, forked, succeeded
+from run_config import TrainConfig
+from tests.support.workplace import TINY_TRAIN, Workplace, forked, succeeded
 
 CPU = torch.device("cpu")
 
@@ -77,3 +80,19 @@ def test_only_a_torchrun_that_is_one_of_several_is_ended(
     parent = os.getppid()
     end_torchrun(Process(2, local_rank, 4, CPU, torchrun_pid=parent if parent_is_torchrun else 1))
     assert ended == ([parent] if ends else [])
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 60), ("cuda:0", 600 + 120)])
+def test_nccl_waits_longer_than_the_watchdog(
+    monkeypatch: pytest.MonkeyPatch, device: str, seconds: int
+) -> None:
+    """Its own timeout would end the process without a line that says which rank hung."""
+    found: list[timedelta] = []
+    monkeypatch.setattr(launch, "join_process_group",
+                        lambda *_, timeout: found.append(timeout))
+    monkeypatch.setattr(launch.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    train = TrainConfig(**TINY_TRAIN, collective_timeout_seconds=60)
+    with launch.process_group(Process(0, 0, 1, torch.device(device)), None, train):
+        pass
+    assert found == [timedelta(seconds=seconds)]

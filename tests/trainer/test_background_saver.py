@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from basics.errors import NON_FINITE, UserError
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,
@@ -41,6 +42,23 @@ def take_step(built: TrainingState) -> None:
 def meta(global_step: int) -> CheckpointMeta:
     return CheckpointMeta(global_step=global_step, tokens=0, loss=1.0, train_loss=1.0, seconds={},
                           tokenizer=None, model=ModelConfig(**TINY_MODEL), random_seed=42, data={})
+
+
+@pytest.mark.parametrize("place", ["weights", "moments"])
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path: Path, place: str) -> None:
+    saver, built = BackgroundSaver(tmp_path, keep=1), state()
+    saver.save(built, meta(0))
+    saver.wait()
+    parameter = next(built.model.parameters())
+    broken = parameter if place == "weights" else built.optimizer.state[parameter]["exp_avg"]
+    broken.detach().view(-1)[0] = torch.nan
+    saver.save(built, meta(1))
+    with pytest.raises(UserError, match="the checkpoint of step 2 was not saved: .*not finite"
+                       ) as caught:
+        saver.wait()
+    assert caught.value.status == NON_FINITE
+    (kept,) = list_checkpoints(tmp_path)
+    assert kept.meta.global_step == 0 and find_checkpoint(tmp_path, "latest") == kept
 
 
 class Gate:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from subprocess import CompletedProcess
+from unittest.mock import MagicMock
+
+import pytest
 
 from tests.support.runs import last_line_of_ours, metrics_of, summary_of, weights_of
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
+from trainer.reports import Reports
 
 SETTINGS = {"min_train_tokens": 31 * 128, "validation_interval": 25,
             "diagnostics_interval": 10}
@@ -38,3 +44,27 @@ def test_skipped_steps_end_a_late_run_too(workplace: Workplace) -> None:
     assert result.returncode != 0
     assert "the gradients of 10 steps in a row, up to step 10," in last_line_of_ours(result)
     assert summary_of(run_dir)["status"] == "failed"
+
+
+def test_every_report_collects_what_reference_counts_leave(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every rank: activation checkpointing leaves cycles, and collection is not automatic."""
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    reports = Reports.__new__(Reports)
+    for name in ("console", "window", "prepared", "beside", "clock", "saver", "process"):
+        monkeypatch.setattr(reports, name, MagicMock(), raising=False)
+    reports._reports_speed, reports.prepared.first_step = False, 0
+    monkeypatch.setattr(reports, "_report_windows", lambda _: None)
+    monkeypatch.setattr(reports, "warn_of_failed_write", lambda: None)
+    gc.disable()
+    try:
+        left = weakref.ref(Cycle())
+        assert left() is not None
+        reports.write(10, 0.1, num_steps=20, waits=False)
+        assert left() is None
+    finally:
+        gc.enable()

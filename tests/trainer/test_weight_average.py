@@ -48,13 +48,16 @@ def test_a_horizon_longer_than_the_run_gives_the_mean_of_all_steps() -> None:
     torch.testing.assert_close(state.average["final_norm.bias"], torch.full((16,), 1.5))
 
 
-def test_an_average_that_has_begun_goes_on_in_a_run_that_became_longer() -> None:
+def test_in_a_run_that_became_longer_the_average_begins_again() -> None:
     state, _ = averaged_state()
-    before = state.average["final_norm.bias"].clone()
-    with torch.no_grad():
-        state.model.final_norm.bias.add_(1)
-    update_average(state, TRAIN, NUM_STEPS, num_steps=10 * NUM_STEPS)
-    assert not torch.equal(state.average["final_norm.bias"], before)
+    update_average(state, TRAIN, NUM_STEPS, num_steps=2 * NUM_STEPS)
+    assert not state.average
+    first = 2 * NUM_STEPS - HORIZONS * HORIZON
+    for step, value in ((first, 1.0), (first + 1, 4.0)):
+        with torch.no_grad():
+            state.model.final_norm.bias.fill_(value)
+        update_average(state, TRAIN, step, num_steps=2 * NUM_STEPS)
+    torch.testing.assert_close(state.average["final_norm.bias"], torch.full((16,), 2.5))
 
 
 def test_it_begins_late_and_only_where_asked() -> None:
