@@ -149,14 +149,16 @@ def search(work: Work) -> None:
 
 def read_search(output: str) -> dict[str, Any]:
     """Return the figures that a search prints; what it did not print is left out."""
-    found: dict[str, Any] = {"trials": len(re.findall(r"^ *\d+ +(?:[\d.]+ +|out of)", output,
+    scale = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1}
+    found: dict[str, Any] = {"trials": len(re.findall(r"^ *[\d,]+ +(?:[\d.,]+ +|out of)", output,
                                                       re.MULTILINE))}
-    for key, pattern in {"largest": r"largest microbatch: (\d+)",
-                         "fastest": r"fastest microbatch: (\d+)",
-                         "fixed_gib": r"memory: ([\d.-]+) GiB \+",
-                         "gib_a_sequence": r"\+ ([\d.]+) GiB a sequence"}.items():
+    for key, pattern in {"largest": r"largest microbatch: ([\d,]+)",
+                         "fastest": r"fastest microbatch: ([\d,]+)",
+                         "fixed_gib": r"memory: ([\d.,-]+) (.iB) \+",
+                         "gib_a_sequence": r"\+ ([\d.,]+) (.iB) a sequence"}.items():
         if match := re.search(pattern, output):
-            found[key] = float(match[1]) if "gib" in key else int(match[1])
+            value = match[1].replace(",", "")
+            found[key] = float(value) * scale[match[2]] if "gib" in key else int(value)
     return found | {"is_compiled": "not compiled" not in output}
 
 

@@ -1,34 +1,38 @@
-"""Search for the largest microbatch that fits in memory, the fastest one, and their memory."""
+"""Search for the largest microbatch that fits in memory and the fastest one."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from basics.curve_fits import Line, fit_line
 from basics.errors import UserError, print_error, print_line
 from basics.files import write_atomically
 from basics.json_output import print_json
+from microbatch_search.result import (
+    MAX_TRIALS,
+    Found,
+    fits,
+    memory_line,
+    smallest_failure,
+    table_head,
+    table_row,
+)
 from microbatch_search.trial import Trial, Trials
 from processes.command_line import Options
 from processes.launch import Process
 from processes.startup_agreement import Agreement
-from reporting.speed import CARDS_GIB, usable_gib
 from run_config import RENAMED_KEYS, Run
 from tokens.batch_plan import nearest_divisors
 from trainer.step import Wrap
 
-MAX_TRIALS = 8
 GROWTH = 4  # factor from one trial to the next, while there is no memory line to extrapolate
 TRUSTED_GROWTH = 4  # times the largest that fits: beyond it, a prediction is reduced by SAFETY
 MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
 SAFETY = 0.9  # of what a line through small microbatches predicts for a large one
 FIRST_STEP_BACK = 0.03  # from a microbatch that was predicted to fit but did not
-MIN_RISE = 0.01  # of the fixed part: a memory line that rises less is noise
 
 
 def find_max_microbatch(train: Callable[[int], Trial]) -> list[Trial]:
@@ -101,101 +105,7 @@ def _predict_largest(fitting: list[Trial]) -> float:
     """
     if len(fitting) < 2:
         return math.inf
-    return _memory_line(fitting[-2:]).largest_x(fitting[-1].capacity_gib)
-
-
-def _memory_line(trials: list[Trial]) -> Line:
-    """Fit the demand in GiB over the microbatch size."""
-    return fit_line([trial.microbatch_size for trial in trials],
-                    [trial.demand_gib for trial in trials])
-
-
-def fits(trials: list[Trial]) -> list[Trial]:
-    """Return the trials that fitted, the smallest microbatch first."""
-    return sorted((trial for trial in trials if trial.fits), key=lambda one: one.microbatch_size)
-
-
-def smallest_failure(trials: list[Trial]) -> int | None:
-    """Return the smallest microbatch that did not fit, None if all did."""
-    return min((trial.microbatch_size for trial in trials if not trial.fits), default=None)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The result of a search in which at least one microbatch fitted."""
-
-    trials: list[Trial]
-
-    @property
-    def largest(self) -> Trial:
-        """The trial of the largest microbatch that fitted."""
-        return fits(self.trials)[-1]
-
-    @property
-    def fastest(self) -> Trial:
-        """The trial with the most tokens per second."""
-        return max(fits(self.trials), key=lambda trial: trial.tokens_per_second)
-
-    @property
-    def line(self) -> Line | None:
-        """GiB over the microbatch, without the smallest if there are enough others."""
-        fitting = fits(self.trials)
-        fitting = fitting[1:] if len(fitting) > 2 else fitting
-        return _memory_line(fitting) if len(fitting) > 1 else None
-
-    def document(self, run: Run, world_size: int) -> dict[str, Any]:
-        """Return the result as a JSON document; None for what is not known."""
-        line = self.line
-        return {
-            "schema": "find-max-microbatch/1", "run": run.name, "world_size": world_size,
-            "largest": self.largest.microbatch_size, "fastest": self.fastest.microbatch_size,
-            "smallest_that_did_not_fit": smallest_failure(self.trials),
-            "memory_gib": line and {"fixed": line.intercept, "a_sequence": line.slope},
-            "trials": [asdict(trial) for trial in self.trials],
-        }
-
-    def lines(self) -> list[str]:
-        """Format the result for printing."""
-        fastest = self.fastest
-        return [self._largest_line(), f"fastest microbatch: {fastest.microbatch_size}"
-                f" ({fastest.tokens_per_second:,.0f} tokens/s)", *self._memory_lines()]
-
-    def _largest_line(self) -> str:
-        largest, failure = self.largest.microbatch_size, smallest_failure(self.trials)
-        line = f"largest microbatch: {largest}"
-        if failure is None:
-            return f"{line} (larger ones were not tried after {MAX_TRIALS} trials)"
-        if failure > largest + 1:
-            return (f"{line} ({failure} did not fit; between them nothing was tried after"
-                    f" {MAX_TRIALS} trials)")
-        return line
-
-    def _memory_lines(self) -> list[str]:
-        line = self.line
-        if line is None or line.slope * self.largest.microbatch_size < MIN_RISE * line.intercept:
-            return ["memory hardly grows with these microbatches: no prediction for other cards"]
-        cards = ", ".join(f"{card} GiB: {_largest_on_card(line, card)}" for card in CARDS_GIB)
-        return [f"memory: {line.intercept:.2f} GiB + {line.slope:.3f} GiB a sequence",
-                f"largest by that line on a card of {cards}"]
-
-
-def _largest_on_card(line: Line, card_gib: float) -> str:
-    largest = int(line.largest_x(usable_gib(card_gib)))
-    return f"{largest}" if largest >= 1 else "none"
-
-
-def table_head() -> str:
-    """Return the header of the table of trials."""
-    return f"{'microbatch':>10} {'GiB allocated':>14} {'GiB reserved':>13} {'tokens/s':>12}"
-
-
-def table_row(trial: Trial) -> str:
-    """Format a trial as a line of the table; each is printed when it is measured."""
-    if not trial.fits:
-        return f"{trial.microbatch_size:>10} {'out of memory':>28}"
-    return (f"{trial.microbatch_size:>10} {trial.allocated_gib:>14.2f}"
-            f" {trial.reserved_gib:>13.2f} {trial.tokens_per_second:>12,.0f}"
-            f"{'  not compiled' if trial.why_eager else ''}")
+    return memory_line(fitting[-2:]).largest_x(fitting[-1].capacity_gib)
 
 
 def search(run: Run, process: Process, agreement: Agreement, *, options: Options,
@@ -214,6 +124,7 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
                     memory_limit_gib=options.memory_limit_gib, wrap=wrap)
 
     tried: list[Trial] = []
+    on_gpu = process.device.type == "cuda"
 
     def train(microbatch_size: int) -> Trial:
         trial = trials.train(microbatch_size)
@@ -224,10 +135,10 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
         tried.append(trial)
         return trial
 
-    print_on_main(table_head())
+    print_on_main(table_head(on_gpu=on_gpu))
     find_max_microbatch(train)
     agreement.run("smallest", lambda: _check_one_fits(run, tried))
-    found = Found(tried)
+    found = Found(tried, on_gpu=on_gpu)
     print_on_main("\n".join(found.lines()))
     if options.save:
         agreement.run("save", lambda: process.is_main and print_on_main(

@@ -31,7 +31,7 @@ class Mfu:
 
 
 ASSUMED = "assumed"
-FROM_RTX = Mfu(0.57, "from an RTX card")
+FROM_RTX = Mfu(0.57, "from an RTX card, which one is not recorded")
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Speed:
                      " own (fallback_random)")
         gpu = find_gpu(self.device_name)
         if gpu is None:
-            return f"{line} (no peak known for {self.device_name})"
+            return f"{line} (no MFU: the peak speed of {self.device_name} is not known)"
         mfu = gpu.mfu(flops)
         best = gpu.high_mfu
         line += (f", {mfu:.1%} MFU; {gpu.name} should reach up to {best.share:.0%} with such a"

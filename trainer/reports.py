@@ -79,7 +79,7 @@ class Reports:
                      *batch_arithmetic(self.plan, num_steps)):
             self.console.say(line)
         ratio = num_steps * self.plan.tokens_per_step / num_parameters
-        self.console.say(f"{num_parameters:,} parameters, {ratio:.1f} tokens for each;"
+        self.console.say(f"{num_parameters:,} parameters, {ratio:.1f} tokens per parameter;"
                          f" {self.prepared.train.precision} on {self.process.device.type}")
         self.console.start(first_step, num_steps=num_steps,
                            lacks_validation=self.prepared.lacks_validation)

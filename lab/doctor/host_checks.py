@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from basics.machine import num_cpu_cores
+from basics.sizes import gib
 from lab.doctor.check import Finding, Subject, ok, problem, warning
 from lab.plan.estimate import bytes_of_checkpoint, default_precision
 from lab.plan.memory import peak_memory
@@ -67,8 +68,9 @@ def check_ram(subject: Subject) -> Finding:
                 " to have it counted")
         return ok(text) if available >= needed else warning(text, "end other programs")
     snapshot, needed = _snapshot_gib(subject), _needed_gib(subject)
-    text = (f"{available:,.1f} GiB available; the run needs about {needed:,.1f}, {snapshot:,.2f} of"
-            " them for the copy that checkpoints are written from (the dataset is memory-mapped)")
+    text = (f"{available:,.1f} GiB available; the run needs about {gib(needed * 2**30)},"
+            f" {gib(snapshot * 2**30)} of them for the copy that checkpoints are written from"
+            " (the dataset is memory-mapped)")
     if available >= needed:
         return ok(text)
     advice = "end other programs, or take a machine with more RAM"

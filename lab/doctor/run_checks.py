@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 from basics.errors import UserError
+from basics.sizes import gb, gib
 from lab.doctor.check import Finding, Subject, ok, problem, skipped, warning
 from lab.doctor.gpu_checks import numbers
 from lab.doctor.host_checks import existing, training_gib
-from lab.plan.estimate import bytes_of_checkpoint, num_checkpoints
+from lab.plan.estimate import bytes_of_checkpoint, most_checkpoints, num_checkpoints
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete
 from reporting.speed import usable_gib
 from run_config import check_inside
@@ -78,7 +79,7 @@ def check_batch(subject: Subject) -> Finding | None:
     except UserError as error:
         return problem(*_split(str(error)))
     size = train.microbatch_size * steps * world_size
-    return ok(f"microbatch {train.microbatch_size} x accumulation {steps} x"
+    return ok(f"microbatch {train.microbatch_size:,} x accumulation {steps:,} x"
               f" {num_processes(world_size)} = {size:,} sequences")
 
 
@@ -100,8 +101,8 @@ def check_microbatch(subject: Subject) -> Finding | None:
             return taken
     else:
         there, where = subject.available_gib / subject.num_processes, "a process"
-    text = (f"microbatch {subject.run.train.microbatch_size} takes about {needed:,.1f} of"
-            f" {there:,.1f} GiB of {where} (estimate)")
+    text = (f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)}"
+            f" of the {gib(there * 2**30)} of {where} (estimate)")
     if needed <= there:
         return ok(text)
     advice = ("lower microbatch_size, or set head_chunks 8 or activation_checkpointing;"
@@ -117,9 +118,9 @@ def _check_free(subject: Subject, needed: float) -> Finding | None:
     if not taken:
         return None
     return problem(
-        f"microbatch {subject.run.train.microbatch_size} takes about {needed:,.1f} GiB of a GPU"
-        f" (estimate); {numbers(taken)} {'has' if len(taken) == 1 else 'have'}"
-        f" {min(free.values()):,.1f} free: other processes use the rest",
+        f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)} of a"
+        f" GPU (estimate); {numbers(taken)} {'has' if len(taken) == 1 else 'have'}"
+        f" {gib(min(free.values()) * 2**30)} free: other processes use the rest",
         "find them with nvidia-smi and end them: a run that was killed may have left some")
 
 
@@ -130,7 +131,7 @@ def check_checkpoints(subject: Subject) -> Finding | None:
     run, size = subject.run, bytes_of_checkpoint(subject.run)
     place = existing(run.checkpoints_dir)
     free = shutil.disk_usage(place).free
-    text = f"{size / 1e9:,.3g} GB each, {free / 1e9:,.1f} GB free"
+    text = f"{gb(size)} each, {gb(free)} free"
     advice = "make room, set keep_checkpoints, or name another place with --runs-dir"
     if free < size:
         return problem(text, advice)
@@ -140,19 +141,19 @@ def check_checkpoints(subject: Subject) -> Finding | None:
     text += f"; at most {number:,} are kept"
     missing = (number - _num_present(run.checkpoints_dir)) * size
     return ok(text) if missing <= free else warning(
-        f"{text}: {number * size / 1e9:,.0f} GB", advice)
+        f"{text}: {gb(number * size)}", advice)
 
 
 def _num_kept(subject: Subject) -> int | None:
     """Return the most checkpoints at one time; None if the length of the run is not known."""
-    train, keep = subject.run.train, subject.run.train.keep_checkpoints
+    train = subject.run.train
     if train.min_train_tokens == -1 and not is_complete(subject.datasets_dir / train.dataset):
-        return keep and keep + 2
+        return most_checkpoints(train, None)
     try:
         total = num_checkpoints(subject.run, plan_of(subject))
     except UserError:
         return None
-    return total if keep is None else min(total, keep + 2)  # the best, and one being written
+    return most_checkpoints(train, total)
 
 
 def _num_present(checkpoints_dir: Path) -> int:

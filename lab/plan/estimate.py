@@ -77,7 +77,8 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
     precision = default_precision(run.train, machine.gpu)
     setting = Setting(run.model, run.train, precision, machine.num_gpus)
     largest = largest_microbatch(setting, usable_gib(machine.gpu.memory_gib))
-    speed = sources.expected(Wanted(run.model, run.train, precision), machine.gpu)
+    wanted = Wanted(run.model, run.train, precision, machine.num_gpus)
+    speed = sources.expected(wanted, machine.gpu)
     if not machine.gpu.has_bf16 and "bf16" in (precision, run.train.residual_dtype):
         return Estimate(machine, largest, speed, reason="this GPU has no bf16")
     size, batch = run.train.microbatch_size, run.train.global_batch_size
@@ -147,6 +148,21 @@ def num_checkpoints(run: Run, plan: BatchPlan) -> int:
     if len(intervals) == 2:
         count -= steps // math.lcm(*intervals)  # one checkpoint serves both
     return count + all(steps % interval for interval in intervals)  # the last step is always saved
+
+
+def most_checkpoints(train: TrainConfig, total: int | None) -> int | None:
+    """Return the most checkpoints on disk at one time, of `total` that a run saves.
+
+    With `keep_checkpoints` they are the newest ones, the best one and the one being written.
+
+    Args:
+        total: None if the length of the run is not known; without `keep_checkpoints` the result is
+            None then, too.
+    """
+    if train.keep_checkpoints is None:
+        return total
+    most = train.keep_checkpoints + 2
+    return most if total is None else min(total, most)
 
 
 def bytes_of_checkpoint(run: Run) -> int:

@@ -10,6 +10,7 @@ import click
 
 from basics.errors import UserError, visible
 from basics.json_output import print_json
+from basics.sizes import gb
 from lab.plan.document import plan_document
 from lab.plan.estimate import bytes_of_checkpoint, estimate
 from lab.plan.machines import known_machines, parse_machine
@@ -74,5 +75,5 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
         f" {chinchilla * parameters:,} tokens)",
         f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
         f" {per_token * num_tokens:.3g} FLOP in total, without validation",
-        f"a checkpoint takes {bytes_of_checkpoint(run) / 1e9:,.2f} GB on disk",
+        f"a checkpoint takes {gb(bytes_of_checkpoint(run))} on disk",
     ]

@@ -63,11 +63,16 @@ class Measurement(FrozenConfig):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a measurement must have to be used for a planned run, on a GPU."""
+    """What a measurement must have to be used for a planned run, on a GPU.
+
+    Attributes:
+        num_gpus: of the machine; a measurement may be of another number.
+    """
 
     model: ModelConfig
     train: TrainConfig
     precision: Precision
+    num_gpus: int = 1
 
     def size_ratio(self, flops: float) -> float:
         """Return how many times more FLOPs per token one of two models needs."""
@@ -122,9 +127,12 @@ class ExpectedSpeed:
         mfu, reasons = gpu.expected_mfu * recomputing, wanted.not_public()
         public = f"{gpu.public_mfu} in public runs on several GPUs"
         if gpu.public_mfu is None:
-            best = "an assumed best" if gpu.high_mfu.origin == ASSUMED else "the best"
-            public = (f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
-                      f" {EXPECTED_SHARE:.0%} of {best} of {gpu.high_mfu.share:.0%}")
+            number = "one" if wanted.num_gpus == 1 else "several"
+            best = f"the best of {gpu.high_mfu}"
+            if gpu.high_mfu.origin == ASSUMED:
+                best = f"an assumed best of {gpu.high_mfu.share:.0%}"
+            public = (f"no public figure for {number} {gpu.name}; assumed"
+                      f" {gpu.expected_mfu:.0%}, {EXPECTED_SHARE:.0%} of {best}")
         if reasons:
             return cls(mfu, ROUGH, f"{public}; no public figure for: {', '.join(reasons)}")
         if gpu.public_mfu is None:

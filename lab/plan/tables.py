@@ -7,11 +7,13 @@ from dataclasses import fields
 
 from tabulate import tabulate
 
+from basics.sizes import gb
 from lab.plan.estimate import (
     Bounds,
     Estimate,
     bytes_of_checkpoint,
     default_precision,
+    most_checkpoints,
     num_checkpoints,
 )
 from lab.plan.memory import Memory, largest_microbatch, peak_memory
@@ -28,9 +30,9 @@ PART_NAMES = {
     "logits": "logits, loss and their gradients",
 }
 BATCH_HEADS = ["machine", "microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch",
-               "steps", "checkpoints,\nin total", ""]
-COST_HEADS = ["machine", "US$\nper hour", "hours,\nexpected", "hours,\nlow to high",
-              "US$,\nexpected", "US$,\nlow to high", "MFU"]
+               "steps", "checkpoints on\ndisk, at most", "checkpoints\nwritten", ""]
+COST_HEADS = ["machine", "US$\nper hour", "hours,\nexpected", "hours,\nfewest to most",
+              "US$,\nexpected", "US$,\nfewest to most", "MFU"]
 COST_NOTES = [
     "Sorted by the expected US$; ~ marks rough ones. Hours and US$ count validation, not startup.",
     "Prices are those of December 2025, or of --machine.",
@@ -50,22 +52,27 @@ def memory_lines(run: Run) -> list[str]:
     """Show the memory peak by part, for the run's own microbatch."""
     size = run.train.microbatch_size
     peaks = [peak_memory(setting, size) for setting in settings_of(run)]
-    title = f"GiB at the peak, {default_precision(run.train)}, microbatch {size}"
+    factor, unit = (2**30, "GiB") if peaks[0].total >= 2**30 else (2**20, "MiB")
+    title = f"{unit} at the peak, {default_precision(run.train)}, microbatch {size:,}"
     parts = {PART_NAMES[field.name]: [getattr(peak, field.name) for peak in peaks]
              for field in fields(Memory)} | {"total": [peak.total for peak in peaks]}
     return _table([[title, "one GPU", "several GPUs"],
-                   *([name, *(f"{size / 2**30:.2f}" for size in sizes)]
+                   *([name, *(f"{size / factor:,.2f}" for size in sizes)]
                      for name, sizes in parts.items())])
 
 
 def card_lines(run: Run) -> list[str]:
     """Show the largest microbatch that is expected to fit on cards of several sizes."""
     settings = settings_of(run)
-    sizes = [[f"{card} GiB", *(str(largest_microbatch(setting, usable_gib(card)) or "none")
+    sizes = [[f"{card} GiB", *(_count(largest_microbatch(setting, usable_gib(card)))
                                for setting in settings)] for card in CARDS_GIB]
     return [*_table([["largest microbatch, by card", "one GPU", "several GPUs"], *sizes]),
             "computed with the activations of code that is not compiled, which needs more;",
             "ddp_train.py --find-max-microbatch measures the code that will run"]
+
+
+def _count(largest: int) -> str:
+    return f"{largest:,}" if largest else "none"
 
 
 def _table(rows: list[list[str]], *, left: tuple[int, ...] = ()) -> list[str]:
@@ -80,19 +87,26 @@ def _table(rows: list[list[str]], *, left: tuple[int, ...] = ()) -> list[str]:
 
 def batch_lines(run: Run, estimates: list[Estimate]) -> list[str]:
     """Show how each machine would divide the run's tokens, or why it cannot train the run."""
-    return _table([BATCH_HEADS, *(_batch_cells(run, found) for found in estimates)],
-                  left=(len(BATCH_HEADS) - 1,))
+    table = _table([BATCH_HEADS, *(_batch_cells(run, found) for found in estimates)],
+                   left=(len(BATCH_HEADS) - 1,))
+    own = run.train.microbatch_size
+    if all(found.plan is None or found.plan.microbatch_size == own for found in estimates):
+        return table
+    return [*table, "microbatch: the largest that fits and divides the batch;"
+            f" train.json has {own:,}"]
 
 
 def _batch_cells(run: Run, found: Estimate) -> list[str]:
     name, plan = found.machine.name, found.plan
     if plan is None:
-        return [name, "-", f"{found.largest}", "-", "-", "-", found.reason]
-    count = num_checkpoints(run, plan)
+        return [name, "-", _count(found.largest), "-", "-", "-", "-", found.reason]
+    written = num_checkpoints(run, plan)
+    most = most_checkpoints(run.train, written)
     return [
-        name, f"{plan.microbatch_size} x {plan.gradient_accumulation_steps}", f"{found.largest}",
+        name, f"{plan.microbatch_size:,} x {plan.gradient_accumulation_steps:,}",
+        _count(found.largest),
         f"{plan.global_batch_size:,}", f"{plan.num_steps:,}",
-        f"{count:,} ({count * bytes_of_checkpoint(run) / 1e9:,.0f} GB)", "",
+        f"{most:,} ({gb(most * bytes_of_checkpoint(run))})", f"{written:,}", "",
     ]
 
 
@@ -143,9 +157,9 @@ def _notes(run: Run, estimates: list[Estimate]) -> list[str]:
                             f" {found.speed.detail}" for found in estimates)
     notes = [
         *COST_NOTES,
-        "low: the best public MFU for plain PyTorch: "
+        "fewest hours: at the best public MFU for plain PyTorch: "
         + ", ".join(f"{gpu.name} {gpu.high_mfu}" for gpu in gpus),
-        "high: the MFU of the original system, and a slow disk: "
+        "most hours: at the MFU of the original system, with a slow disk: "
         + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
         "expected: the MFU in the table, by its source:", *sources,
         *(["validation: its share of the time, on rank 0 alone / on all GPUs; this run's"

@@ -35,16 +35,16 @@ def check(name: str, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 
 def test_a_search_is_read() -> None:
-    found = read_search("""microbatch  GiB allocated  GiB reserved     tokens/s
-         1           5.05          6.04          524
-       120          70.20         71.20      400,051
-       121                out of memory
-largest microbatch: 120
+    found = read_search("""microbatch      allocated      reserved     tokens/s
+         1       5.05 GiB      6.04 GiB          524
+     1,020       70.2 GiB      71.2 GiB      400,051
+     1,021                out of memory
+largest microbatch: 1,020
 fastest microbatch: 64 (400,051 tokens/s)
-memory: 4.04 GiB + 0.553 GiB a sequence
+memory: 4.04 GiB + 576 MiB a sequence
 """)
-    assert found == {"trials": 3, "largest": 120, "fastest": 64, "fixed_gib": 4.04,
-                     "gib_a_sequence": 0.553, "is_compiled": True}
+    assert found == {"trials": 3, "largest": 1020, "fastest": 64, "fixed_gib": 4.04,
+                     "gib_a_sequence": 0.5625, "is_compiled": True}
     assert read_search("nothing") == {"trials": 0, "is_compiled": True}
 
 

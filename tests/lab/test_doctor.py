@@ -221,7 +221,7 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
     found = report_of(result.output)["microbatch"]
     assert result.exit_code == status, result.output
     assert found.verdict == (PROBLEM if status else OK)
-    assert status == 0 or ("GPU 1 has 2.0 free" in found.text and "nvidia-smi" in found.advice)
+    assert status == 0 or ("GPU 1 has 2.00 GiB free" in found.text and "nvidia-smi" in found.advice)
 
 
 def test_processes_that_hang_or_die_are_told_and_ended(place: Workplace) -> None:

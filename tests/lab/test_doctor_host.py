@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import socket
@@ -172,12 +173,17 @@ def test_a_slow_disk_and_one_that_cannot_be_written(
 
 def test_the_runs_own_things(place: Workplace) -> None:
     place.add_dataset()
-    found = checks(run_checks, subject(place, num_processes=2, world_size=2))
+    about = subject(place, num_processes=2, world_size=2)
+    found = checks(run_checks, about)
     assert {check.verdict for check in found.values()} == {OK}
     assert found["dataset"].text.endswith("has 4,000 training tokens")
     assert found["batch"].text == "microbatch 2 x accumulation 2 x 2 processes = 8 sequences"
-    assert "microbatch 2 takes about 0.0 of 50.0 GiB" in found["microbatch"].text
+    assert re.match(r"microbatch 2 takes about [\d.]+ (KiB|MiB) of the 50.0 GiB of a process",
+                    found["microbatch"].text)
     assert found["checkpoints"].text.endswith("; at most 3 are kept")
+    assert re.match(r"[\d.]+ kB each, ", found["checkpoints"].text)
+    assert re.search("needs about [^0].* [MG]iB, [^0].* [KM]iB of them for",
+                     host_checks.check_ram(about).text)
 
 
 WRONG = {
@@ -219,7 +225,7 @@ def test_a_microbatch_is_compared_with_the_memory_of_a_gpu(
     found = run_checks.check_microbatch(subject(
         place, model=gpt2, train={"microbatch_size": size, "precision": None}, gpus=GPUS,
         num_processes=8, world_size=8))
-    assert found.verdict == verdict and "of 38.2 GiB of a GPU" in found.text
+    assert found.verdict == verdict and "of the 38.2 GiB of a GPU" in found.text
 
 
 def test_room_for_one_checkpoint_and_for_all(place: Workplace,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from click.testing import CliRunner
 
@@ -12,7 +14,7 @@ from lab.plan.speed_sources import ExpectedSpeed, SpeedSources
 from lab.plan.tables import WIDTH, _shares, amount
 from reporting.speed import GPUS
 from run_config import load_run
-from tests.support.plan_output import BIG, HOURS, USD, cost_rows, plan
+from tests.support.plan_output import BIG, HOURS, USD, batch_rows, cost_rows, plan
 from tests.support.workplace import Workplace
 
 
@@ -31,7 +33,7 @@ def test_the_cost_table_has_its_heads_and_fits_a_terminal(
     costs = output.split("\nmachine ")[2].splitlines()
     assert costs[0].split() == ["US$", "hours,", "hours,", "US$,", "US$,", "MFU", "validation:",
                                 "source", *(["budget"] if arguments else [])]
-    said = "per hour expected low to high expected low to high rank0 / all"
+    said = "per hour expected fewest to most expected fewest to most rank0 / all"
     assert costs[1].split() == [*said.split(), *(["$1.2e+07"] if arguments else [])]
     assert ("\n\nWithin $12,345,678.90: fits: " in output) == bool(arguments)
 
@@ -55,15 +57,61 @@ def test_the_notes_name_the_origin_of_every_bound(workplace: Workplace) -> None:
     workplace.add_run(model=BIG, train={"min_train_tokens": 10**9, "precision": "bf16",
                                         "compile": None})
     output = plan("tiny", "--machine", "a=1xL40S@1",
-                  "--machine", "b=8xMI300X@20", runs_dir=workplace.runs_dir)
+                  "--machine", "b=8xMI300X@20", "--machine", "c=1xRTX-4090@1",
+                  runs_dir=workplace.runs_dir)
     notes = " ".join(output.split("\n\n")[-1].split())
     assert "A100-40 54% (from A100-80)" in notes and "B200 40% (assumed)" in notes
     assert "L40S 40% (assumed)" in notes and "L40S 5.0% (assumed)" in notes
     assert ("MI300X, rough: no public figure for several MI300X; assumed 32%, 80% of an assumed"
             " best of 40%") in notes
+    assert ("RTX-4090, rough: no public figure for one RTX-4090; assumed 46%, 80% of the best"
+            " of 57% (from an RTX card, which one is not recorded)") in notes
+    assert "fewest hours: at the best public MFU" in notes and "most hours: at the MFU of" in notes
     assert "L40S, public: 18% in public runs on several GPUs; not measured with" in notes
     dollars = {row[0]: row[USD] for row in cost_rows(output)}
     assert dollars["b"].startswith("~") and "~" not in dollars["a"]
+
+
+@pytest.mark.parametrize(("keep", "most"), [(None, "21"), (3, "5"), (30, "21")])
+def test_checkpoints_on_disk_are_those_that_are_kept(
+    workplace: Workplace, keep: int | None, most: str
+) -> None:
+    workplace.add_run(model=BIG, train={
+        "min_train_tokens": 21 * 96 * 1024, "global_batch_size": 96, "keep_checkpoints": keep,
+        "gradient_accumulation_steps": None, "validation_interval": None,
+        "validation_batches": None, "checkpoint_interval": 1, "precision": "bf16"})
+    sizes = {"21": "41.1 GB", "5": "9.78 GB"}
+    for row in batch_rows(plan("tiny", runs_dir=workplace.runs_dir)):
+        assert row[4:] == ["21", f"{most} ({sizes[most]})", "21"]
+
+
+@pytest.mark.parametrize(("batch", "is_noted"), [(64, True), (None, False)])
+def test_a_microbatch_that_is_not_the_runs_own_is_explained(
+    workplace: Workplace, batch: int | None, is_noted: bool
+) -> None:
+    workplace.add_run(train={
+        "min_train_tokens": 10**6, "microbatch_size": 2, "global_batch_size": batch,
+        "gradient_accumulation_steps": None if batch else 3})
+    output = plan("tiny", runs_dir=workplace.runs_dir)
+    assert {row[1] for row in batch_rows(output)} == ({"8 x 1", "32 x 1"} if batch else {"2 x 3"})
+    assert ("\nmicrobatch: the largest that fits and divides the batch; train.json has 2\n"
+            in output) == is_noted
+
+
+def test_small_sizes_are_not_shown_as_nothing(workplace: Workplace) -> None:
+    workplace.add_run(train={"min_train_tokens": 10**5})
+    output = plan("tiny", runs_dir=workplace.runs_dir)
+    assert not re.search(r"\b0(\.0+)? (GB|MB|GiB|MiB)\b", output)
+    assert re.search(r"^a checkpoint takes [\d.]+ kB on disk$", output, re.MULTILINE)
+    total = re.search(r"^total +([\d.]+)", output, re.MULTILINE)[1]
+    assert "\nMiB at the peak, " in output and float(total) > 0
+
+
+def test_large_microbatches_have_separators(workplace: Workplace) -> None:
+    workplace.add_run(train={"min_train_tokens": 10**5})
+    output = plan("tiny", runs_dir=workplace.runs_dir)
+    assert re.search(r"^192 GiB +\d+,\d{3},?\d* ", output, re.MULTILINE)
+    assert all("," in row[2] for row in batch_rows(output))
 
 
 @pytest.mark.parametrize("gpu", ["V100", "T4"])

@@ -97,9 +97,9 @@ def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path: Path) -> N
     assert (speed.mfu, speed.source) == (0.39, "public") and "not measured" in speed.detail
     speed = expected(tmp_path, "AMD Instinct MI300X")
     assert speed.mfu == pytest.approx(0.32) and speed.source == "rough"
-    assert speed.detail == ("no public figure for several MI300X; assumed 32%, 80% of an"
+    assert speed.detail == ("no public figure for one MI300X; assumed 32%, 80% of an"
                             " assumed best of 40%")
-    assert "80% of the best of 41%" in expected(tmp_path, "H100 PCIe").detail
+    assert "80% of the best of 41% (from H100)" in expected(tmp_path, "H100 PCIe").detail
     assert expected(tmp_path, "A100-SXM4-40GB").detail.startswith("51% (from A100-80) in public")
 
 

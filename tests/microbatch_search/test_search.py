@@ -27,6 +27,8 @@ from microbatch_search.search import (
     fits,
     save_microbatch,
     smallest_failure,
+    table_head,
+    table_row,
 )
 from microbatch_search.trial import Trial
 from processes.command_line import Options, read_command_line
@@ -116,7 +118,7 @@ def test_the_result_is_printed_with_its_memory_line() -> None:
     memory = Memory(2.0, 0.5, 20.2)
     lines = Found(find_max_microbatch(memory.train)).lines()
     assert lines[:2] == ["largest microbatch: 36", "fastest microbatch: 4 (1,000 tokens/s)"]
-    assert lines[2] == "memory: 2.00 GiB + 0.500 GiB a sequence"
+    assert lines[2] == "memory: 2.00 GiB + 512 MiB a sequence"
     assert "12 GiB: 17, 16 GiB: 25, 24 GiB: 41, 40 GiB: 72, 80 GiB: 150, 141 GiB: 270," in lines[3]
 
 
@@ -136,8 +138,23 @@ def test_a_card_too_small_for_one_sequence_is_listed_as_none() -> None:
 def test_the_result_says_what_was_not_tried() -> None:
     trials = [Trial(size, True, 1, 1, 1, 80, 1) for size in (1, 4, 16)]
     assert "larger ones were not tried" in Found(trials).lines()[0]
-    assert "(20 did not fit; between them nothing was tried" in Found(
-        [*trials, Trial(20, fits=False)]).lines()[0]
+    for size, said in ((4567, "4,567 did not fit; 17 to 4,566 were not tried: limit of 8 trials"),
+                       (18, "18 did not fit; 17 was not tried: limit of 8 trials")):
+        line = Found([*trials, Trial(size, fits=False)]).lines()[0]
+        assert line == f"largest microbatch: 16 ({said})"
+
+
+def test_on_a_cpu_memory_is_named_for_what_it_is_and_no_card_is_predicted() -> None:
+    trials = [Memory(0.07, 0.0005, 20.0).train(size) for size in (1, 1000, 4000)]
+    lines = Found(trials, on_gpu=False).lines()
+    assert lines[0].startswith("largest microbatch: 4,000 (")
+    assert lines[2] == "mapped memory: 71.7 MiB + 524 KiB a sequence"
+    assert lines[3].startswith("mapped: address space") and len(lines) == 4
+    flat = [Memory(10.0, 1e-5, 20.0).train(size) for size in (1, 4, 16)]
+    assert "card" not in "".join(Found(flat, on_gpu=False).lines())
+    assert table_head(on_gpu=False).split() == ["microbatch", "resident", "mapped", "tokens/s"]
+    assert table_head(on_gpu=True).split()[1:3] == ["allocated", "reserved"]
+    assert table_row(trials[1]).split() == ["1,000", "584", "MiB", "584", "MiB", "4"]
 
 
 @pytest.mark.parametrize(("train", "largest", "world_size", "size", "message"), [
@@ -187,6 +204,7 @@ def test_trials_and_result_are_printed_and_saved(
     output = capsys.readouterr().out
     assert tried(output)[5] and not tried(output)[6]
     assert "\nlargest microbatch: 5\n" in output
+    assert "resident        mapped" in output and "on a card of" not in output  # on a CPU
     assert f"saved in {path}: microbatch_size 4; x accumulation 3 x 1" in output
     assert json.loads(path.read_text())["microbatch_size"] == 4
 
@@ -266,8 +284,8 @@ def run_search(workplace: Workplace, num_processes: int, *arguments: str):
 
 def tried(output: str) -> dict[int, bool]:
     """Read the table of trials: whether each microbatch fitted."""
-    rows = re.findall(r"^ +(\d+) +(\d|out of memory)", output, re.MULTILINE)
-    return {int(size): result != "out of memory" for size, result in rows}
+    rows = re.findall(r"^ +([\d,]+) +(\d|out of memory)", output, re.MULTILINE)
+    return {int(size.replace(",", "")): result != "out of memory" for size, result in rows}
 
 
 def test_an_error_is_printed_once_by_all_processes_together(workplace: Workplace) -> None:

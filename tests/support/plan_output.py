@@ -25,7 +25,7 @@ def plan(*arguments: str, runs_dir: Path = PROJECT_DIR / "runs") -> str:
 
 def rows_of(output: str, *, table: int) -> list[list[str]]:
     """Return the cells of a table of machines, without its two lines of heads."""
-    text = output.split("\nmachine ")[table].split("\n\n")[0]
+    text = output.split("\nmachine ")[table].split("\n\n")[0].split("\nmicrobatch: ")[0]
     return [re.split(r"  +", row.strip()) for row in text.splitlines()[2:]]
 
 

@@ -181,8 +181,10 @@ def test_speed_is_judged_once_after_fifty_steps(workplace: Workplace) -> None:
     workplace.add_dataset(num_tokens=300_000)
     assert "speed: " not in succeeded(workplace.torchrun(2, "tiny", "--max-steps", "40")).stdout
     output = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "110")).stdout
-    lines = re.findall(r"^speed: ([\d,]+) tokens/s, .* \(no peak known for ", output, re.MULTILINE)
+    lines = re.findall(r"^speed: ([\d,]+) tokens/s, .* \(no MFU: the peak speed of ", output,
+                       re.MULTILINE)
     assert len(lines) == 1 and int(lines[0].replace(",", "")) > 0
+    assert re.search(r" parameters, [\d.]+ tokens per parameter; ", output)
 
 
 def test_the_same_global_batch_gives_the_same_curve_whatever_the_microbatch(
