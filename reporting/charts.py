@@ -83,9 +83,9 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     x, mean = _columns(steps, "train_loss")
     _, low = _columns(steps, "train_loss_min", pool=np.min)
     _, high = _columns(steps, "train_loss_max", pool=np.max)
+    axes.plot(x, mean, color="tab:blue", label="training, mean between two points")
     axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
-                      label="smallest to largest loss of a step between two points")
-    axes.plot(x, mean, color="tab:blue", label="training, mean of these steps")
+                      label="smallest to largest step between them")
     spikes = find_spikes(steps)
     if spikes:
         axes.plot([record["global_step"] + 1 for record in spikes],
@@ -163,9 +163,9 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
         axes.plot([], [], linestyle="none", label=f"skipped steps (gradient not finite): {skipped}")
     x, mean = _columns(steps, "grad_norm")
     _, high = _columns(steps, "grad_norm_max", pool=np.max)
+    axes.plot(x, mean, color="tab:blue", label="mean between two points")
     axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0,
-                      label="largest of a step between two points")
-    axes.plot(x, mean, color="tab:blue", label="mean of these steps")
+                      label="up to the largest step between them")
 
 
 def _columns(records: Records, key: str, pool: Callable[..., Any] = np.mean) -> tuple[Any, Any]:

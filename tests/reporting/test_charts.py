@@ -122,7 +122,8 @@ def test_legends_say_what_the_bands_and_marks_are() -> None:
     axes = Figure().subplots()
     charts._plot_losses(axes, found, [])
     labels = axes.get_legend_handles_labels()[1]
-    assert "smallest to largest loss of a step between two points" in labels
+    assert labels[:2] == ["training, mean between two points",
+                          "smallest to largest step between them"]
     assert "spikes (mean far above those before): 1" in labels
 
 
