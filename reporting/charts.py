@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
 SPIKE_REPORTS = 20  # reports before one, with which it is compared
-SPIKE_DEVIATIONS, MIN_SPIKE = 6.0, 0.1  # how far above their median; at least so many nats
+LEAST_SPIKE_REPORTS = 10  # at the beginning of a run, with at least so many
+LATEST_REPORTS = 5  # of them; their median follows a loss that falls fast
+SPIKE_DEVIATIONS, MIN_SPIKE = 7.0, 0.1  # how far above their median; at least so many nats
+USD_TICKS = 5
 MAX_POINTS = 400  # more records are averaged down to as many points
 
 Records = list[dict[str, Any]]
@@ -80,14 +83,15 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     x, mean = _columns(steps, "train_loss")
     _, low = _columns(steps, "train_loss_min", pool=np.min)
     _, high = _columns(steps, "train_loss_max", pool=np.max)
+    axes.plot(x, mean, color="tab:blue", label="training, mean between two points")
     axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
-                      label="smallest to largest")
-    axes.plot(x, mean, color="tab:blue", label="training")
+                      label="smallest to largest step between them")
     spikes = find_spikes(steps)
     if spikes:
         axes.plot([record["global_step"] + 1 for record in spikes],
                   [record["train_loss"] for record in spikes], color="tab:orange", marker="v",
-                  linestyle="none", label=f"spikes: {len(spikes)}")
+                  linestyle="none",
+                  label=f"spikes (mean far above those before): {len(spikes)}")
     _add_usd_axis(axes, steps)
     if validations:
         x, mean = _columns(validations, "validation_loss")
@@ -99,13 +103,19 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
 
 
 def find_spikes(steps: Records) -> Records:
-    """Find reports whose loss is far above the ones before, measured in median deviations."""
+    """Find reports whose mean loss is far above the ones before, measured in median deviations.
+
+    The deviation is that of the changes from report to report, less their median: the fall of the
+    loss at the beginning of training is no noise, and would hide a spike there.
+    """
     losses = np.array([record["train_loss"] for record in steps])
     spikes = []
-    for place in range(SPIKE_REPORTS, len(losses)):
-        before = losses[place - SPIKE_REPORTS : place]
-        middle = np.median(before)
-        deviation = 1.4826 * np.median(np.abs(before - middle))  # estimates a standard deviation
+    for place in range(LEAST_SPIKE_REPORTS, len(losses)):
+        before = losses[max(0, place - SPIKE_REPORTS) : place]
+        middle = min(np.median(before), np.median(before[-LATEST_REPORTS:]))
+        changes = np.diff(before)
+        # 1.4826 makes it a standard deviation; that of a difference is sqrt(2) times as large.
+        deviation = 1.4826 * np.median(np.abs(changes - np.median(changes))) / np.sqrt(2)
         if losses[place] - middle > max(MIN_SPIKE, SPIKE_DEVIATIONS * deviation):
             spikes.append(steps[place])
     return spikes
@@ -115,7 +125,8 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
     """Add an axis with the cost of the run at each step, if its price is known."""
     priced: Records = []
     for record in steps:
-        if record.get("usd") and (not priced or record["usd"] > priced[-1]["usd"]):
+        if record.get("usd") and (not priced or all(
+                record[key] > priced[-1][key] for key in ("usd", "global_step"))):
             priced.append(record)
     if len(priced) < 2:
         return
@@ -124,6 +135,18 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
     above = axes.secondary_xaxis("top", functions=(
         lambda step: _interpolate(step, x, usd), lambda spent: _interpolate(spent, usd, x)))
     above.set_xlabel("US$")
+    above.set_xticks(*_usd_ticks(x, usd))
+
+
+def _usd_ticks(x: Any, usd: Any) -> tuple[list[float], list[str]]:
+    """Return dollars at evenly spaced steps, and labels with as many digits as they need to differ.
+
+    Even dollars would be close to each other where a few steps cost much, as compilation does.
+    """
+    spent = np.interp(np.linspace(x[0], x[-1], USD_TICKS), x, usd)
+    digits = max(0, int(np.ceil(-np.log10(np.diff(spent).min()))) + 1)
+    labels = [f"{value:,.{digits}f}" for value in spent]
+    return [float(label.replace(",", "")) for label in labels], labels
 
 
 def _interpolate(values: Any, x: Any, y: Any) -> Any:
@@ -140,8 +163,9 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
         axes.plot([], [], linestyle="none", label=f"skipped steps (gradient not finite): {skipped}")
     x, mean = _columns(steps, "grad_norm")
     _, high = _columns(steps, "grad_norm_max", pool=np.max)
-    axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0, label="largest")
-    axes.plot(x, mean, color="tab:blue", label="mean")
+    axes.plot(x, mean, color="tab:blue", label="mean between two points")
+    axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0,
+                      label="up to the largest step between them")
 
 
 def _columns(records: Records, key: str, pool: Callable[..., Any] = np.mean) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ LOSS_CURVES, LOSS_OVER_BATCH, MEMORY = (
     "loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png")
 MAX_POINTS = 60  # of a training curve; the noise of more would hide the other curves
 MAX_NAMES = 16  # in a legend
-HIGH_START = 0.1  # share of a curve that the loss axis does not have to show
+HIGH_START = 0.1  # share of a curve of which the loss axis shows only the lowest loss
 FEW_VALIDATIONS = 15  # up to this number, each one is marked
 PUBLISHED_COLOR, OTHER_COLOR = "tab:red", "tab:gray"
 NEEDED_FOR_PARABOLA, NEEDED_FOR_LINE = 3, 2  # different x
@@ -164,22 +164,21 @@ def _smooth(x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _plot_curves(figure: Figure, rows: list[Row]) -> None:
-    """Plot the losses of all runs over steps, tokens, time and dollars."""
-    figure.set_size_inches(12, 9)
+    """Plot the losses of all runs over steps, and over tokens, time and dollars if recorded."""
     drawn = [row for row in rows if any(result.records for result in row.results)]
     hours = max([number(record.get("seconds")) or 0.0 for row in drawn
                  for result in row.results for record in result.records], default=0.0) / 3600
     unit, seconds = ("hours", 3600) if hours > 1 else ("minutes", 60)
-    for axes, (label, x_of) in zip(figure.subplots(2, 2, sharey=True).flat, (
-        ("global step", _step), ("tokens", _per("tokens", 1)),
-        (unit, _per("seconds", seconds)), ("US$", _per("usd", 1)),
-    ), strict=True):
+    panels = {"tokens": _per("tokens", 1), unit: _per("seconds", seconds), "US$": _per("usd", 1)}
+    panels = {"global step": _step} | {
+        label: x_of for label, x_of in panels.items() if _largest(drawn, x_of) > 0}
+    shape, size = ((2, 2), (12, 9)) if len(panels) == 4 else ((1, len(panels)), (12, 5.6))
+    figure.set_size_inches(*size)
+    for axes, (label, x_of) in zip(figure.subplots(*shape, sharey=True, squeeze=False).flat,
+                                   panels.items(), strict=True):
         axes.set_xlabel(label)
         axes.set_ylabel("loss (nats per token)")
-        if not _plot_panel(axes, drawn, x_of):
-            axes.text(0.5, 0.5, f"no run has recorded {label}", ha="center", va="center",
-                      transform=axes.transAxes, color="gray")
-            axes.set_xticks([])
+        _plot_panel(axes, drawn, x_of)
     figure.axes[0].set_ylim(*_loss_limits(drawn))
     figure.suptitle("training (thin, smoothed) and validation (bold)")
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -189,11 +188,10 @@ def _plot_curves(figure: Figure, rows: list[Row]) -> None:
                   ncols=min(4, len(labels)), frameon=False, fontsize="small")
 
 
-def _plot_panel(axes: Axes, rows: list[Row], x_of: Callable[[Record], float | None]) -> bool:
-    """Plot all curves that have this x; return whether there is one."""
+def _plot_panel(axes: Axes, rows: list[Row], x_of: Callable[[Record], float | None]) -> None:
+    """Plot all curves that have this x."""
     from matplotlib.ticker import EngFormatter
 
-    largest = 0.0
     for position, row in enumerate(rows):
         color = f"C{position % 10}"
         axes.plot([], [], color=color, linewidth=2.5, label=_without_formulas(row.short_name))
@@ -203,10 +201,15 @@ def _plot_panel(axes: Axes, rows: list[Row], x_of: Callable[[Record], float | No
             validated, y = _curve(result, "validation_loss", x_of)
             axes.plot(validated, y, color=color, linewidth=2.5, markersize=4, path_effects=[],
                       marker="o" if len(y) <= FEW_VALIDATIONS else None)
-            largest = max([largest, *x, *validated])
-    if largest >= 1000:  # for smaller x it would show m for a thousandth, easily read as M
+    if _largest(rows, x_of) >= 1000:  # smaller x would have an m for a thousandth, read as M
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    return largest > 0
+
+
+def _largest(rows: list[Row], x_of: Callable[[Record], float | None]) -> float:
+    """Return the largest x of all curves; 0 if there is none."""
+    return max((x for row in rows for result in row.results
+                for key in ("train_loss", "validation_loss")
+                for x in _curve(result, key, x_of)[0]), default=0.0)
 
 
 def _loss_limits(rows: list[Row]) -> tuple[float, float]:
@@ -214,7 +217,7 @@ def _loss_limits(rows: list[Row]) -> tuple[float, float]:
     curves = [_smooth(*_curve(result, key, _step))[1] for row in rows for result in row.results
               for key in ("train_loss", "validation_loss")]
     later = [y[int(len(y) * HIGH_START):] for y in curves if len(y)]
-    low, high = min(y.min() for y in later), max(y.max() for y in later)
+    low, high = min(y.min() for y in curves if len(y)), max(y.max() for y in later)
     margin = 0.05 * (high - low) or 0.5
     return low - margin, high + margin
 
@@ -252,11 +255,12 @@ def _plot_parabola(axes: Axes, group: Points) -> None:
     except OverflowError:  # the curve is almost a straight line
         lowest = None
     if lowest is None or not min(group.x) <= lowest[0] <= max(group.x):
-        axes.plot([], [], linestyle="none", label="no minimum in the range of these batch sizes")
+        axes.plot([], [], linestyle="none",
+                  label="no minimum of the fit in the range of these batch sizes")
         return
     axes.plot(*lowest, color=group.color, marker="*", markersize=16, linestyle="none",
               markeredgecolor="black", zorder=4,
-              label=f"minimum: {lowest[1]:.3f} at a batch of {lowest[0]:,.0f}")
+              label=f"minimum of the fit: {lowest[1]:.3f} at a batch of {lowest[0]:,.0f}")
 
 
 def _plot_memory(figure: Figure, groups: list[Points]) -> None:

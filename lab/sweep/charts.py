@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 LOSSES, DIFFERENCES = "losses.png", "differences.png"
 LONGEST_LABEL = 40  # characters
-HIGH_START = 0.5  # share of a curve that the loss axis does not have to show
+HIGH_START = 0.5  # share of a curve of which the loss axis shows only the lowest loss
+MARGIN = 0.08  # share of an axis between its ends and the points
 VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red"}
 
 
@@ -57,7 +58,7 @@ def _plot_losses(figure: Figure, entries: list[Entry]) -> None:
     """Plot each seed's validation losses, in one colour for each variant."""
     from matplotlib.ticker import EngFormatter
 
-    axes, later = figure.subplots(), []
+    axes, shown = figure.subplots(), []
     for position, entry in enumerate(entries):
         color = "black" if entry.variant.is_baseline else f"C{position % 10}"
         if any(_validations(found)[0] for found in entry.outcomes):
@@ -65,9 +66,9 @@ def _plot_losses(figure: Figure, entries: list[Entry]) -> None:
         for found in entry.outcomes:
             x, y = _validations(found)
             axes.plot(x, y, color=color, linewidth=1.5, marker="o", markersize=3, path_effects=[])
-            later += y[int(len(y) * HIGH_START):]
-    margin = 0.05 * (max(later) - min(later)) or 0.5
-    axes.set_ylim(min(later) - margin, max(later) + margin)
+            shown += [*y[int(len(y) * HIGH_START):], *([min(y)] if y else [])]
+    margin = MARGIN * (max(shown) - min(shown)) or 0.5
+    axes.set_ylim(min(shown) - margin, max(shown) + margin)
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylabel("validation loss (nats per token)")
@@ -86,7 +87,8 @@ def _plot_differences(figure: Figure, entries: list[Entry]) -> None:
             axes.plot(found.interval, [position] * 2, color=color, linewidth=2.5, path_effects=[])
         axes.plot(found.mean, position, color=color, marker="o", markersize=8)
     axes.set_yticks(range(len(entries)), [_name(entry) for entry in entries])
-    axes.invert_yaxis()
+    axes.set_ylim(len(entries) - 0.5, -0.5)  # the first one at the top
+    axes.margins(x=MARGIN)
     figure.supxlabel("loss minus baseline's (nats per token), 95% interval; left is better",
                      fontsize="medium")
 
@@ -128,4 +130,4 @@ def _plot_fit(axes: Axes, found: Range) -> None:
     if found.minimum is not None:
         axes.plot(*found.minimum, color="tab:orange", marker="*", markersize=16, linestyle="none",
                   markeredgecolor="black",
-                  label=f"minimum: {found.minimum[1]:.4f} at {found.minimum[0]:.4g}")
+                  label=f"minimum of the fit: {found.minimum[1]:.4f} at {found.minimum[0]:.4g}")

@@ -15,12 +15,12 @@ from click.testing import CliRunner, Result
 
 from benchmarks import throughput
 from benchmarks.throughput import main
-from benchmarks.throughput_benches import MATRIX_PRODUCT, WHOLE_RUN, Bench
+from benchmarks.throughput_benches import MATRIX_PRODUCT, WHOLE_RUN, Bench, benches_of
 from benchmarks.throughput_launch import Place, RowFailed, measure_row, run_command
 from benchmarks.throughput_report import ORIGINAL, REFERENCE
 from benchmarks.throughput_rows import Row
 from run_config import ModelConfig
-from tests.support.workplace import TINY_MODEL, read_lines
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines
 
 MODEL = ModelConfig(**TINY_MODEL | {"drop_rate": 0.0})
 ROWS = (Row("ours", "ours"), Row(REFERENCE, "ours", {"precision": "fp32"}),
@@ -166,6 +166,16 @@ def test_the_report_of_an_unfinished_file(measured: list[str], tmp_path: Path) -
     assert "| original " in result.stdout and (tmp_path / "out.json").exists()
     nothing = run(tmp_path / "none", "--report-only")
     assert nothing.exit_code == 1 and "no measurements yet" in nothing.stdout
+
+
+@pytest.mark.parametrize(("name", "ladder"), [
+    ("throughput-cpu", False), ("throughput-cpu-ladder", True)])
+def test_stored_results_have_the_names_of_the_benches(name: str, ladder: bool) -> None:
+    reports = json.loads((PROJECT_DIR / "benchmarks" / f"{name}.json").read_text())
+    for report, bench in zip(reports, benches_of("cpu", 1, ladder=ladder), strict=True):
+        assert report["title"] == bench.title
+        names = [row["name"] for row in report["rows"] if not row["name"].startswith("nanoGPT")]
+        assert names == [row.name for row in bench.rows if row != WHOLE_RUN]
 
 
 def test_a_row_that_would_end_too_late_is_not_begun(

@@ -533,10 +533,10 @@ def test_published_losses_over_the_batch_size_are_fitted_and_drawn() -> None:
     x, y = curve.get_data()
     np.testing.assert_allclose(y, a * np.log(x) ** 2 + b * np.log(x) + c, rtol=1e-6)
     lowest = np.exp(-b / (2 * a))
-    assert np.ravel(line_of(figure, "minimum: ").get_data()) == pytest.approx(
+    assert np.ravel(line_of(figure, "minimum of the fit: ").get_data()) == pytest.approx(
         [lowest, c - b**2 / (4 * a)])
     assert figure.axes[0].get_xscale() == "log"
-    assert f"at a batch of {lowest:.0f}" in line_of(figure, "minimum: ").get_label()
+    assert f"at a batch of {lowest:.0f}" in line_of(figure, "minimum of the fit: ").get_label()
 
 
 def test_published_memory_over_the_microbatch_is_fitted_and_drawn() -> None:
@@ -567,7 +567,7 @@ def test_runs_with_equal_settings_form_one_curve_over_the_batch_size(runs: Runs)
     assert "too few similar runs" in others.label
     figure = Figure()
     comparison_charts._plot_losses(figure, {"validation_loss": [similar, others]})
-    assert "minimum: 3.000 at a batch of 4" in line_of(figure, "minimum").get_label()
+    assert "minimum of the fit: 3.000 at a batch of 4" in line_of(figure, "minimum").get_label()
 
 
 def test_minimum_outside_of_the_measured_batch_sizes_is_not_shown(runs: Runs) -> None:
@@ -576,7 +576,7 @@ def test_minimum_outside_of_the_measured_batch_sizes_is_not_shown(runs: Runs) ->
                  losses=(3.0, 3 - 0.1 * np.log(size) + 0.01 * np.log(size) ** 2, None))
     figure = Figure()
     comparison_charts._plot_losses(figure, loss_panels(runs.compare().rows))
-    assert line_of(figure, "no minimum in the range of these batch sizes")
+    assert line_of(figure, "no minimum of the fit in the range of these batch sizes")
 
 
 def test_different_models_and_precisions_are_separate_lines_in_the_memory_chart(runs: Runs) -> None:
@@ -740,18 +740,30 @@ def test_failed_write_of_the_html_page_names_the_path(
         runs.run("--html", str(tmp_path / "page.html"))
 
 
-def test_dollar_axis_is_empty_without_a_price(runs: Runs) -> None:
+def test_there_is_a_panel_with_dollars_only_if_a_run_has_a_price(runs: Runs) -> None:
     runs.add("a")
-    for usd, x in ((None, 0), (3.0, 3.0)):
+    for usd in (None, 3.0):
         runs.record("a", usd=usd)
         figure = Figure()
         comparison_charts._plot_curves(figure, runs.compare().rows)
-        panels = dict(zip(("step", "tokens", "minutes", "usd"), figure.axes, strict=True))
-        ends = {key: max([0, *(max(line.get_xdata(), default=0) for line in axes.lines)])
-                for key, axes in panels.items()}
-        assert ends == pytest.approx({"step": 12, "tokens": 1536, "minutes": 100 / 60, "usd": x})
-        texts = [text.get_text() for text in panels["usd"].texts]
-        assert texts == (["no run has recorded US$"] if usd is None else [])
+        ends = {axes.get_xlabel(): max(max(line.get_xdata(), default=0) for line in axes.lines)
+                for axes in figure.axes}
+        assert ends == pytest.approx(
+            {"global step": 12, "tokens": 1536, "minutes": 100 / 60}
+            | ({} if usd is None else {"US$": usd}))
+
+
+def test_the_lowest_loss_is_in_the_range_of_the_loss_axis_however_early(runs: Runs) -> None:
+    runs.add("a")
+    with (runs.dir / "a" / "metrics.jsonl").open("w") as file:
+        for step in range(40):
+            loss = 2.0 if step == 1 else 3.0 + step / 100
+            file.write(json.dumps({"global_step": step, "validation_loss": loss}) + "\n")
+    figure = Figure()
+    comparison_charts._plot_curves(figure, runs.compare().rows)
+    assert [axes.get_xlabel() for axes in figure.axes] == ["global step"]
+    low, high = figure.axes[0].get_ylim()
+    assert low < 2.0 and high > 3.39
 
 
 def test_compare_does_not_import_torch(runs: Runs) -> None:

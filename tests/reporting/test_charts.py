@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib import font_manager
+from matplotlib import font_manager, pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
@@ -90,6 +91,51 @@ def test_the_two_directions_of_the_cost_axis_are_inverse() -> None:
     inside = slice(1, 6)
     np.testing.assert_allclose(charts._interpolate(found, usd, steps)[inside], points[inside])
     assert found[0] < 1 and found[-1] > 4
+
+
+@pytest.mark.parametrize("prices", [
+    [1e-5 * step for step in range(1, 13)],  # a short run on a cheap machine
+    [0.05 + 1e-4 * step for step in range(12)],  # most was spent before the first report
+    [1e-3 * 4**step for step in range(12)],
+    [8.0 * step for step in range(1, 13)],
+])
+def test_labels_in_dollars_differ_and_do_not_overlap(prices: list[float]) -> None:
+    found = [record | {"usd": usd} for record, usd in zip(records(120), prices, strict=False)
+             if "train_loss" in record]
+    with pyplot.xkcd():
+        figure = Figure(figsize=(10, 5.6), layout="constrained")
+        axes = figure.subplots()
+        charts._plot_losses(axes, found, [])
+        FigureCanvasAgg(figure).draw()
+    (above,) = axes.child_axes
+    labels = above.get_xticklabels()
+    assert 3 <= len(labels) <= 6 and len({label.get_text() for label in labels}) == len(labels)
+    for label, usd in zip(labels, above.get_xticks(), strict=True):
+        assert float(label.get_text().replace(",", "")) == pytest.approx(usd)
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 + 5 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_legends_say_what_the_bands_and_marks_are() -> None:
+    found = [record for record in records(400) if "train_loss" in record]
+    found[30]["train_loss"] += 3
+    axes = Figure().subplots()
+    charts._plot_losses(axes, found, [])
+    labels = axes.get_legend_handles_labels()[1]
+    assert labels[:2] == ["training, mean between two points",
+                          "smallest to largest step between them"]
+    assert "spikes (mean far above those before): 1" in labels
+
+
+def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run() -> None:
+    noise = np.random.default_rng(1).normal(scale=0.03, size=100)
+    losses = 3 + 8 * np.exp(-np.arange(100) / 15) + noise
+    found = [{"global_step": step, "train_loss": loss} for step, loss in enumerate(losses)]
+    assert charts.find_spikes(found) == []
+    peaks = {14: 1.5, 25: 1.2, 80: 0.6}
+    for step, height in peaks.items():
+        found[step]["train_loss"] += height
+    assert [record["global_step"] for record in charts.find_spikes(found)] == list(peaks)
 
 
 def test_missing_numbers_do_not_stop_a_chart(tmp_path: Path) -> None:
