@@ -113,8 +113,11 @@ def test_the_default_is_the_fast_path_and_learns_like_float32() -> None:
     torch.testing.assert_close(losses, expected, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("changes", [{}, {"compile": False}, {"head_chunks": 4},
-                                     {"activation_checkpointing": True, "compile": False}])
+@pytest.mark.parametrize("changes", [
+    {}, {"compile": False}, {"head_chunks": 4}, {"precision": "fp16", "head_chunks": 4},
+    {"activation_checkpointing": True}, {"activation_checkpointing": True, "compile": False},
+    {"optimizer": "muon"}, {"cautious_weight_decay": True},
+])
 def test_a_step_never_waits_for_the_device(changes: dict) -> None:
     step, batches = step_of(**changes), rising_tokens()
     ready = [next(batches) for _ in range(6)]

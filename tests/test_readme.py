@@ -121,7 +121,7 @@ def test_the_quick_start_works(checkout: Path) -> None:
         "loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
     assert {line["prompt"] for line in read_lines(checkout / "runs/demo/samples.jsonl")} == {
         "def ", "import "}
-    assert succeeded(run_in(checkout, GENERATE)).stdout.startswith("def ")
+    assert succeeded(run_in(checkout, GENERATE)).stdout.startswith("class ")
     evaluated = lab_in(checkout, EVALUATE).splitlines()[-1]
     assert re.match(r"demo \(.*-iteration-\d+\) +\d\.\d{6} ", evaluated)
     loss = evaluated.split()[2]

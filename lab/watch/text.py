@@ -104,7 +104,7 @@ def _panel(runs_dir: Path, state: RunState, width: int) -> Panel:
     rows.add_column(width=LABEL_WIDTH, style="dim")
     rows.add_column(overflow="fold")
     for label, content in [("progress", _progress(state)), *_loss_rows(watched, state, width),
-                           ("speed", _speed(state)), ("cost", _spent(state))]:
+                           ("speed", _speed(state)), ("spent", _spent(state))]:
         if content:
             rows.add_row(label, content)
     for warning in state.warnings:

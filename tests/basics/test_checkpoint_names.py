@@ -94,7 +94,7 @@ def test_a_write_that_fails_leaves_nothing(odd: Path) -> None:
 def test_tensors_are_written_where_their_library_needs_calls_that_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(tensors: object, path: Path) -> None:
+    def refuse(tensors: object, path: Path, metadata: object) -> None:
         (path.parent / ".tmpA1b2").touch()  # as it leaves behind
         raise SafetensorError("Error while serializing: I/O error: not supported (os error 95)")
 

@@ -373,7 +373,7 @@ def test_an_export_that_cannot_be_written_leaves_the_earlier_one(
     write_export(target, output, "tags: ddp-train")
     for error in (OSError(errno.ENOSPC, "No space left on device"),
                   SafetensorError("Error while serializing: No space left on device")):
-        monkeypatch.setattr(export, "save_file", lambda *_, error=error: raise_(error))
+        monkeypatch.setattr(export, "write_tensors", lambda *_, error=error: raise_(error))
         with pytest.raises(UserError, match="export: cannot be written: No space left") as caught:
             write_export(target, output, "tags: ddp-train")
         assert caught.value.status == 4
