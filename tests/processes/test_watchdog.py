@@ -110,13 +110,13 @@ def test_tests_can_shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Deadlines.read() == Deadlines(stop=2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_hang_before_the_first_step_is_reported_with_status_5(
     workplace: Workplace, run_dir: Path, rank: int
 ) -> None:
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
                                  **{VARIABLE: f"compile:hang:rank={rank}"}
-                                 | with_deadlines(first_step=4))
+                                 | with_deadlines(first_step=3))
     assert result.returncode == 5, result.stderr
     assert re.match(r"Error: rank .* hung in compile: no heartbeat for \d+ s",
                     last_line_of_ours(result)), result.stderr

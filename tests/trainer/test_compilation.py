@@ -336,9 +336,8 @@ def test_compiled_code_computes_attention_with_the_chosen_kernel(
     assert "aten::bmm" in names and not [name for name in names if "flash" in name]
 
 
-@pytest.mark.parametrize("changes", [
-    {}, pytest.param({"head_chunks": 4, "activation_checkpointing": True},
-                     marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # test_ddp_train.py compares the curves of whole runs
+@pytest.mark.parametrize("changes", [{}, {"head_chunks": 4, "activation_checkpointing": True}])
 def test_compiled_code_trains_and_validates_as_eager_code(changes: dict) -> None:
     step, plain = step_of(**changes), step_of(compile=False)
     assert step.is_compiled and not step.why_eager
