@@ -141,6 +141,7 @@ def test_a_tokenizer_of_ones_own_and_weights_in_a_directory(workplace: Workplace
     assert "initial weights: not needed" in prefetched(workplace)[3]
 
 
+@pytest.mark.thorough  # test_security.py and test_readme.py try both halves
 def test_training_needs_no_network_afterwards(workplace: Workplace, hub: Hub) -> None:
     """And what was fetched is fetched once."""
     workplace.add_run(train=SHORT | {"dataset": "someone/tiny", "init_from": "someone/tiny"})
