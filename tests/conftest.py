@@ -10,9 +10,9 @@ from tests.support.workplace import Workplace
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--storm", type=int, default=3, metavar="N",
+    parser.addoption("--storm", type=int, default=2, metavar="N",
                      help="how often test_storm.py kills a run")
-    parser.addoption("--relaunches", type=int, default=2, metavar="N",
+    parser.addoption("--relaunches", type=int, default=1, metavar="N",
                      help="how often test_storm.py kills a launch and types the command again")
     parser.addoption("--restarts", type=int, default=1, metavar="N",
                      help="how often test_faults.py and test_nodes.py let torchrun restart a rank")
