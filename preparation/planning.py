@@ -101,8 +101,8 @@ def plan_request(source: Source, options: PrepareOptions, journal: Journal, *,
 def check_num_documents(num_documents: int, source: str) -> None:
     """Refuse a source that cannot fill both splits. Raises: UserError."""
     if num_documents < 2:
-        raise UserError(f"{source}: {num_documents or 'no'}"
-                        f" document{'s' * (not num_documents)} found; wanted at least 2, for"
+        found = "1 document" if num_documents else "no documents"
+        raise UserError(f"{source}: {found} found; wanted at least 2, for"
                         " training and validation (JSON lines: one document per line)")
 
 

@@ -288,8 +288,9 @@ def test_a_rank_that_compiles_longer_than_the_collective_timeout_is_waited_for(
     workplace: Workplace
 ) -> None:
     workplace.add_dataset()
-    workplace.add_run("tiny", train={"collective_timeout_seconds": 1})
+    run_dir = workplace.add_run("tiny", train={"collective_timeout_seconds": 1})
     succeeded(with_fault(workplace, "compile:slow:rank=0:seconds=3", "--max-steps", "1"))
+    assert summary_of(run_dir)["status"] == "stopped"
 
 
 def test_weights_that_are_not_finite_are_never_saved(workplace: Workplace, run_dir: Path) -> None:
