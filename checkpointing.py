@@ -32,12 +32,13 @@ from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
 from basics.files import REFUSALS, fsync, read_regular_file, write_atomically
 from basics.manifest import (
-    Manifest,
     add_to_manifest,
     find_damage,
+    find_oversized,
     read_manifest,
     write_manifest,
 )
+from basics.run_identity import read_identity
 from basics.tensor_files import header_of, read_tensors
 from gpt import GPTModel, num_parameters
 from run_config import ModelConfig
@@ -45,11 +46,10 @@ from run_config import ModelConfig
 WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
 AVERAGE = "average.safetensors"  # averaged weights, towards the end of a run with weight_average
-PICKLED_OPTIMIZER = "optimizer.pt"  # written by versions before 2026-11-22
 ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
+FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, AVERAGE}
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
-FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, AVERAGE, PICKLED_OPTIMIZER}
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
 ByPhase = Annotated[dict[str, Annotated[float, Field(ge=0, le=1e12)]], Field(max_length=64)]
@@ -69,6 +69,7 @@ class LossScale(_Record):
 class CheckpointMeta(_Record):
     """`meta.json`: the position in the run. All sums are over the whole run, not one launch."""
 
+    identity: str = Field(default="", max_length=32)  # of the run: see `basics/run_identity.py`
     global_step: int = Field(ge=0, lt=2**40)
     tokens: int = Field(ge=0, lt=2**60)
     loss: float | None  # decides `best` in runs without validation; None if not finite
@@ -83,7 +84,6 @@ class CheckpointMeta(_Record):
     model: ModelConfig
     random_seed: int
     data: dict[str, str]  # fingerprints of the token files by split, start tokens by key
-    owes_validation: bool | None = Field(default=None, exclude=True)  # of earlier versions; unused
 
 
 class Validation(_Record):
@@ -221,8 +221,8 @@ def _sync_and_link(checkpoints_dir: Path) -> str:
         fsync(checkpoints_dir)
         failpoint("save.links")
         renew_links(checkpoints_dir)
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, UserError) as error:
+        return getattr(error, "strerror", None) or str(error)
     return ""
 
 
@@ -267,12 +267,23 @@ def write_tensors(path: Path, tensors: dict[str, Tensor],
             path.chmod(mode)
 
 
-def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
-    """Return the checkpoints whose sizes are right, ordered by global step, not by their times."""
-    found = []
+def list_checkpoints(checkpoints_dir: Path, *, foreign: bool = False) -> list[Checkpoint]:
+    """Return the run's checkpoints whose sizes are right, by global step, not by their times.
+
+    Args:
+        foreign: instead those that the run has left, or that are another run's.
+
+    Raises:
+        UserError: the run's identity cannot be read.
+    """
+    found, identity = [], read_identity(checkpoints_dir.parent)
     for path in named_as_checkpoints(checkpoints_dir):
         with suppress(UserError):
-            found.append(open_checkpoint(path))
+            checkpoint = open_checkpoint(path)
+            meta = checkpoint.meta
+            belongs = identity is None or identity.includes(meta.identity, meta.global_step)
+            if belongs != foreign:
+                found.append(checkpoint)
     return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
 
 
@@ -293,16 +304,16 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False,
             thoroughly &= model in (None, meta.model) or (
                 num_parameters(meta.model) <= num_parameters(model))
             validation = None
-            if PICKLED_OPTIMIZER in manifest.files and meta.loss is not None:
-                validation = Validation(loss=meta.loss)  # it was validated before it was saved
             if VALIDATION in manifest.files:
                 validation = Validation.model_validate_json(read_regular_file(path / VALIDATION))
             checkpoint = Checkpoint(path, meta, validation, AVERAGE in manifest.files)
             if (meta.global_step, meta.tokens) != (manifest.global_step, manifest.tokens):
                 damage = f"{META} does not agree with the manifest"
             elif thoroughly:
-                damage = (find_oversized(manifest, meta.model)
-                          or find_damage(path, thoroughly=True))
+                # AdamW's two moments are the largest file, in float32.
+                limit = 8 * num_parameters(meta.model) + ROOM_BYTES
+                damage = find_oversized(manifest, FILES, limit) or find_damage(
+                    path, thoroughly=True)
             if not damage:
                 return checkpoint
         except (OSError, ValueError):
@@ -310,23 +321,9 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False,
     raise UserError(f"{path}: damaged: {damage}")
 
 
-def find_oversized(manifest: Manifest, model: ModelConfig) -> str:
-    """Return which file is larger than a model's can be; empty if none is.
-
-    A sparse file of terabytes takes no room on the disk, and hours to read.
-    """
-    limit = 8 * num_parameters(model) + ROOM_BYTES  # AdamW's two moments, in float32
-    for name, facts in manifest.files.items():
-        if name not in FILES:
-            return f"{name} is no file of a checkpoint"
-        if facts.bytes > limit:
-            return f"{name} has {facts.bytes:,} bytes, more than the model needs"
-    return ""
-
-
 def newest_whole(checkpoints_dir: Path, model: ModelConfig | None = None
                  ) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint whose every byte is right, and warnings about later ones.
+    """Return the run's newest checkpoint whose every byte is right, and warnings about later ones.
 
     Args:
         model: as of `open_checkpoint`.
@@ -334,16 +331,18 @@ def newest_whole(checkpoints_dir: Path, model: ModelConfig | None = None
     Raises:
         UserError: there are checkpoints, but none is whole: starting over would lose the run.
     """
-    warnings: list[str] = []
+    damaged: list[str] = []
+    foreign = {found.name for found in list_checkpoints(checkpoints_dir, foreign=True)}
     for path in reversed(named_as_checkpoints(checkpoints_dir)):
-        try:
-            return open_checkpoint(path, thoroughly=True, model=model), warnings
-        except UserError as error:
-            warnings.append(str(error))
-    if warnings:
-        raise UserError(f"{warnings[0]}; and no other checkpoint is whole: restore one, or start"
+        if path.name not in foreign:
+            try:
+                return open_checkpoint(path, thoroughly=True, model=model), damaged
+            except UserError as error:
+                damaged.append(str(error))
+    if damaged:
+        raise UserError(f"{damaged[0]}; and no other checkpoint is whole: restore one, or start"
                         " over with --fresh")
-    return None, warnings
+    return None, damaged
 
 
 def find_checkpoint(checkpoints_dir: Path, name: str,

@@ -41,9 +41,9 @@ from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run
 from trainer.step import TrainingStep
 from trainer.stopping import Stop
+from trainer.user_commands import run_when_done
 from trainer.validation import validate
 from trainer.weight_average import update_average
-from trainer.when_done import run_when_done
 
 
 def main() -> None:
@@ -94,7 +94,10 @@ def train(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
     state = agreement.run("state", lambda: build_state(prepared, process))
     watchdog.expect_steps(prepared.run.train.hang_timeout_seconds, prepared.run.heartbeat_path)
     with process_group(process, agreement.connect("group"), prepared.run.train) as group:
-        Trainer(prepared, state, watchdog, clock=clock, group=group).train(agreement)
+        trainer = Trainer(prepared, state, watchdog, clock=clock, group=group)
+        global_step = trainer.train(agreement)
+    if process.is_main:
+        trainer.end(global_step)
 
 
 def wrap_in_ddp(loss: nn.Module, process: Process) -> nn.Module:
@@ -136,8 +139,11 @@ class Trainer:
         self.reports = Reports(prepared, clock=clock, watchdog=watchdog, saver=self.saver)
         self.stop = Stop(prepared, clock=clock, watchdog=watchdog, group=group, saver=self.saver)
 
-    def train(self, agreement: Agreement) -> None:
-        """Train to the end of the run, or as far as this launch may go. Every rank."""
+    def train(self, agreement: Agreement) -> int:
+        """Train to the end of the run, or as far as this launch may go; return the last step.
+
+        Every rank.
+        """
         self.begin(agreement)
         microbatches, global_step = self.microbatches(), self.prepared.first_step - 1
         ends = self.stop.is_over
@@ -164,10 +170,14 @@ class Trainer:
                 self.save_and_validate(global_step)
                 ends = self.stop.is_asked() or ends  # perhaps during the validation
         microbatches.close()
-        if self.process.is_main:
-            is_due = self.stop.is_validation_due(global_step)
-            self.reports.end(global_step, self.stop.num_steps, stop_reason=self.stop.reason,
-                             lacks_validation=is_due and not self.saver.is_validated)
+        self.step.unwrap()
+        return global_step
+
+    def end(self, global_step: int) -> None:
+        """Write the summary, and wait for what works beside training. Rank 0, without the group."""
+        is_due = self.stop.is_validation_due(global_step)
+        self.reports.end(global_step, self.stop.num_steps, stop_reason=self.stop.reason,
+                         lacks_validation=is_due and not self.saver.is_validated)
 
     def begin(self, agreement: Agreement) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
@@ -209,7 +219,7 @@ class Trainer:
         train_loss = finite_or_none(self.reports.window.take_loss_since_checkpoint())
         with self.clock.phase(CHECKPOINT):
             self.saver.save(self.state, CheckpointMeta(
-                global_step=global_step,
+                identity=self.reports.identity.name, global_step=global_step,
                 tokens=(global_step + 1) * self.plan.tokens_per_step,
                 loss=train_loss if self.stop.counts_train_loss(global_step) else None,
                 train_loss=train_loss,

@@ -51,18 +51,6 @@ def cannot_be_written(place: Path, error: OSError) -> UserError:
     return UserError(line, FAILED if error.errno in TRANSIENT else BAD_INPUT)
 
 
-def no_directory(place: Path) -> UserError:
-    """Describe a directory of --sync-to that is not there; an unmounted one may be, later."""
-    return UserError(f"{place}: --sync-to names no directory that exists; mount it, or create it"
-                     " first", FAILED)
-
-
-def no_answer(place: Path, seconds: float) -> UserError:
-    """Describe a place of --sync-to that hangs."""
-    return UserError(f"{place}: no answer within {seconds:g} s; look after its mount, or leave"
-                     " --sync-to out", FAILED)
-
-
 def exit_status(error: BaseException) -> int:
     """Return the exit status of a process that an error ends."""
     if isinstance(error, UserError):

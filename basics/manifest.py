@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -123,3 +124,16 @@ def digest_of(directory: Path) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_oversized(manifest: Manifest, names: Collection[str], max_bytes: int) -> str:
+    """Return which file has another name than these, or is larger; empty if none is.
+
+    A sparse file of terabytes takes no room on the disk, and hours to read.
+    """
+    for name, facts in manifest.files.items():
+        if name not in names:
+            return f"{name} is no file of a checkpoint"
+        if facts.bytes > max_bytes:
+            return f"{name} has {facts.bytes:,} bytes, more than the model needs"
+    return ""

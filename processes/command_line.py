@@ -26,7 +26,7 @@ class Options:
     max_steps: int | None = None
     fresh: bool = False
     usd_per_hour: float | None = None
-    sync_to: Path | None = None
+    after_checkpoint: str | None = None
     find_max_microbatch: bool = False
     find_learning_rate: bool = False
     save: bool = False
@@ -45,8 +45,10 @@ class Options:
         if self.fresh and self.checkpoint:
             raise UserError(f"--fresh starts over and CHECKPOINT {self.checkpoint} resumes;"
                             " use one of the two")
-        if self.when_done is not None and not self.when_done.strip():
-            raise UserError("--when-done is empty; name a command, or leave it out")
+        for name, command in (("--after-checkpoint", self.after_checkpoint),
+                              ("--when-done", self.when_done)):
+            if command is not None and not command.strip():
+                raise UserError(f"{name} is empty; name a command, or leave it out")
         self._check_searches()
         if self.prefetch:
             self._check_prefetch()
@@ -63,7 +65,8 @@ class Options:
 
     def _check_prefetch(self) -> None:
         _refuse({"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                 "--fresh": self.fresh, "--when-done": self.when_done, "--sync-to": self.sync_to},
+                 "--fresh": self.fresh, "--when-done": self.when_done,
+                 "--after-checkpoint": self.after_checkpoint},
                 "cannot be used with --prefetch")
         if "RANK" in os.environ:
             raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
@@ -72,8 +75,8 @@ class Options:
         microbatch, rate = "--find-max-microbatch", "--find-learning-rate"
         search = microbatch if self.find_max_microbatch else rate
         no_search = {"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                     "--fresh": self.fresh, "--sync-to": self.sync_to, "--prefetch": self.prefetch,
-                     "--when-done": self.when_done}
+                     "--fresh": self.fresh, "--prefetch": self.prefetch,
+                     "--after-checkpoint": self.after_checkpoint, "--when-done": self.when_done}
         if search == microbatch:
             no_search[rate] = self.find_learning_rate
         if self.find_max_microbatch or self.find_learning_rate:
@@ -105,9 +108,6 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
               help="Start over; earlier checkpoints are moved to set-aside/, never deleted.")
 @click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD",
               help="Price of the machine; overrides usd_per_hour in train.json.")
-@click.option("--sync-to", type=click.Path(path_type=Path), metavar="DIR",
-              help="Copy each checkpoint and the records to DIR/RUN while training goes on, and"
-                   " fetch them from there where RUN lacks them.")
 @click.option("--find-max-microbatch", is_flag=True,
               help="Find the largest and the fastest microbatch size that fits; no training.")
 @click.option("--find-learning-rate", is_flag=True,
@@ -115,6 +115,9 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
                    " is saved.")
 @click.option("--prefetch", is_flag=True,
               help="Fetch and verify all that a launch needs, and compile; no training.")
+@click.option("--after-checkpoint", metavar="COMMAND",
+              help="Run COMMAND by sh -c beside training after each checkpoint, such as"
+                   " 'rsync -a {run_dir}/ HOST:{run}/'; {checkpoint} is the newest one.")
 @click.option("--when-done", metavar="COMMAND",
               help="Run COMMAND by sh -c after the end of the run or of its budget; not after a"
                    " failure, a signal or --max-steps.")

@@ -19,15 +19,13 @@ class Deadlines:
     # The grace: from a stop signal to the exit at the latest. Rank 0 may have a checkpoint to
     # finish. The others stay until it has exited: torchrun ends all when the first one exits.
     stop: float = 13.0
-    after_copy: float = 3.0  # of the grace, for charts and tracker: the second copy has the rest
+    after_command: float = 3.0  # of the grace, for charts, tracker; --after-checkpoint has the rest
     others_stop: float = 19.0
     failure_grace: float = 7.0  # for the others to save, after a rank has failed
     last_write: float = 5.0  # for a checkpoint or charts in flight, when a rank fails or must exit
     charts: float = 60.0  # for the last charts, at the end of a run
     tracker: float = 60.0  # for the tracker, at the end of a run; after a signal `last_write`
-    second_copy: float = 900.0  # for the copy of the last checkpoint, at the end of a launch
-    fetch: float = 60.0  # for an answer of the place of the second copy, at the start of a launch
-    fetch_stall: float = 600.0  # for progress of a checkpoint that is fetched from there
+    after_checkpoint: float = 900.0  # for the last --after-checkpoint, at the end of a launch
     orphans: float = 30.0  # for a run's lock, held by processes that have lost their torchrun
     lost: float = 600.0  # for heartbeats of other machines, until hang_timeout_seconds is known
     first_step: float = 3600.0  # of compiling, without a heartbeat; max-autotune takes minutes

@@ -137,13 +137,12 @@ def read_summary(run: Run) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def record_when_done(run: Run, command: str, status: int | None) -> None:
-    """Add to `summary.json` which command ran after the end, and how it ended.
+def record_when_done(run: Run, status: int | None) -> None:
+    """Add to `summary.json` how the command after the end of a run ended; None before its end.
 
-    Args:
-        status: None before its end.
+    The command itself is not recorded: it may hold a token.
     """
-    summary = read_summary(run) | {"when_done": {"command": command, "status": status}}
+    summary = read_summary(run) | {"when_done": {"status": status}}
     with suppress(OSError):  # a full disk: the command is run all the same
         write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=True)
 

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -22,7 +21,6 @@ from checkpointing import (
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
-    load_weights,
     newest_whole,
     open_checkpoint,
 )
@@ -35,7 +33,7 @@ from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import prune, remove_partial_checkpoints, set_aside
 from trainer.resuming import changed_validation, check_identity, check_weights_fit
-from trainer.startup import PreparedRun, check_format, prepare_run
+from trainer.startup import PreparedRun, prepare_run
 
 NORM = "final_norm.bias"
 
@@ -190,29 +188,6 @@ def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
             json.loads(path.read_text())
         else:
             safetensors.torch.load_file(path)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused_and_its_weights_are_read(
-    tmp_path: Path
-) -> None:
-    checkpoint = save(tmp_path, 3)
-    meta = json.loads((checkpoint.path / "meta.json").read_text()) | {"owes_validation": True}
-    del meta["loss_scale"]
-    (checkpoint.path / "meta.json").write_text(json.dumps(meta))
-    (checkpoint.path / "optimizer.safetensors").unlink()
-    torch.save(state(3).optimizer.state_dict(), checkpoint.path / "optimizer.pt")
-    (checkpoint.path / MANIFEST).unlink()
-    write_manifest(checkpoint.path, global_step=3, tokens=0)
-    (old,) = list_checkpoints(tmp_path)
-    assert old.validation == Validation(loss=1.0)  # a finished run stays finished
-    with pytest.raises(UserError, match="was written by an earlier version") as caught:
-        check_format(SimpleNamespace(resume_from=old, is_finished=False))
-    assert "\n" not in str(caught.value)
-    check_format(SimpleNamespace(resume_from=old, is_finished=True))
-    model = state(0).model
-    load_weights(old, model)
-    for name, value in state(3).model.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -9,13 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import ddp_train
+from processes.launch import Process
 from tests.support.hub_server import Hub, serving
 from tests.support.workplace import (
     Workplace,
@@ -54,6 +59,30 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, str]:
     result = succeeded(workplace.real_torchrun(2, "tiny"))
     assert "Warning" not in result.stderr
     return workplace, result.stdout
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_takes_long_at_the_end_is_behind_the_process_group(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """In the group the other ranks would wait for it, and NCCL would call that a hang."""
+    order: list[str] = []
+
+    @contextmanager
+    def group(*_: object) -> Iterator[None]:
+        yield
+        order.append("group left")
+
+    class Trained:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.train = lambda agreement: order.append("trained")
+            self.end = lambda global_step: order.append("ended")
+
+    monkeypatch.setattr(ddp_train, "process_group", group)
+    monkeypatch.setattr(ddp_train, "Trainer", Trained)
+    process = Process(rank, rank, 2, torch.device("cpu"))
+    ddp_train.train(MagicMock(), MagicMock(process=process), MagicMock(), MagicMock())
+    assert order == ["trained", "group left", *["ended"] * (rank == 0)]
 
 
 def test_a_finished_run_leaves_its_files(finished: tuple[Workplace, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,7 +51,7 @@ def machine(tmp_path: Path) -> tuple[Workplace, dict[str, str]]:
                        "nvidia-smi": "exit 9"}.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
-    (tmp_path / "second").mkdir()  # where the bucket is mounted
+    (tmp_path / "copies").mkdir()  # where the bucket is mounted
     return workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
 
 
@@ -78,8 +79,8 @@ def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it() -> None:
     (place, mount), = job["file_mounts"].items()
     assert mount["mode"] == "MOUNT_CACHED"
     command = next(line for line in job["run"].splitlines() if "ddp_train.py" in line)
-    _, options = launch_options(command.partition(" #")[0].partition("uv run ")[2])
-    assert str(options.sync_to) == place
+    *_, after_checkpoint = shlex.split(command)
+    assert "--after-checkpoint" in command and f" {place}/{{run}}/ " in after_checkpoint
     prefetch = next(line for line in job["setup"].splitlines() if "ddp_train.py" in line)
     assert launch_options(prefetch.partition("uv run ")[2])[1].prefetch
 
@@ -164,7 +165,7 @@ def script_of(way: str, root: Path) -> list[str]:
         return ["bash", str(root / "launch/two-hosts.sh"), "localhost", "tiny"]
     config = yaml.safe_load((LAUNCH_DIR / f"{way}.yaml").read_text())
     script = config["run"] if way == "skypilot" else config["commands"][-1]
-    return ["bash", "-c", script.replace("/second-copy", str(root / "second"))
+    return ["bash", "-c", script.replace("/copies", str(root / "copies"))
             .replace("/data/", f"{root}/").replace("$HOME/.local/bin:", "")]
 
 

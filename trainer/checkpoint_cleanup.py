@@ -18,6 +18,7 @@ from basics.checkpoint_names import (
     step_of,
 )
 from basics.manifest import find_damage
+from basics.run_identity import IDENTITY
 from checkpointing import best_of, list_checkpoints, renew_links
 
 
@@ -53,19 +54,25 @@ def remove_partial_checkpoints(checkpoints_dir: Path) -> None:
 
 
 def set_aside(run_dir: Path, *, from_step: int) -> Path | None:
-    """Move checkpoints from a step on, damaged ones too, and copy the run's records. Rank 0.
+    """Move checkpoints from a step on, damaged ones too, and those of another run. Rank 0.
 
-    Nothing is deleted. Returns the directory they were moved to, None if there was none to move.
+    The records are copied. Nothing is deleted. Returns the directory they were moved to, None if
+    there was none to move.
     """
     checkpoints_dir = run_dir / "checkpoints"
-    named = named_as_checkpoints(checkpoints_dir)
-    chosen = [path for path in named if step_of(path) >= from_step]
+    foreign = {found.name for found in list_checkpoints(checkpoints_dir, foreign=True)}
+    chosen = [path for path in named_as_checkpoints(checkpoints_dir)
+              if step_of(path) >= from_step or path.name in foreign]
     if not chosen:
         return None
-    aside_dir = run_dir / "set-aside" / time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+    now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+    aside_dir, number = run_dir / "set-aside" / now, 0
+    while aside_dir.exists():
+        number += 1
+        aside_dir = aside_dir.with_name(f"{now}-{number}")
     (aside_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
-        if path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink() and path.name != IDENTITY:
             shutil.copy2(path, aside_dir / path.name)
     for link in (checkpoints_dir / LATEST, checkpoints_dir / BEST):
         link.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from reporting.clock import PhaseClock
 from reporting.summary import final_status
 from trainer.prefetch import prefetch_run
 from trainer.startup import prepare_run
-from trainer.when_done import run_when_done
+from trainer.user_commands import run_when_done
 
 
 def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreement) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
+from basics.run_identity import Identity, write_identity
 from checkpointing import best_of, list_checkpoints
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
@@ -27,10 +28,10 @@ from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import clean_up
 from trainer.diagnostics import Diagnostics
 from trainer.precision import autocast
-from trainer.second_copy import not_copied
 from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
+from trainer.user_commands import after_checkpoint_failed
 from trainer.weight_average import averaged_weights
 
 
@@ -42,6 +43,7 @@ class Reports:
     """
 
     step: TrainingStep  # set by `report_compilation`
+    identity: Identity  # of what rank 0 saves; set by `begin`
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
                  saver: BackgroundSaver) -> None:
@@ -56,7 +58,7 @@ class Reports:
         self._gpu = find_gpu(device_name(self.process))
         self.beside = SideProcesses(prepared, console=self.console, clock=clock,
                                     watchdog=watchdog)
-        saver.after_write = self.beside.copy
+        saver.after_write = self.beside.after_checkpoint.start
         self._reports_speed = self._warns_of_cudnn = True
         self._has_ended = False  # the full summary is on disk
 
@@ -66,7 +68,8 @@ class Reports:
         first_step, resume_from = self.prepared.first_step, self.prepared.resume_from
         num_steps, warnings = self.prepared.num_steps, [*self.run.warnings, *self.prepared.warnings]
         if self.process.is_main:
-            self.beside.leave_behind()  # first: a kill may come between
+            self.identity = self.prepared.run_identity()
+            write_identity(self.run.run_dir, self.identity)  # first: a kill may come between
             if aside_dir := clean_up(self.run.run_dir, from_step=first_step):
                 self.console.say(f"earlier checkpoints from step {first_step + 1:,} on are now in"
                                  f" {aside_dir}")
@@ -74,7 +77,6 @@ class Reports:
                 self.console.say(f"resuming from {resume_from.path}")
             self.meter.start(0.0 if self.prepared.options.fresh else energy_before(
                 self.run.metrics_path, self.run.summary_path))
-            self.beside.copy()
         for line in (*(f"warning: {warning}" for warning in warnings),
                      *batch_arithmetic(self.plan, num_steps)):
             self.console.say(line)
@@ -216,11 +218,12 @@ class Reports:
             lacks_validation: bool) -> None:
         """Wait for the last checkpoint; write and print the summary. Rank 0.
 
-        Then wait for the processes beside training.
+        Then wait for the processes beside training: that may take 15 minutes, so it is called when
+        the process group is gone, in which the other ranks would wait for this one.
 
         Raises:
-            UserError: the last checkpoint or the records could not be written, or are not in the
-                second copy; then the run keeps its status.
+            UserError: the last checkpoint or the records could not be written, or the last
+                --after-checkpoint failed; then the run keeps its status.
         """
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
             self.saver.prune()
@@ -246,7 +249,7 @@ class Reports:
             energy_kwh=self.meter.energy_kwh,
         ))
         self._has_ended = not (unwritten or self.saver.is_behind)
-        uncopied = self.beside.finish()
+        failure = self.beside.finish()
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
         if unwritten:
@@ -254,8 +257,8 @@ class Reports:
                             " command again: it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
         self._print_sample()
-        if uncopied:
-            raise not_copied(self.prepared.copy_dir, uncopied)
+        if failure:
+            raise after_checkpoint_failed(failure)
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""

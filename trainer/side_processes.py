@@ -1,4 +1,4 @@
-"""The processes that work beside training: charts, the tracker, the second copy."""
+"""The processes that work beside training: charts, the tracker, --after-checkpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from reporting.clock import CHART, PhaseClock
 from reporting.console import Console
 from reporting.tracker_process import TrackerProcess
 from trainer.budget import Budget
-from trainer.second_copy import SecondCopy
 from trainer.startup import PreparedRun
+from trainer.user_commands import AfterCheckpoint
 
 EXIT_SECONDS = 1.0  # between the end of the last wait and the exit, after a stop signal
-LEAST_COPY_SECONDS = 60.0  # for the second copy where the budget is spent: nothing else may survive
+LEAST_COMMAND_SECONDS = 60.0  # for --after-checkpoint where the budget is spent
 
 
 class SideProcesses:
@@ -30,17 +30,8 @@ class SideProcesses:
         self._console, self._clock, self._watchdog = console, clock, watchdog
         self._charts = ChartProcess(self._run.run_dir, heartbeat=watchdog.heartbeat)
         self._tracker = TrackerProcess(self._run, heartbeat=watchdog.heartbeat)
-        self._second_copy = SecondCopy(self._run, prepared.copy_dir,
-                                       from_step=prepared.first_step,
-                                       heartbeat=watchdog.heartbeat)
-
-    def leave_behind(self) -> None:
-        """Record which steps of the second copy the run leaves. Raises: UserError: a full disk."""
-        self._second_copy.leave_behind()
-
-    def copy(self) -> None:
-        """Bring the second copy up to date, as soon as the process is free. Any thread."""
-        self._second_copy.update()
+        self.after_checkpoint = AfterCheckpoint(prepared.options.after_checkpoint, self._run,
+                                                heartbeat=watchdog.heartbeat)
 
     def track(self) -> None:
         """Start the tracker, once the records of steps that are repeated are gone."""
@@ -56,7 +47,7 @@ class SideProcesses:
         """Warn of what has failed since the last call."""
         self._warn_of_charts(self._charts.take_failure())
         self._warn_of_tracker(self._tracker.take_failure())
-        self._warn_of_copy(self._second_copy.take_failure())
+        self._console.warn("--after-checkpoint", self.after_checkpoint.take_failure())
 
     def finish_charts(self) -> None:
         """Wait for the last charts."""
@@ -67,18 +58,18 @@ class SideProcesses:
     def finish(self) -> str:
         """Wait for all, once the summary is written, whose figures are the tracker's last ones.
 
-        After a stop signal all share the time that is left until the exit; the copy is first.
+        After a stop signal all share the time that is left until the exit; the command is first.
 
         Returns:
-            What the second copy lacks; empty if nothing, or after a stop signal: then it is only
-            a warning.
+            What failed in --after-checkpoint; empty if nothing, or after a stop signal: then it is
+            only a warning.
         """
         deadlines = self._watchdog.deadlines
         self._tracker.end()
         tracker_limit = self._limit(deadlines.tracker)
-        failure = self._second_copy.finish(self._copy_limit())
+        failure = self.after_checkpoint.finish(self._command_limit())
         if self._watchdog.stop_signal:
-            self._warn_of_copy(failure)
+            self._console.warn("--after-checkpoint", failure)
             failure = ""
             self.finish_charts()
         self._warn_of_tracker(self._tracker.finish(tracker_limit))
@@ -97,15 +88,15 @@ class SideProcesses:
 
         return limit
 
-    def _copy_limit(self) -> Callable[[], float]:
-        """Return how many seconds, from now on, the second copy is waited for."""
+    def _command_limit(self) -> Callable[[], float]:
+        """Return how many seconds, from now on, --after-checkpoint is waited for."""
         began, deadlines = time.monotonic(), self._watchdog.deadlines
-        affordable = max(LEAST_COPY_SECONDS, Budget(self._run.train, self._clock).seconds_left())
+        affordable = max(LEAST_COMMAND_SECONDS, Budget(self._run.train, self._clock).seconds_left())
 
         def limit() -> float:
             if self._watchdog.stop_signal:
-                return time.monotonic() - began + self._seconds_to_stop() - deadlines.after_copy
-            return min(deadlines.second_copy, affordable)
+                return time.monotonic() - began + self._seconds_to_stop() - deadlines.after_command
+            return min(deadlines.after_checkpoint, affordable)
 
         return limit
 
@@ -118,7 +109,3 @@ class SideProcesses:
 
     def _warn_of_tracker(self, failure: str) -> None:
         self._console.warn(f"tracker {self._run.train.tracker}", failure)
-
-    def _warn_of_copy(self, failure: str) -> None:
-        self._console.warn(f"the second copy in {self._prepared.copy_dir} is not up to date",
-                           failure)

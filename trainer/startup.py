@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -14,14 +14,16 @@ from basics.checkpoint_names import BEST, LATEST, is_link
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.manifest import digest_of
+from basics.run_identity import IDENTITY, Identity, read_identity
 from checkpointing import (
-    PICKLED_OPTIMIZER,
     Checkpoint,
     TrainingState,
     find_checkpoint,
+    list_checkpoints,
     load_checkpoint,
     newest_whole,
     open_checkpoint,
+    renew_links,
 )
 from gpt import num_parameters
 from preparation.ensure_dataset import provide_dataset
@@ -39,12 +41,10 @@ from tokens.batches import RunData, check_token_range, open_run_data
 from trainer.attention import check_attention
 from trainer.budget import Budget
 from trainer.compilation import risky_options
-from trainer.fetching import fetch
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
 from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
-from trainer.second_copy import complete
 from trainer.step import build_training_state
 
 
@@ -70,11 +70,6 @@ class PreparedRun:
     @property
     def plan(self) -> BatchPlan:
         return self.data.plan
-
-    @property
-    def copy_dir(self) -> Path | None:
-        """Place of the run's second copy, if it has one."""
-        return self.options.sync_to and self.options.sync_to / self.run.name
 
     @property
     def num_steps(self) -> int:
@@ -106,24 +101,36 @@ class PreparedRun:
         """Whether nothing is left to do; a kill may come between the last step and the end."""
         return self.is_trained and not self.lacks_validation and self.summary_says_finished
 
+    def run_identity(self) -> Identity:
+        """Return what the launch trains as; anew if it starts over or from an earlier checkpoint.
+
+        Rank 0.
+        """
+        found = read_identity(self.run.run_dir)
+        if self.resume_from is None:
+            return Identity() if found is None or self.options.fresh else found
+        meta = self.resume_from.meta
+        found = found or Identity(name=meta.identity)
+        newest = list_checkpoints(self.run.checkpoints_dir)[-1:]
+        leaves = self.options.checkpoint and any(
+            each.meta.global_step > meta.global_step for each in newest)
+        if found.includes(meta.identity, meta.global_step) and not leaves:
+            return found
+        return found.after_step_back(meta.identity, meta.global_step)
+
     def identity(self) -> object:
         """Return the values that must be equal on all processes."""
         checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
-        """Say that nothing is left to train, if so, and complete the second copy. Every rank.
-
-        Rank 0 does it.
-
-        Raises:
-            UserError: the second copy cannot be completed.
-        """
+        """Say that nothing is left to train, if so. Every rank; rank 0 does it."""
         if self.is_finished and process.is_main:
             print_line(f"{self.run.name} is complete: {self.num_steps:,} steps,"
                        f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it"
                        " over")
-            complete(self.run, self.copy_dir, from_step=self.first_step)
+            with suppress(OSError):  # a copy may have come without them
+                renew_links(self.run.checkpoints_dir)
 
 
 def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
@@ -153,7 +160,8 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     step("token ids", lambda: check_token_range(data) if process.is_main_of_node else None)
     summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
-        "checkpoint", lambda: find_resume_point(run, options, data, clock)))
+        "checkpoint", lambda: json.dumps([has_status(run, FINISHED),
+                                          *choose_checkpoint(run, options)])))
     is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
     resume_from = step("resuming", lambda: check_resume_point(
         run, name, data, thoroughly=is_first_reader) if name else None)
@@ -171,7 +179,6 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     if not options.fresh:
         clock.count_lost(*step("spent", lambda: spent_before(run.metrics_path, run.summary_path)))
     clock.usd_per_hour = run.train.usd_per_hour
-    step("checkpoint format", lambda: check_format(prepared))
     step("budget", lambda: check_budget(prepared, clock))
     needs_disk = process.is_main and not prepared.is_trained
     step("disk space", lambda: check_disk_space(run) if needs_disk else None)
@@ -212,32 +219,38 @@ def check_run_dir(run: Run) -> None:
             raise UserError(f"{path}: is not a link to a checkpoint; move it away")
 
 
-def find_resume_point(run: Run, options: Options, data: RunData, clock: PhaseClock) -> str:
-    """Return as JSON whether the run is finished, then what `choose_checkpoint` returns. Rank 0.
-
-    What the second copy of the run has and its directory lacks is fetched before.
-    """
-    warnings = []
-    if options.sync_to is not None:
-        with clock.phase(DOWNLOAD):
-            warnings = fetch(run, options, data.fingerprints)
-    return json.dumps([has_status(run, FINISHED), *choose_checkpoint(run, options), *warnings])
-
-
 def choose_checkpoint(run: Run, options: Options) -> list[str]:
-    """Return the name of the checkpoint to resume from, or "", then warnings of damaged ones."""
+    """Return the name of the checkpoint to resume from, or "", then warnings of others. Rank 0.
+
+    Raises:
+        UserError: there is none, or it is not known which ones belong to the run.
+    """
     if options.fresh:
         return [""]
+    warnings = []
+    if options.checkpoint in (None, LATEST, BEST):
+        if foreign := list_checkpoints(run.checkpoints_dir, foreign=True):
+            others = f" and {len(foreign) - 1:,} more are" if len(foreign) > 1 else " is"
+            warnings.append(f"{foreign[-1].path}{others} not of the present run ({IDENTITY}):"
+                            " ignored, and moved to set-aside/")
+        _check_one_identity(run)
     if options.checkpoint in (None, LATEST):
         checkpoint, damaged = newest_whole(run.checkpoints_dir, run.model)
         instead = f"{checkpoint.name} is used instead" if checkpoint else ""
-        warnings = [f"{line}; {instead}" for line in damaged]
+        warnings += [f"{line}; {instead}" for line in damaged]
     else:
-        checkpoint, warnings = find_checkpoint(run.checkpoints_dir, options.checkpoint,
-                                               run.model), []
+        checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint, run.model)
     if checkpoint is None and options.checkpoint:
         raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
     return [checkpoint.name if checkpoint else "", *warnings]
+
+
+def _check_one_identity(run: Run) -> None:
+    """Refuse checkpoints of several runs if nothing tells which of them is the present one."""
+    names = {each.meta.identity for each in list_checkpoints(run.checkpoints_dir)}
+    if len(names) > 1 and read_identity(run.run_dir) is None:
+        raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
+                        f" {IDENTITY} in {run.run_dir}, or name a checkpoint")
 
 
 def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
@@ -256,18 +269,6 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
     check_weights_fit(checkpoint, run.model)
     check_position(checkpoint, data.plan)
     return checkpoint
-
-
-def check_format(prepared: PreparedRun) -> None:
-    """Refuse to resume from a checkpoint whose optimizer is a pickle.
-
-    Raises:
-        UserError: an earlier version wrote it.
-    """
-    found = prepared.resume_from
-    if found and (found.path / PICKLED_OPTIMIZER).exists() and not prepared.is_finished:
-        raise UserError(f"{found.path}: was written by an earlier version, whose optimizer is a"
-                        " pickle; resume with that version, or use --fresh (lab reads weights)")
 
 
 def check_disk_space(run: Run) -> None:

@@ -91,6 +91,10 @@ class TrainingStep:
                 dist.barrier(group)
         self.parallel_model = wrap(loss, process)
 
+    def unwrap(self) -> None:
+        """Drop DDP, whose threads must be gone before its process group; no step follows."""
+        del self.parallel_model
+
     def _compile(self, group: dist.ProcessGroup | None) -> nn.Module:
         """Return the compiled training loss; the eager model if any rank cannot compile it."""
         model = self.state.model

@@ -1,16 +1,18 @@
-"""A run on machines that are taken away: nothing but its second copy goes on to the next one."""
+"""A run on machines that are taken away: nothing but a copy of it goes on to the next one."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from basics.checkpoint_names import named_as_checkpoints, step_of
 from basics.failpoints import VARIABLE
 from checkpointing import list_checkpoints
 from tests.support.runs import (
@@ -29,6 +31,11 @@ OFTEN = SETTINGS | {"validation_interval": 2, "keep_checkpoints": 2}
 SLOW = "train:slow:seconds=0.5"
 
 
+RSYNC = "rsync -a --exclude '.*' {run_dir}/ %s/{run}/ || [ $? = 24 ]"  # 24: pruned meanwhile
+needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+
+
+@needs_rsync
 @pytest.mark.parametrize("num_moves", [2, pytest.param(5, marks=pytest.mark.thorough)])
 def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
     tmp_path: Path, num_moves: int
@@ -37,54 +44,78 @@ def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
     copies, reached = tmp_path / "copies", -1
     copies.mkdir()
     for number in range(num_moves):
-        machine = new_machine(tmp_path / f"machine-{number}", has_run=number == 0)
+        machine = new_machine(tmp_path / f"machine-{number}", copies)
         output = train_until_copied(machine, copies, after=reached)
-        assert ("and the records were fetched from" in output) == (number > 0)
+        assert ("resuming from" in output) == (number > 0)
         reached = newest_in(copies)
         shutil.rmtree(machine.root)
-    machine = new_machine(tmp_path / "last", has_run=False)
-    result = succeeded(machine.torchrun(2, "tiny", "--sync-to", str(copies)))
-    assert f"and the records were fetched from {copies / 'tiny'}" in result.stdout
-    assert "warning: the second copy" not in result.stdout
+    machine = new_machine(tmp_path / "last", copies)
+    result = succeeded(machine.torchrun(2, "tiny", "--after-checkpoint", RSYNC % copies))
+    assert "resuming from" in result.stdout and "warning: --after" not in result.stdout
     for run_dir in (machine.runs_dir / "tiny", copies / "tiny"):
         assert weights_of(run_dir) == weights_of(undisturbed)
         assert validations_of(run_dir) == validations_of(undisturbed)
         assert summary_of(run_dir)["status"] == "finished"
         assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
     assert metrics_of(machine.runs_dir / "tiny") == metrics_of(copies / "tiny")
-    result = succeeded(machine.ddp_train(
-        "tiny", "--nproc-per-node", "2", "--sync-to", str(copies)))
-    assert "tiny is complete" in result.stdout
+    latest = machine.runs_dir / "tiny/checkpoints/latest"
+    latest.unlink()  # as a copy in an object store lacks it
+    result = succeeded(machine.ddp_train("tiny", "--nproc-per-node", "2"))
+    assert "tiny is complete" in result.stdout and latest.exists()
 
 
+def test_a_copy_that_never_deletes_brings_no_abandoned_run_back(tmp_path: Path) -> None:
+    """A run that starts over on another machine, and goes on from a copy that has both."""
+    undisturbed = train_undisturbed(tmp_path / "undisturbed", OFTEN)
+    copies = tmp_path / "copies"
+    (copies / "tiny").mkdir(parents=True)
+    copying = ("--after-checkpoint", f"cp -a {{run_dir}}/. {copies}/{{run}}/")
+    first = new_machine(tmp_path / "first", None, learning_rate=0.1)  # as its weights will show
+    succeeded(first.torchrun(2, "tiny", "--max-steps", "8", *copying))
+    second = new_machine(tmp_path / "second", None)
+    result = succeeded(second.torchrun(2, "tiny", "--fresh", "--max-steps", "4", *copying))
+    assert "warning: --after" not in result.stdout
+    assert {step_of(path) for path in named_as_checkpoints(copies / "tiny/checkpoints")} == {
+        1, 3, 5, 7}
+    third = new_machine(tmp_path / "third", copies)
+    result = succeeded(third.torchrun(2, "tiny", *copying))
+    assert "resuming from" in result.stdout and "-iteration-3\n" in result.stdout
+    assert "are not of the present run (identity.json): ignored" in result.stdout
+    for run_dir in (third.runs_dir / "tiny", copies / "tiny"):
+        assert weights_of(run_dir) == weights_of(undisturbed)
+        assert validations_of(run_dir) == validations_of(undisturbed)
+
+
+@needs_rsync
 def test_the_checkpoint_of_a_stop_signal_is_copied(workplace: Workplace) -> None:
     workplace.add_dataset()
     run_dir, copies = workplace.add_run(train=SETTINGS), workplace.root / "copies"
     copies.mkdir()
     result = succeeded(workplace.torchrun(
-        2, "tiny", "--sync-to", str(copies), **with_deadlines(last_write=60, stop=90),
+        2, "tiny", "--after-checkpoint", RSYNC % copies, **with_deadlines(last_write=60, stop=90),
         **{VARIABLE: "train:signal:number=15:rank=0:hit=7"}))
-    assert "the second copy" not in result.stdout
+    assert "warning: --after" not in result.stdout
     assert newest_in(copies) == 6 and weights_of(copies / "tiny") == weights_of(run_dir)
     assert summary_of(copies / "tiny")["status"] == "stopped"
 
 
-def new_machine(root: Path, *, has_run: bool) -> Workplace:
+def new_machine(root: Path, copies: Path | None, **train: float) -> Workplace:
+    """Return an empty machine, with what the copy has of the run, or else a new run."""
     machine = Workplace(root)
     machine.add_dataset()
-    if has_run:
-        machine.add_run(train=OFTEN)
+    if copies is not None and (copies / "tiny/train.json").exists():
+        machine.runs_dir.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-a", copies / "tiny", machine.runs_dir], check=True)
+    else:
+        machine.add_run(train=OFTEN | train)
     return machine
 
 
 def train_until_copied(machine: Workplace, copies: Path, *, after: int) -> str:
-    """Train until the copy has a newer checkpoint; then kill everything. Return what was printed.
-
-    The process that copies ends with rank 0.
-    """
+    """Train until the copy has a newer checkpoint; kill everything. Return what was printed."""
     process, (stdout, _) = start_forked(
-        "ddp_train.py", machine.arguments("tiny", "--sync-to", str(copies)), num_processes=2,
-        environment={VARIABLE: SLOW}, folder=machine.root)
+        "ddp_train.py", machine.arguments("tiny", "--after-checkpoint", RSYNC % copies),
+        num_processes=2, environment={VARIABLE: SLOW}, folder=machine.root)
     until = time.monotonic() + 200
     while newest_in(copies) <= after:
         assert process.is_alive() and time.monotonic() < until, stdout.read_text()

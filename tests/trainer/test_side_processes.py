@@ -30,12 +30,12 @@ class End:
         vars(self.beside).update(
             _watchdog=self.watchdog, _clock=clock,
             _run=SimpleNamespace(train=TrainConfig(**TINY_TRAIN | train)),
-            _prepared=SimpleNamespace(copy_dir="copies/tiny"),
             _console=SimpleNamespace(warn=self.warn),
             _charts=SimpleNamespace(finish=lambda limit: self.hang("charts", limit)),
             _tracker=SimpleNamespace(
                 end=self.told, finish=lambda limit: self.hang("tracker", limit, self.told_at)),
-            _second_copy=SimpleNamespace(finish=lambda limit: self.hang("copy", limit)))
+            after_checkpoint=SimpleNamespace(
+                finish=lambda limit: self.hang("command", limit)))
         monkeypatch.setattr(side_processes.time, "monotonic", lambda: self.now)
 
     def warn(self, what: str, failure: str) -> None:
@@ -66,10 +66,10 @@ def end(monkeypatch: pytest.MonkeyPatch) -> End:
     return End(monkeypatch)
 
 
-def test_a_second_copy_that_failed_is_told(end: End) -> None:
+def test_a_last_command_that_failed_is_told(end: End) -> None:
     end.failure = "no space"
     assert end.beside.finish() == "no space"
-    assert end.waited["copy"] == 900 and not any("copy" in line for line in end.warnings)
+    assert end.waited["command"] == 900 and not any("after" in line for line in end.warnings)
 
 
 def test_after_a_stop_signal_all_end_within_one_grace_and_a_failure_is_a_warning(end: End) -> None:
@@ -77,37 +77,37 @@ def test_after_a_stop_signal_all_end_within_one_grace_and_a_failure_is_a_warning
     end.stop()
     end.now += 5.0  # for the checkpoint
     assert end.beside.finish() == ""
-    assert end.waited == {"copy": 5.0, "charts": 2.0, "tracker": 0.0}
+    assert end.waited == {"command": 5.0, "charts": 2.0, "tracker": 0.0}
     assert end.now < end.watchdog.stop_by
-    assert "the second copy in copies/tiny is not up to date: no time" in end.warnings
+    assert "--after-checkpoint: no time" in end.warnings
 
 
-def test_a_signal_while_the_copy_is_waited_for_shortens_that(end: End) -> None:
+def test_a_signal_while_the_command_is_waited_for_shortens_that(end: End) -> None:
     end.stop_at = 1100.0
-    assert end.beside.finish() == "" and end.waited["copy"] == 110.0
+    assert end.beside.finish() == "" and end.waited["command"] == 110.0
     assert end.now < end.watchdog.stop_by
 
 
-def test_a_longer_grace_is_the_copys(end: End) -> None:
+def test_a_longer_grace_is_the_commands(end: End) -> None:
     end.watchdog.deadlines = Deadlines(stop=120.0)
     end.stop()
     end.beside.finish()
-    assert end.waited["copy"] == 117.0
+    assert end.waited["command"] == 117.0
 
 
 @pytest.mark.parametrize(("budget", "seconds"), [(1e6, 900), (300.0, 300), (1.0, 60)])
-def test_the_budget_bounds_the_wait_for_the_copy(
+def test_the_budget_bounds_the_wait_for_the_command(
     monkeypatch: pytest.MonkeyPatch, budget: float, seconds: float
 ) -> None:
     end = End(monkeypatch, usd_per_hour=3600.0, max_cost_usd=budget)
     end.beside.finish()
-    assert end.waited["copy"] == pytest.approx(seconds, abs=5)
+    assert end.waited["command"] == pytest.approx(seconds, abs=5)
 
 
 class Ending:
     """The reports of a run at the end of a launch."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, uncopied: str, unwritten: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, failure: str, unwritten: str) -> None:
         self.statuses: list[str] = []
         self.reports = Reports.__new__(Reports)
         saver = SimpleNamespace(retry=lambda: None, is_behind=False, facts=dict,
@@ -115,7 +115,7 @@ class Ending:
         console = SimpleNamespace(finish=lambda _: unwritten, say=lambda _: None,
                                   write_status=lambda *status: self.statuses.append(status[0]))
         vars(self.reports).update(
-            prepared=SimpleNamespace(is_trained=False, copy_dir="copies/tiny", first_step=0,
+            prepared=SimpleNamespace(is_trained=False, first_step=0,
                                      data=SimpleNamespace(tokenizer_name=None)),
             run=SimpleNamespace(checkpoints_dir="none", run_dir="runs/tiny"), clock=PhaseClock(),
             saver=saver, console=console, process=SimpleNamespace(is_main=True),
@@ -123,7 +123,7 @@ class Ending:
             meter=SimpleNamespace(stop=lambda: None, energy_kwh=None),
             step=SimpleNamespace(precision="float32", facts=dict, state=SimpleNamespace(
                 model=SimpleNamespace(num_parameters=lambda: 1))),
-            beside=SimpleNamespace(finish=lambda: uncopied, finish_charts=lambda: None))
+            beside=SimpleNamespace(finish=lambda: failure, finish_charts=lambda: None))
         monkeypatch.setattr("trainer.reports.list_checkpoints", lambda _: [])
         monkeypatch.setattr("trainer.reports.machine_facts", lambda *_: {})
 
@@ -131,11 +131,11 @@ class Ending:
         self.reports.end(5, 6, stop_reason=None, lacks_validation=False)
 
 
-def test_a_launch_whose_second_copy_failed_ends_with_status_1_and_stays_finished(
+def test_a_launch_whose_last_command_failed_ends_with_status_1_and_stays_finished(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ending = Ending(monkeypatch, uncopied="no space", unwritten="")
-    with pytest.raises(UserError, match=r"run the same command again \(copies/") as caught:
+    ending = Ending(monkeypatch, failure="no space", unwritten="")
+    with pytest.raises(UserError, match="--after-checkpoint: no space; the check") as caught:
         ending.end()
     assert caught.value.status == 1
     ending.reports._before_exit("failed", "so the watchdog says")
@@ -143,7 +143,7 @@ def test_a_launch_whose_second_copy_failed_ends_with_status_1_and_stays_finished
 
 
 def test_a_signal_after_the_summary_leaves_it_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = Ending(monkeypatch, uncopied="", unwritten="")
+    ending = Ending(monkeypatch, failure="", unwritten="")
     ending.reports._before_exit("stopped", "SIGTERM")
     assert ending.statuses == ["stopped"]
     ending.end()
@@ -152,7 +152,7 @@ def test_a_signal_after_the_summary_leaves_it_as_it_is(monkeypatch: pytest.Monke
 
 
 def test_a_summary_that_could_not_be_written_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = Ending(monkeypatch, uncopied="no space", unwritten="summary.json: full")
+    ending = Ending(monkeypatch, failure="no space", unwritten="summary.json: full")
     with pytest.raises(UserError, match="summary.json: full") as caught:
         ending.end()
     assert caught.value.status == 4

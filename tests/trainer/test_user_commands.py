@@ -1,4 +1,4 @@
-"""--when-done: a command after the end of a run."""
+"""--when-done and --after-checkpoint: commands of the user."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.checkpoints import ONE_PROCESS, save
 from tests.support.in_process import assert_refused, run_in_process
 from tests.support.runs import last_line_of_ours, summary_of, wait_for
 from tests.support.workplace import Workplace, read_lines, start_forked, succeeded
-from trainer import when_done
-from trainer.when_done import environment_of, run_command, run_facts, run_when_done
+from trainer import user_commands
+from trainer.user_commands import AfterCheckpoint, run_command, run_facts, run_when_done
 
 ENDED = {"status": "finished", "reason": None, "global_step": 9, "num_steps": 10, "tokens": 640,
          "train_loss": 2.5, "validation_loss": 2.25, "seconds": {"training": 2.0, "chart": 1.0},
@@ -34,7 +34,8 @@ def run_after(workplace: Workplace, summary: dict, command: str | None, *, stop_
     run_dir = workplace.add_run()
     (run_dir / "summary.json").write_text(json.dumps(summary))
     run = load_run(workplace.runs_dir, "tiny")
-    prepared = SimpleNamespace(run=run, options=SimpleNamespace(when_done=command),
+    prepared = SimpleNamespace(run=run, options=SimpleNamespace(when_done=command,
+                                                                after_checkpoint=None),
                                is_finished=not has_trained)
     run_when_done(prepared, process, stop_signal=stop_signal)
     return run
@@ -62,16 +63,16 @@ def test_it_runs_after_the_end_of_the_run_or_its_budget_only(
     assert lines[:2] == ["when-done: running echo hello", "when-done: hello"]
     assert lines[2].startswith("when-done: ended with status 0 after ")
     assert summary_of(run.run_dir) == ENDED | ended | {
-        "when_done": {"command": "echo hello", "status": 0}}
+        "when_done": {"status": 0}}
 
 
 @pytest.mark.parametrize(("earlier", "runs"), [
-    ({"when_done": {"command": "x", "status": 1}}, True),
-    ({"when_done": {"command": "x", "status": 143}}, True),
-    ({"when_done": {"command": "x", "status": None}}, True),  # killed, or the machine was
+    ({"when_done": {"status": 1}}, True),
+    ({"when_done": {"status": 143}}, True),
+    ({"when_done": {"status": None}}, True),  # killed, or the machine was
     ({}, True),  # the same, before the command began
     ({"when_done": "damaged"}, True),
-    ({"when_done": {"command": "x", "status": 0}}, False),
+    ({"when_done": {"status": 0}}, False),
 ])
 def test_a_launch_of_a_finished_run_repeats_it_until_it_succeeds(
     workplace: Workplace, capsys: pytest.CaptureFixture, earlier: dict, runs: bool
@@ -80,7 +81,7 @@ def test_a_launch_of_a_finished_run_repeats_it_until_it_succeeds(
     said = capsys.readouterr().out
     if runs:
         assert said.startswith("when-done: running true\n")
-        assert summary_of(run.run_dir)["when_done"] == {"command": "true", "status": 0}
+        assert summary_of(run.run_dir)["when_done"] == {"status": 0}
     else:
         assert said == "when-done: not run: it has succeeded after an earlier launch\n"
 
@@ -96,7 +97,7 @@ def test_a_command_that_fails_leaves_the_run_finished(workplace: Workplace) -> N
         run_after(workplace, ENDED, "exit 3")
     assert caught.value.status == 1
     summary = summary_of(workplace.runs_dir / "tiny")
-    assert summary == ENDED | {"when_done": {"command": "exit 3", "status": 3}}
+    assert summary == ENDED | {"when_done": {"status": 3}}
 
 
 def test_what_began_is_on_disk_before_the_machine_may_go(
@@ -105,11 +106,11 @@ def test_what_began_is_on_disk_before_the_machine_may_go(
     def shut_down(command: str, environment: dict[str, str]) -> tuple[int, int]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(when_done, "run_command", shut_down)
+    monkeypatch.setattr(user_commands, "run_command", shut_down)
     with pytest.raises(KeyboardInterrupt):
         run_after(workplace, ENDED, "poweroff")
     summary = summary_of(workplace.runs_dir / "tiny")
-    assert summary["when_done"] == {"command": "poweroff", "status": None}
+    assert summary["when_done"] == {"status": None}
 
 
 def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
@@ -126,13 +127,17 @@ def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
     assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
 
 
-def test_it_is_not_taken_for_a_process_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_taken_for_a_process_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "DDP_TRAIN_LOCK",
                  "DDP_TRAIN_SPENT_SECONDS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_TOKEN", "of the user")
-    found = environment_of({"DDP_TRAIN_RUN": "tiny"})
+    assert run_command("env", {"DDP_TRAIN_RUN": "tiny"}) == (0, 0)
+    lines = capsys.readouterr().out.replace("when-done: ", "").splitlines()
+    found = dict(line.partition("=")[::2] for line in lines)
     own = set(found) & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "DDP_TRAIN_LOCK",
                         "DDP_TRAIN_SPENT_SECONDS", "TORCHELASTIC_RUN_ID"}
     assert not own and found["DDP_TRAIN_RUN"] == "tiny" and found["HF_TOKEN"] == "of the user"
@@ -142,33 +147,137 @@ def test_what_it_prints_is_shown_by_lines_and_obeyed_by_no_terminal(
     capsys: pytest.CaptureFixture
 ) -> None:
     command = r"printf 'a\033[2J\rb\n'; echo error >&2; printf 'no end'; exit 7"
-    assert run_command(command, dict(os.environ)) == (7, 0)
+    assert run_command(command, {}) == (7, 0)
     assert capsys.readouterr().out.splitlines() == [
         "when-done: a\\x1b[2J", "when-done: b", "when-done: error", "when-done: no end"]
 
 
 def test_what_it_leaves_in_the_background_is_not_waited_for() -> None:
-    assert run_command("sleep 60 & echo $! > /dev/null; kill -9 $$", dict(os.environ)) == (137, 0)
+    assert run_command("sleep 60 & echo $! > /dev/null; kill -9 $$", {}) == (137, 0)
 
 
 def test_a_stop_signal_ends_it(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(when_done, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(user_commands, "GRACE_SECONDS", 0.5)
     ignoring = "trap '' TERM; kill -TERM $PPID; sleep 60; sleep 60"  # its parent is this process
     with pytest.raises(UserError, match="the run is finished, and --when-done was ended by SIGTERM"
                        ) as caught:
         run_after(workplace, ENDED, ignoring)
     assert caught.value.status == 128 + signal.SIGTERM
     assert summary_of(workplace.runs_dir / "tiny")["when_done"]["status"] == 128 + signal.SIGKILL
-    assert run_command("kill -INT $PPID; sleep 60", dict(os.environ)) == (143, signal.SIGINT)
+    assert run_command("kill -INT $PPID; sleep 60", {}) == (143, signal.SIGINT)
+
+
+@pytest.fixture
+def saved(workplace: Workplace) -> Run:
+    """A run that has a checkpoint."""
+    workplace.add_run()
+    run = load_run(workplace.runs_dir, "tiny")
+    save(run.checkpoints_dir, 4)
+    return run
+
+
+def finish(command: AfterCheckpoint) -> str:
+    return command.finish(lambda: 60.0)
+
+
+def test_after_checkpoint_knows_the_run_by_name_also_where_a_shell_would_take_it_apart(
+    workplace: Workplace
+) -> None:
+    run_dir = workplace.add_run("tiny")
+    spaced = workplace.runs_dir.with_name("my runs")
+    workplace.runs_dir.rename(spaced)
+    run = load_run(spaced, "tiny")
+    path = save(run.checkpoints_dir, 4).path
+    said = workplace.root / "said"
+    command = f"printf '%s\\n' {{run}} {{run_dir}} {{checkpoint}} ${{run}}- {{other}} > {said}"
+    assert finish(AfterCheckpoint(command, run)) == "" and not run_dir.exists()
+    assert said.read_text().splitlines() == [
+        "tiny", str(spaced / "tiny"), str(path), "-", "{other}"]
+
+
+def test_after_checkpoint_is_never_run_twice_at_once_and_the_newest_wins(
+    saved: Run, tmp_path: Path
+) -> None:
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    command = AfterCheckpoint(f"echo begin {{checkpoint}} >> {log}; while [ ! -e {gate} ];"
+                              f" do sleep 0.05; done; echo end >> {log}", saved)
+    command.start()
+    wait_for(log)
+    for step in (5, 6, 7):  # meanwhile
+        save(saved.checkpoints_dir, step)
+        command.start()
+        assert command.take_failure() == ""
+    gate.touch()
+    assert finish(command) == ""
+    lines = log.read_text().splitlines()
+    assert [line[:5] for line in lines] == ["begin", "end"] * (len(lines) // 2)
+    assert 4 <= len(lines) <= 6  # of those that came meanwhile, and the end, not each one
+    assert [line[-1] for line in lines[::2]] == ["4", *"7" * (len(lines) // 2 - 1)]
+
+
+def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(
+    saved: Run, tmp_path: Path
+) -> None:
+    command = AfterCheckpoint(f"echo no space; test -e {tmp_path}/room", saved)
+    assert finish(command) == (
+        f"ended with status 1; {saved.run_dir / 'after-checkpoint.log'} has its output")
+    assert (saved.run_dir / "after-checkpoint.log").read_text() == "no space\n"
+    (tmp_path / "room").touch()
+    assert finish(command) == "" and command.take_failure() == ""
+
+
+def test_an_after_checkpoint_beyond_its_limit_is_ended_with_all_that_it_started(
+    saved: Run, tmp_path: Path
+) -> None:
+    pid = tmp_path / "pid"
+    command = AfterCheckpoint(f"trap '' TERM; sleep 60 & echo $! > {pid}; wait; sleep 60", saved)
+    beats = []
+    command._heartbeat = lambda: beats.append(1)
+    assert command.finish(lambda: 0.0 if pid.exists() and pid.read_text() else 60.0).startswith(
+        "it was ended after ")
+    until = time.monotonic() + 10  # a process that was killed is there until init has noticed
+    while Path(f"/proc/{pid.read_text().strip()}/exe").exists():
+        assert time.monotonic() < until
+    assert beats
+
+
+def test_an_after_checkpoint_that_cannot_be_started_stops_nothing(
+    saved: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(user_commands.subprocess, "Popen", refuse)
+    assert "Cannot allocate memory" in finish(AfterCheckpoint("true", saved))
+
+
+def test_a_finished_run_repeats_after_checkpoint_before_when_done(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    workplace.add_run()
+    (workplace.runs_dir / "tiny/summary.json").write_text(json.dumps(ENDED))
+    run = load_run(workplace.runs_dir, "tiny")
+    options = SimpleNamespace(when_done=f"touch {tmp_path}/done",
+                              after_checkpoint=f"test -e {tmp_path}/room")
+    prepared = SimpleNamespace(run=run, options=options, is_finished=True)
+    with pytest.raises(UserError, match="--after-checkpoint: ended with status 1") as caught:
+        run_when_done(prepared, ONE_PROCESS, stop_signal=0)
+    assert caught.value.status == 1 and not (tmp_path / "done").exists()
+    (tmp_path / "room").touch()
+    run_when_done(prepared, ONE_PROCESS, stop_signal=0)
+    assert (tmp_path / "done").exists()
 
 
 def test_an_empty_command_and_one_with_a_search_are_refused(workplace: Workplace) -> None:
     workplace.add_run()
     workplace.add_dataset()
-    for options, message in ((["--when-done", " "], "--when-done is empty; name a command"), (
-            ["--find-learning-rate", "--when-done", "true"], "--when-done cannot be used with")):
+    for options, message in (
+            (["--when-done", " "], "--when-done is empty; name a command"),
+            (["--after-checkpoint", ""], "--after-checkpoint is empty; name a command"),
+            (["--prefetch", "--after-checkpoint", "true"], "--after-checkpoint cannot be used"),
+            (["--find-learning-rate", "--when-done", "true"], "--when-done cannot be used with")):
         result = run_in_process(*workplace.arguments("tiny", *options))
         assert_refused(result)
         assert message in result.stderr
@@ -189,7 +298,7 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Wor
     assert Path(facts["DDP_TRAIN_CHECKPOINT"]).name.endswith("-iteration-4")
     assert not facts.keys() & {"RANK", "WORLD_SIZE", "DDP_TRAIN_LOCK"}
     assert json.loads(Path(f"{said}.json").read_text())["status"] == "finished"
-    assert summary_of(run_dir)["when_done"] == {"command": command, "status": 3}
+    assert summary_of(run_dir)["when_done"] == {"status": 3}
     again = run_in_process(*workplace.arguments("tiny", *two_processes, "--when-done", "exit 4"))
     assert again.returncode == 1 and "--when-done ended with status 4" in again.stderr
     assert "tiny is complete" in again.stdout

@@ -1,0 +1,283 @@
+"""Commands of the user: `--after-checkpoint` beside training, `--when-done` once a run is over."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+import torch
+
+from basics.errors import FAILED, STOP_SIGNALS, UserError, describe, one_line, print_line
+from basics.failpoints import failpoint
+from checkpointing import best_of, list_checkpoints
+from processes.deadlines import Deadlines
+from processes.launch import Process
+from processes.run_lock import HANDOVER
+from reporting.clock import SPENT_VARIABLE
+from reporting.metrics_file import fsync_records
+from reporting.summary import (
+    BUDGET,
+    FINISHED,
+    duration,
+    read_summary,
+    record_when_done,
+    when_done_status,
+)
+from run_config import Run
+from trainer.startup import PreparedRun
+
+PREFIX = "when-done: "
+LOG = "after-checkpoint.log"  # in the run directory: what the last --after-checkpoint printed
+GRACE_SECONDS = 5.0  # from a stop signal to SIGKILL; torchrun kills its processes after 30
+COPY_GRACE_SECONDS = 1.0  # the same of --after-checkpoint, whose limit is the exit of this process
+POLL_SECONDS = 0.2
+OUTPUT_SECONDS = 1.0  # for the last output: a process that the command left behind may hold it open
+MAX_LINE = 4096  # characters; longer lines are printed in parts
+# What torchrun and a launch tell their own processes: another launch would take it for its own.
+PRIVATE = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE",
+           "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+           "TORCH_NCCL_ASYNC_ERROR_HANDLING", HANDOVER, SPENT_VARIABLE}
+
+
+class AfterCheckpoint:
+    """Runs a command after each checkpoint, never two at once, the newest wins. Rank 0. Any thread.
+
+    Training never waits for it before its end. A failure is returned as text by `take_failure`;
+    the next checkpoint tries again.
+
+    Args:
+        command: None for none.
+        heartbeat: called while the command is waited for.
+    """
+
+    def __init__(self, command: str | None, run: Run, *,
+                 heartbeat: Callable[[], None] = lambda: None) -> None:
+        self._command, self._run, self._heartbeat = command, run, heartbeat
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._is_behind = False  # something is new since the command began
+        self._failure = ""
+
+    def start(self) -> None:
+        """Run the command; if it runs already, again when it has ended."""
+        if self._command is not None:
+            with self._lock:
+                self._is_behind = True
+                self._go_on()
+
+    def take_failure(self) -> str:
+        """Return why the last command failed, once; empty if it did not."""
+        with self._lock:
+            self._go_on()
+            failure, self._failure = self._failure, ""
+            return failure
+
+    def finish(self, limit_seconds: Callable[[], float]) -> str:
+        """Run the command a last time and wait for it; return what failed.
+
+        Args:
+            limit_seconds: counted from this call; it may change. A command beyond it is ended.
+        """
+        self.start()
+        began = time.monotonic()
+        while self._is_running():
+            self._heartbeat()
+            waited = time.monotonic() - began
+            if waited >= limit_seconds():
+                with self._lock:
+                    end(self._process, COPY_GRACE_SECONDS)
+                    self._process = None
+                return f"it was ended after {waited:.0f} s"
+            time.sleep(POLL_SECONDS)
+        return self.take_failure()
+
+    def _is_running(self) -> bool:
+        with self._lock:
+            self._go_on()
+            return self._process is not None
+
+    def _go_on(self) -> None:
+        """Note the end of the command; start it again if something is new."""
+        log = self._run.run_dir / LOG
+        if self._process is not None and (status := self._process.poll()) is not None:
+            self._process, self._failure = None, ""
+            if status:
+                self._failure = f"ended with status {status}; {log} has its output"
+        if self._process is None and self._is_behind:
+            self._is_behind = False
+            try:
+                facts = run_facts(self._run, read_summary(self._run))
+                with log.open("w") as output:
+                    self._process = start(self._command, facts, output, ["nice", "-n", "19"])
+            except Exception as error:  # it must not end training
+                self._failure = describe(error)
+
+
+def after_checkpoint_failed(failure: str) -> UserError:
+    """Describe a launch that ends well, but whose last --after-checkpoint did not."""
+    return UserError(f"--after-checkpoint: {failure}; the checkpoints are whole: run the same"
+                     " command again", FAILED)
+
+
+def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) -> None:
+    """Run the command of --when-done if the run is over. Every rank; rank 0 runs it.
+
+    Where the run was finished before this launch, --after-checkpoint is repeated first: the last
+    one may have failed.
+
+    Nothing else is left to do here: checkpoint, records and summary are on disk, and the process
+    group is gone. torchrun waits for this process, and the machine may be shut down under it. The
+    run stays locked.
+
+    Args:
+        stop_signal: the signal that a process of this launch has received, or 0.
+
+    Raises:
+        UserError: a command failed, or a signal ended it.
+    """
+    command, run = prepared.options.when_done, prepared.run
+    if prepared.is_finished and process.is_main:
+        seconds, again = Deadlines.read().after_checkpoint, prepared.options.after_checkpoint
+        if failure := AfterCheckpoint(again, run).finish(lambda: seconds):
+            raise after_checkpoint_failed(failure)
+    if command is None or not process.is_main:
+        return
+    summary = read_summary(run)
+    if reason := _why_not(summary, stop_signal, has_trained=not prepared.is_finished):
+        print_line(f"{PREFIX}not run: {reason}")
+        return
+    _free_memory()
+    with suppress(OSError):
+        fsync_records(run.metrics_path)
+    record_when_done(run, None)
+    failpoint("when-done")
+    print_line(f"{PREFIX}running {one_line(command)}")
+    began = time.monotonic()
+    status, stopped_by = run_command(command, run_facts(run, summary))
+    record_when_done(run, status)
+    print_line(f"{PREFIX}ended with status {status} after {duration(time.monotonic() - began)}")
+    ended = f"the run is {summary['status']}, and --when-done"
+    if stopped_by:
+        raise UserError(f"{ended} was ended by {STOP_SIGNALS[stopped_by]}", 128 + stopped_by)
+    if status:
+        raise UserError(f"{ended} ended with status {status}", FAILED)
+
+
+def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) -> str:
+    """Return why the command is not run; empty if the run, or its budget, has come to its end.
+
+    Args:
+        has_trained: this launch did. Another one, of a run that was finished before, runs the
+            command only if none has succeeded yet: it may have failed, or been interrupted, also
+            before it began.
+    """
+    status, reason = summary.get("status"), summary.get("reason")
+    if stop_signal:
+        return f"{STOP_SIGNALS[stop_signal]} ended the launch"
+    if status == FINISHED:
+        has_succeeded = not has_trained and when_done_status(summary) == 0
+        return "it has succeeded after an earlier launch" if has_succeeded else ""
+    if summary.get("stopped_by") == BUDGET:
+        return ""
+    return f"{reason} ended the launch" if reason else "the run has not ended"
+
+
+def _free_memory() -> None:
+    """Free what training has used: the command may need the GPU."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def run_facts(run: Run, summary: dict[str, Any]) -> dict[str, str]:
+    """Return what the command learns of a run, as environment variables; unknown ones are empty."""
+    checkpoints = list_checkpoints(run.checkpoints_dir)
+    best, newest = best_of(checkpoints), checkpoints[-1] if checkpoints else None
+    loss = summary.get("validation_loss")
+    facts = {
+        "RUN": run.name, "RUN_DIR": run.run_dir.absolute(),
+        "STATUS": summary.get("status"), "REASON": summary.get("reason"),
+        "STEP": summary.get("global_step", -1) + 1, "NUM_STEPS": summary.get("num_steps"),
+        "TOKENS": summary.get("tokens"),
+        "LOSS": summary.get("train_loss") if loss is None else loss,
+        "CHECKPOINT": newest and newest.path.absolute(), "BEST": best and best.path.absolute(),
+        "SECONDS": sum((summary.get("seconds") or {}).values()),
+        "USD": (summary.get("usd") or {}).get("total"),
+    }
+    return {f"DDP_TRAIN_{name}": "" if value is None else str(value)
+            for name, value in facts.items()}
+
+
+def start(command: str, facts: dict[str, str], output: IO[str] | int,
+          prefix: list[str]) -> subprocess.Popen[str]:
+    """Start a command by `sh -c`, in a process group that can be ended as a whole.
+
+    Its environment is that of the launch, as far as it is known, and the facts; `{run}`,
+    `{run_dir}` and `{checkpoint}` in the command become the facts of that name.
+    """
+    kept = {name: value for name, value in os.environ.items()
+            if name not in PRIVATE and not name.startswith("TORCHELASTIC_")}
+    if kept.get("OMP_NUM_THREADS") == "1":  # torchrun sets that
+        del kept["OMP_NUM_THREADS"]
+    command = re.sub(r"(?<!\$)\{(run|run_dir|checkpoint)\}",
+                     lambda found: shlex.quote(facts[f"DDP_TRAIN_{found[1].upper()}"]), command)
+    return subprocess.Popen(
+        [*prefix, "sh", "-c", command], stdin=subprocess.DEVNULL, stdout=output,
+        stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", env=kept | facts,
+        start_new_session=True)
+
+
+def end(process: subprocess.Popen[str], grace_seconds: float) -> None:
+    """End a command and what it has started: SIGTERM, after the grace SIGKILL."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace_seconds)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_command(command: str, facts: dict[str, str]) -> tuple[int, int]:
+    """Run a command and print what it prints; a stop signal ends it.
+
+    Returns:
+        Its exit status, 128 + n if signal n ended it; the stop signal that came meanwhile, or 0.
+    """
+    with _stop_signals() as received:
+        process = start(command, facts, subprocess.PIPE, [])
+        printer = threading.Thread(target=_print_all, args=(process.stdout,), daemon=True)
+        printer.start()
+        while process.poll() is None and not received:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=POLL_SECONDS)
+        if received:
+            end(process, GRACE_SECONDS)
+        status = process.wait()
+        printer.join(OUTPUT_SECONDS)
+    return status if status >= 0 else 128 - status, received[0] if received else 0
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Yield the stop signals that arrive inside, instead of ending this process."""
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number))
+              for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_all(output: IO[str]) -> None:
+    for line in iter(lambda: output.readline(MAX_LINE), ""):
+        print_line(f"{PREFIX}{line.removesuffix(chr(10))}")
