@@ -129,8 +129,9 @@ class PreparedRun:
             print_line(f"{self.run.name} is complete: {self.num_steps:,} steps,"
                        f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it"
                        " over")
-            with suppress(OSError):  # a copy may have come without them
-                renew_links(self.run.checkpoints_dir)
+            if not (self.run.checkpoints_dir / LATEST).exists():
+                with suppress(OSError):  # a copy of the run may have come without its links
+                    renew_links(self.run.checkpoints_dir)
 
 
 def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
