@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from os.path import realpath
@@ -15,18 +16,21 @@ from basics.errors import UserError
 from basics.json_files import read_json_object
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-ResidualDtype = Literal["fp32", "bf16"]
-Schedule = Literal["constant", "cosine", "linear", "wsd"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
+Schedule = Literal["constant", "cosine", "linear", "wsd"]
 GROUPS: tuple[Group, ...] = get_args(Group)
-Attention = Literal["auto", "flash", "cudnn", "math"]
-Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
-CompileMode = Literal["default", "max-autotune-no-cudagraphs"]  # CUDA graphs break accumulation
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the original system
+# The keys of the original system's train.json, and what of ours makes a run the same as there.
+ORIGINAL_KEYS = set("""dataset microbatch_size minibatch_size gradient_accumulation_steps use_amp
+    min_train_tokens start_train_token start_val_token validation_interval validation_batches
+    checkpoint_interval clipping_max_norm learning_rate weight_decay schedule_learning_rate
+    warmup_period_percent random_seed""".split())
+DECAY = "decay_norms_and_biases"
+AS_ORIGINAL = {DECAY: True, "precision": "fp16", "residual_dtype": "fp32"}
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 # Options of one parameter group: None stands for the option without the group's name.
@@ -76,7 +80,7 @@ class TrainConfig(FrozenConfig):
     keep_checkpoints: Count | None = None  # None for all
     sample_prompts: Prompts | None = None
     diagnostics_interval: Count | None = None  # global steps
-    tracker: Tracker = "none"
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     init_from: str | None = Field(default=None, min_length=1, max_length=4096)
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = Field(default=4e-4, gt=0)
@@ -113,10 +117,10 @@ class TrainConfig(FrozenConfig):
     weight_average: Count | None = None  # global steps
     use_amp: bool = True
     precision: Precision | None = None
-    residual_dtype: ResidualDtype | None = None
+    residual_dtype: Literal["fp32", "bf16"] | None = None
     compile: bool | None = None
-    compile_mode: CompileMode = "default"
-    attention: Attention = "auto"
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    attention: Literal["auto", "flash", "cudnn", "math"] = "auto"
     cross_entropy: Literal["auto", "torch", "fused"] = "auto"
     head_chunks: int | None = Field(default=None, ge=1, le=2**16)
     activation_checkpointing: bool = False
@@ -152,7 +156,7 @@ class TrainConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_optimizer(self) -> TrainConfig:
+    def _check_options_that_depend_on_others(self) -> TrainConfig:
         if self.schedule_learning_rate and self.schedule not in (None, "cosine"):
             raise ValueError(f'schedule is "{self.schedule}" but schedule_learning_rate is true,'
                              " which means cosine: drop one")
@@ -162,10 +166,6 @@ class TrainConfig(FrozenConfig):
         if self.warmup_period_percent + (self.decay_period_percent or 0) > 100:
             raise ValueError("warmup_period_percent and decay_period_percent are more than 100"
                              " together: lower one")
-        return self
-
-    @model_validator(mode="after")
-    def _check_options_that_depend_on_others(self) -> TrainConfig:
         if self.fit_budget and not (self.max_cost_usd or self.max_hours):
             raise ValueError("fit_budget needs max_cost_usd or max_hours: set one")
         if not self.use_amp and self.precision in ("bf16", "fp16"):
@@ -271,14 +271,18 @@ def load_run(runs_dir: Path, name: str) -> Run:
     check_inside(run_dir, runs_dir, "--runs-dir")
     model = load_config(run_dir / "model.json", ModelConfig)
     train = load_config(run_dir / "train.json", TrainConfig)
-    warnings = []
-    for key in read_json_object(run_dir / "train.json").keys() & RENAMED_KEYS.keys():
-        warnings.append(f"{run_dir / 'train.json'}: {key} is now called {RENAMED_KEYS[key]}")
+    keys, path = read_json_object(run_dir / "train.json").keys(), run_dir / "train.json"
+    warnings = [f"{path}: {key} is now called {RENAMED_KEYS[key]}"
+                for key in keys & RENAMED_KEYS.keys()]
     if model.tie_weights and model.init == "torch" and train.init_from is None:
         warnings.append(
             f'{run_dir / "model.json"}: tie_weights with init "torch" starts at a loss near 480'
-            ' instead of ln(vocab_size), about 10.8 for GPT-2\'s vocabulary; use init "gpt2"'
-        )
+            ' instead of ln(vocab_size), about 10.8 for GPT-2\'s vocabulary; use init "gpt2"')
+    if keys <= ORIGINAL_KEYS:
+        changes = json.dumps(AS_ORIGINAL if train.use_amp else {DECAY: True})[1:-1]
+        init = "" if model.init == "torch" else '; in model.json "init": "torch"'
+        warnings.append(f"{path}: has only keys of the original system, whose defaults differ; to"
+                        f" train as there set {changes}{init}")
     return Run(name=name, run_dir=run_dir, model=model, train=train, warnings=tuple(warnings))
 
 

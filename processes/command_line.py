@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from basics.checkpoint_names import BEST, CHECKPOINT_NAME, LATEST
 from basics.errors import UserError
 
 
@@ -95,9 +96,9 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run")
-@click.argument("checkpoint", required=False)
-@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
-              show_default=True, help="Directory of the token datasets; created if missing.")
+@click.argument("places", nargs=-1, metavar="[DATASETS_DIR] [CHECKPOINT]")
+@click.option("--datasets-dir", type=click.Path(path_type=Path),
+              help="Directory of the token datasets; created if missing.  [default: datasets]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True, help="Directory of the run directories.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), metavar="N",
@@ -108,7 +109,8 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
               help="Start over; earlier checkpoints are moved to set-aside/, never deleted.")
 @click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD",
               help="Price of the machine; overrides usd_per_hour in train.json.")
-@click.option("--find-max-microbatch", is_flag=True,
+@click.option("-f", "--find-max-microbatch", "--find-max-microbatch-size",
+              "find_max_microbatch", is_flag=True,
               help="Find the largest and the fastest microbatch size that fits; no training.")
 @click.option("--find-learning-rate", is_flag=True,
               help="Train some hundred steps with a growing learning rate and suggest one; nothing"
@@ -127,13 +129,30 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
               help="With --find-max-microbatch: memory limit of a process; required on CPU.")
 @click.option("--json", is_flag=True,
               help="With --find-max-microbatch: print the result as one JSON document.")
-def command_line(**options: Any) -> Options:
+def command_line(*, run: str, places: tuple[str, ...], datasets_dir: Path | None,
+                 **options: Any) -> Options:
     """Train RUN, a directory in --runs-dir with a model.json and a train.json.
 
     A run that has checkpoints resumes from its latest one, or from CHECKPOINT: latest, best or the
     name of a checkpoint directory. Without torchrun, the script starts torchrun itself.
+    DATASETS_DIR is the same as --datasets-dir.
     """
-    return Options(**options)
+    rest = list(places)
+    if rest and not _names_checkpoint(rest[0]) and ("/" in rest[0] or os.path.isdir(rest[0])):
+        if datasets_dir is not None:
+            raise UserError(f"DATASETS_DIR is {rest[0][:60]!r} and --datasets-dir is"
+                            f" {str(datasets_dir)[:60]!r}; name one")
+        datasets_dir = Path(rest.pop(0))
+    if len(rest) > 1 or not all(map(_names_checkpoint, rest)):
+        wrong = next((word for word in rest if not _names_checkpoint(word)), rest[-1])
+        raise UserError(f"{wrong[:60]!r} is no directory and names no checkpoint; wanted latest,"
+                        f" best or a directory in runs/{run[:60]}/checkpoints")
+    return Options(run=run, checkpoint=rest[0] if rest else None,
+                   datasets_dir=datasets_dir or Path("datasets"), **options)
+
+
+def _names_checkpoint(word: str) -> bool:
+    return word in (LATEST, BEST) or CHECKPOINT_NAME.fullmatch(word) is not None
 
 
 def read_command_line() -> Options:

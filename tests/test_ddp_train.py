@@ -20,9 +20,11 @@ import torch
 from safetensors.torch import load_file
 
 import ddp_train
+from processes.command_line import Options, command_line
 from processes.launch import Process
 from tests.support.hub_server import Hub, serving
 from tests.support.workplace import (
+    PROJECT_DIR,
     Workplace,
     forked,
     read_lines,
@@ -388,7 +390,11 @@ BAD_INPUTS = {
     "too few tokens": (lambda w: change(w, "train", min_train_tokens=10**6), "lower"),
     "start past the end": (lambda w: change(w, "train", start_train_token=10**6), "past the end"),
     "outside the vocabulary": (lambda w: bad_token(w), "token 99 has id 300, outside"),
-    "no such checkpoint": (lambda w: ["tiny", "nix"], "no checkpoint 'nix'"),
+    "no checkpoint's name": (lambda w: ["tiny", "nix"], "'nix' is no directory and names no check"),
+    "no such checkpoint": (lambda w: ["tiny", "20260101Z000000-iteration-4"],
+                           "no checkpoint '20260101Z0"),
+    "three places": (lambda w: ["tiny", "best", "latest"], "'latest' is no directory and names no"),
+    "two datasets": (lambda w: ["tiny", "./datasets"], "--datasets-dir is"),
     "no checkpoint yet": (lambda w: ["tiny", "best"], "no checkpoint yet"),
     "both fresh and a checkpoint": (lambda w: ["tiny", "best", "--fresh"], "use one of the two"),
     "usage": (lambda w: ["tiny", "--max-steps", "0"], "--max-steps"),
@@ -469,9 +475,24 @@ def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
         torch.testing.assert_close(value, reference[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(("words", "datasets_dir", "checkpoint"), [
+    ([], "datasets", None), (["best"], "datasets", "best"), (["./datasets"], "datasets", None),
+    (["data/sets", "latest"], "data/sets", "latest"), (["tests"], "tests", None),
+    (["/tmp", "20260101Z000000-iteration-4-1"], "/tmp", "20260101Z000000-iteration-4-1"),
+])
+def test_the_originals_command_line_is_understood(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], datasets_dir: str, checkpoint: str | None
+) -> None:
+    monkeypatch.chdir(PROJECT_DIR)
+    options = command_line.main(["RUN", *words], standalone_mode=False)
+    assert options == Options("RUN", checkpoint, datasets_dir=Path(datasets_dir))
+    for flag in ("-f", "--find-max-microbatch-size"):
+        assert command_line.main(["RUN", *words, flag], standalone_mode=False).find_max_microbatch
+
+
 def test_help_needs_no_run() -> None:
     result = succeeded(run_command(sys.executable, "ddp_train.py", "--help"))
-    assert "Usage: ddp_train.py [OPTIONS] RUN [CHECKPOINT]" in result.stdout
+    assert "Usage: ddp_train.py [OPTIONS] RUN [DATASETS_DIR] [CHECKPOINT]" in result.stdout
 
 
 def test_a_hub_dataset_is_downloaded_once_per_machine(

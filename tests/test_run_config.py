@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from basics.errors import UserError
-from run_config import Run, load_run
+from run_config import AS_ORIGINAL, Run, load_run
 from tests.support.workplace import PROJECT_DIR, Workplace
 
 
@@ -120,6 +120,29 @@ def test_a_renamed_key_works_with_one_warning(workplace: Workplace) -> None:
     run = load(workplace, train={"microbatch_size": None, "minibatch_size": 4})
     assert run.train.microbatch_size == 4
     assert [("minibatch_size is now called microbatch_size" in w) for w in run.warnings] == [True]
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({}, 'set "decay_norms_and_biases": true, "precision": "fp16", "residual_dtype": "fp32"'),
+    ({"use_amp": False}, 'set "decay_norms_and_biases": true; in model'),
+    ({"precision": "bf16"}, None), ({"decay_norms_and_biases": False}, None),
+])
+def test_a_run_of_the_original_is_told_what_other_defaults_apply(
+    workplace: Workplace, changes: dict, said: str | None
+) -> None:
+    keys = {"precision": None, "minibatch_size": 4, "microbatch_size": None} | changes
+    warnings = [line for line in load(workplace, train=keys).warnings if "of the original" in line]
+    assert bool(warnings) == (said is not None)
+    if said:
+        assert said in warnings[0] and warnings[0].endswith('; in model.json "init": "torch"')
+
+
+def test_the_shipped_runs_of_the_original_train_as_there() -> None:
+    for path in sorted((PROJECT_DIR / "runs").glob("[8o][xr]*")):
+        run = load_run(path.parent, path.name)
+        assert run.warnings == () and run.model.init == "torch"
+        found = run.train.model_dump()
+        assert {key: found[key] for key in AS_ORIGINAL} == AS_ORIGINAL
 
 
 def test_tied_weights_with_torch_init_cause_a_warning(workplace: Workplace) -> None:
