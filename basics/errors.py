@@ -88,7 +88,9 @@ def print_stacks(head: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
+    """Return an error's type and the first line of its message; of a UserError all of that."""
+    if isinstance(error, UserError):
+        return str(error)
     return f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -2,8 +2,8 @@
 
 The file is sparse and, like those of the original system, has no metadata. Prints the seconds from
 opening it to the first microbatch, and the growth of a process's private memory over 200
-microbatches from all parts of the file; then the seconds that one process needs to check all token
-ids at the first launch and at the second.
+microbatches from all parts of the file; then the seconds that checking the ids of a microbatch of
+12 x 1,024 tokens takes.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def read_with(num_processes: int, path: Path) -> list[tuple[float, int]]:
 
 
 def main() -> None:
+    from tokens.batches import check_token_ids
     from tokens.token_file import TokenFile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -88,12 +89,11 @@ def main() -> None:
         found = read_with(8, path)
         print(f"first microbatch after {max(seconds for seconds, _ in found):.2f} s,"
               f" private memory grew by {max(growth for _, growth in found) / 2**20:.0f} MiB")
-        os.utime(path, (0, 0))
-        for launch in ("first", "second"):
-            data, started = microbatches(TokenFile(path)), time.perf_counter()
-            data.check_all(3_260_190_720)
-            print(f"checked 3.26 billion ids in {time.perf_counter() - started:.2f} s"
-                  f" at the {launch} launch")
+        data = microbatches(TokenFile(path))
+        tokens, started = data[0].numpy(), time.perf_counter()
+        for _ in range(10_000):
+            check_token_ids(tokens, path, first=0, vocab_size=data.vocab_size)
+        print(f"checked a microbatch in {(time.perf_counter() - started) * 100:.1f} us")
 
 
 if __name__ == "__main__":

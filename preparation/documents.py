@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from basics.errors import UserError
+from basics.errors import UserError, one_line, print_error
 from preparation.choosing import ALL, Choice
 from preparation.cutting import cut_document
 from preparation.journal import Origin, ShardFacts
@@ -231,7 +231,7 @@ def kind_of(name: str) -> str:
 def _look_for(source: Path) -> tuple[Path, Iterator[Path]]:
     """Return the directory that shard names are relative to, and candidate files."""
     if source.is_dir():
-        return source, _files_below(source)
+        return source, without_links_out(_files_below(source), source)
     if source.exists():
         return source.parent, iter([source])
     is_magic = [bool(set("*?[") & set(part)) for part in source.parts]
@@ -255,6 +255,19 @@ def _files_below(root: Path) -> Iterator[Path]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         if "train.safetensors" not in names:
             yield from (Path(folder, name) for name in names if name.lower().endswith(SUFFIXES))
+
+
+def without_links_out(paths: Iterable[Path], root: Path) -> Iterator[Path]:
+    """Pass on files, but for links to files outside of a directory; one line names these."""
+    inside, outside = root.resolve(), []
+    for path in paths:
+        if path.is_symlink() and path.exists() and inside not in path.resolve().parents:
+            outside.append(path)
+        else:
+            yield path
+    if outside:
+        print_error(f"warning: {one_line(str(outside[0]))}: leads out of the directory, so it is"
+                    f" skipped ({len(outside)} such links); a pattern of files reads links")
 
 
 def _identity(paths: Sequence[Path]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from basics.errors import UserError, cannot_be_written
 from basics.files import write_atomically
 from preparation.dataset_card import write_import_card
+from preparation.documents import without_links_out
 from preparation.journal import Journal, Progress, SplitCount
 from preparation.planning import check_disk_space, check_output_dir
 from preparation.token_file_writer import TokenFileWriter
@@ -57,8 +58,9 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prog
 
 def _files(source: Path, split: str) -> list[Path]:
     """Find files such as val.bin or fineweb_val_000000.bin."""
-    paths = sorted(path for path in source.glob("*.bin")
-                   if split in path.stem.replace("-", "_").split("_"))
+    named = (path for path in source.glob("*.bin")
+             if split in path.stem.replace("-", "_").split("_"))
+    paths = sorted(without_links_out(named, source))
     if not paths:
         raise UserError(f"{source}: no {split}.bin or *_{split}_*.bin; wanted the token files of"
                         " nanoGPT or llm.c")

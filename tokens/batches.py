@@ -22,7 +22,7 @@ from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer, num_ids_
 from tokens.tokenizer_file import read_named_tokenizer
 
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that name no tokenizer
-SCAN_TOKENS = 2**20  # tokens read at a time when a whole file is checked: they fit in the CPU cache
+OUTSIDE = "model's vocabulary of {}; use the tokenizer's vocab_size in model.json"
 
 
 class Microbatch(NamedTuple):
@@ -76,29 +76,6 @@ class Microbatches(Sequence[Tensor]):
         shape = (-1, self._context_length)
         return wide[:-1].view(shape), wide[1:].view(shape)
 
-    def check_all(self, num_tokens: int) -> None:
-        """Check the ids of the first `num_tokens` tokens before training.
-
-        A largest id in the file's metadata is trusted; without one, the file is read once, and the
-        result is stored next to it. `__getitem__` checks every microbatch again.
-
-        Raises:
-            UserError: an id is outside the vocabulary; names the first one and its position.
-        """
-        file = self.token_file
-        if self.vocab_size > np.iinfo(np.uint16).max:
-            return
-        stop = self.start_token + num_tokens + 1
-        known = [file.metadata.get("max_token_id", ""), file.stored_max(self.start_token, stop)]
-        if any(largest.isdigit() and int(largest) < self.vocab_size for largest in known):
-            return
-        largest = 0
-        for first in range(self.start_token, stop, SCAN_TOKENS):
-            tokens = file.read(first, min(first + SCAN_TOKENS, stop))
-            check_token_ids(tokens, file.path, first=first, vocab_size=self.vocab_size)
-            largest = max(largest, int(tokens.max(initial=0)))
-        file.store_max(self.start_token, stop, largest)
-
 
 def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int) -> None:
     """Check for ids outside the vocabulary; `first` is the position of tokens[0] in the file.
@@ -108,10 +85,8 @@ def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: i
     """
     if tokens.size and int(tokens.max()) >= vocab_size:
         offset = int(np.argmax(tokens >= vocab_size))
-        raise UserError(
-            f"{path}: token {first + offset} has id {tokens[offset]}, outside the model's"
-            f" vocabulary of {vocab_size}; use the tokenizer's vocab_size in model.json"
-        )
+        raise UserError(f"{path}: token {first + offset} has id {tokens[offset]}, outside the"
+                        f" {OUTSIDE.format(vocab_size)}")
 
 
 @dataclass(frozen=True)
@@ -154,8 +129,9 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     """Open a run's token files and plan its batches. Every rank; needs no process group.
 
     Raises:
-        UserError: a file is missing, damaged, of another layout or too short; the tokenizer beside
-            it is not the one that it was made with, or has more entries than the model.
+        UserError: a file is missing, damaged, of another layout or too short, or states an id that
+            is outside the vocabulary; the tokenizer beside it is not the one that it was made with,
+            or has more entries than the model.
     """
     train_file = TokenFile(dataset_dir / "train.safetensors")
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
@@ -175,6 +151,8 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     path = file_beside(dataset_dir, name)
     content = None if path is None else read_named_tokenizer(path, name)
     _check_vocabulary(run, dataset_dir, num_ids_of(name, content))
+    for part in filter(None, (train, validation)):
+        _check_stated_id(part)
     return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name,
                    tokenizer_path=path, tokenizer_file=content)
 
@@ -187,15 +165,14 @@ def _check_vocabulary(run: Run, dataset_dir: Path, num_ids: int) -> None:
                         f" {dataset_dir} has {num_ids:,} entries; set it to at least that")
 
 
-def check_token_range(data: RunData) -> None:
-    """Check every token id that the run will read. One process of each node.
-
-    Raises:
-        UserError: an id is outside the vocabulary.
+def _check_stated_id(part: Microbatches) -> None:
+    """Refuse a largest id in a file's metadata that is too large; microbatches are checked later.
     """
-    data.train.check_all(data.plan.num_tokens)
-    if data.validation is not None:
-        data.validation.check_all(data.validation.num_tokens)
+    stated = part.token_file.metadata.get("max_token_id", "")
+    is_id = stated.isdecimal() and len(stated) <= 5  # of 16 bits; anything else states nothing
+    if is_id and int(stated) >= part.vocab_size:
+        raise UserError(f"{part.token_file.path}: states ids up to {int(stated)}, outside the"
+                        f" {OUTSIDE.format(part.vocab_size)}")
 
 
 def _check_validation_length(run: Run, validation: Microbatches) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -64,29 +62,3 @@ class TokenFile:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Copy tokens `start` to `stop` (not included) out of the file: (stop - start,) uint16."""
         return self._tokens[start:stop]
-
-    def stored_max(self, start: int, stop: int) -> str:
-        """Return the largest id that an earlier launch found in this range; empty if unknown."""
-        try:
-            scan = json.loads(self._scan_path.read_text())
-            covers = scan["start"] <= start and stop <= scan["stop"]
-            return str(scan["max_token_id"]) if covers and scan["file"] == self._state() else ""
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
-
-    def store_max(self, start: int, stop: int, max_token_id: int) -> None:
-        """Store the largest id next to the file, if the directory can be written."""
-        # A second change within a tick of the file system's clock would not change the time stamp.
-        if time.time_ns() - self._state()[1] < 2 * 10**9:
-            return
-        scan = {"file": self._state(), "start": start, "stop": stop, "max_token_id": max_token_id}
-        with contextlib.suppress(OSError):
-            self._scan_path.write_text(json.dumps(scan))
-
-    @property
-    def _scan_path(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.scan.json")
-
-    def _state(self) -> list[int]:
-        stat = self.path.stat()
-        return [stat.st_size, stat.st_mtime_ns]

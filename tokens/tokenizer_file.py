@@ -6,6 +6,9 @@ import functools
 import hashlib
 import json
 import re
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ TOKENIZER_FILE = "tokenizer.json"
 NAME_PREFIX = "sha256:"  # of the name of such a tokenizer: its file's digest follows
 MAX_ENTRIES = 2**16  # token files hold 16-bit ids
 MAX_FILE_BYTES = 2**26  # many times what 65,536 entries need
+MAX_TRIAL_BYTES, MAX_TRIAL_SECONDS = 2**31, 30  # to encode a short text with a file's tokenizer
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # one byte, where a vocabulary lacks a character
 
@@ -121,11 +125,40 @@ def short_name(name: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def parse_tokenizer(content: bytes) -> FileTokenizer:
-    """Return the tokenizer of a file's content. Raises: ValueError: it is damaged or unusable."""
+    """Return the tokenizer of a file's content, once another process has encoded a text with it.
+
+    A file can make the library end its process, or need any memory and time.
+
+    Raises:
+        ValueError: it is damaged or unusable.
+    """
+    tried = subprocess.run([sys.executable, "-m", "tokens.tokenizer_file"], input=content,
+                           capture_output=True, cwd=Path(__file__).parents[1])
+    if tried.returncode == 1:
+        raise ValueError(tried.stderr.decode(errors="replace").splitlines()[-1])
+    if tried.returncode:
+        raise ValueError("cannot encode a text: it ends the library, or takes more than"
+                         f" {MAX_TRIAL_BYTES >> 30} GiB or {MAX_TRIAL_SECONDS} s of a processor")
+    return _parse(content)
+
+
+def _try_out(content: bytes) -> None:
+    """Encode and decode texts that have characters of all kinds, and the file's own patterns."""
+    tokenizer, parts = _parse(content), json.loads(content)
+    patterns = [part for name, part in parts.items() if name not in ("model", "added_tokens")]
+    points = [*range(128), *range(128, 0xd800, 97), *range(0xe000, 0x110000, 997)]
+    every_kind = "".join(map(chr, points)) + "a" * 1000 + "!"
+    texts = ["", "a", "é", "the cat", every_kind, json.dumps(patterns, ensure_ascii=False)[:20_000]]
+    ids = [token for text in texts for token in tokenizer.encode_ordinary(text)]
+    pieces = map(tokenizer.decode_single_token_bytes, range(tokenizer.n_vocab))
+    if max(len(ids), len(tokenizer.decode(ids)), *map(len, pieces)) > 100 * len(every_kind):
+        raise ValueError("makes a text a hundred times as long; make or download it again")
+
+
+def _parse(content: bytes) -> FileTokenizer:
     from tokenizers import Tokenizer  # not for --help
 
     try:
-        _check_prefix(json.loads(content)["model"])
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"not a whole {TOKENIZER_FILE} ({first_line(error)[:80]}); make or"
@@ -160,16 +193,6 @@ def byte_letters() -> list[str]:
 _BYTES = {letter: bytes([byte]) for byte, letter in enumerate(byte_letters())}
 
 
-def _check_prefix(model: dict[str, Any]) -> None:
-    """Refuse merges that lack their prefix: the library would end the process. Raises: ValueError.
-    """
-    prefix = model.get("continuing_subword_prefix") or ""
-    for merge in model.get("merges", ()) if prefix else ():
-        second = (merge.split(" ") if isinstance(merge, str) else merge)[1]
-        if not second.startswith(prefix):
-            raise ValueError(f"the merge of {second[:20]!r} lacks the prefix {prefix[:20]!r}")
-
-
 def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
     """Return whether a decoder reads a token's characters as bytes, alone or as one of several."""
     decoder = decoder or {}
@@ -187,3 +210,22 @@ def _splits_like_gpt2(parts: dict[str, Any]) -> bool:
 def _without_half_pairs(text: str) -> str:
     """Replace halves of surrogate pairs, which are no characters, as tiktoken does."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def main() -> None:
+    """Try out the content on stdin within limits of memory and time."""
+    for kind, limit in ((resource.RLIMIT_AS, MAX_TRIAL_BYTES),
+                        (resource.RLIMIT_CPU, MAX_TRIAL_SECONDS)):
+        hard_limit = resource.getrlimit(kind)[1]
+        is_lower = hard_limit != resource.RLIM_INFINITY and hard_limit < limit
+        resource.setrlimit(kind, (hard_limit if is_lower else limit, hard_limit))
+    try:
+        _try_out(sys.stdin.buffer.read())
+    except ValueError as error:
+        sys.exit(str(error))
+    except BaseException as error:  # a panic of the library is no Exception
+        sys.exit(f"cannot encode a text ({first_line(error)[:80]}); make or download it again")
+
+
+if __name__ == "__main__":
+    main()

@@ -37,7 +37,7 @@ from reporting.summary import FINISHED, has_status
 from reporting.tracker_process import check_tracker
 from run_config import Run, TrainConfig, check_inside, load_run
 from tokens.batch_plan import BatchPlan
-from tokens.batches import RunData, check_token_range, open_run_data
+from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention
 from trainer.budget import Budget
 from trainer.compilation import risky_options
@@ -159,7 +159,6 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
-    step("token ids", lambda: check_token_range(data) if process.is_main_of_node else None)
     summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
         "checkpoint", lambda: json.dumps([has_status(run, FINISHED),
                                           *choose_checkpoint(run, options)])))

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from basics.errors import UserError, describe
+from basics.errors import describe
 from basics.files import append_whole
 from basics.gpu_readings import read_gpus
 from basics.json_files import to_json
@@ -91,8 +91,7 @@ def _report(spec: Spec, part: str, work: Callable[[], dict[str, Any]]) -> dict[s
     try:
         found = work()
     except Exception as error:  # whatever it is, the other parts go on
-        reason = str(error) if isinstance(error, UserError) else describe(error)
-        _write(spec, {"part": part, "error": reason})
+        _write(spec, {"part": part, "error": describe(error)})
         return None
     _write(spec, {"part": part, "found": found})
     return found

@@ -10,6 +10,7 @@ from openai import (
     APIStatusError,
     APITimeoutError,
     BadRequestError,
+    DefaultHttpxClient,
     OpenAI,
     UnprocessableEntityError,
 )
@@ -20,7 +21,7 @@ from lab.instruct.endpoint import without_user
 
 MAX_ASKS = 3  # attempts to get a usable reply
 # Errors that every later request would get too: key, account, address or model name is wrong.
-FATAL_STATUSES = (401, 402, 403, 404, 405)
+FATAL_STATUSES = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)
 FATAL_CODE = "insufficient_quota"  # has status 429, like errors worth a retry
 PROBE_SECONDS = 30.0
 
@@ -29,7 +30,9 @@ class Judge:
     """A language model behind an OpenAI-compatible endpoint. Thread-safe."""
 
     def __init__(self, client_options: dict[str, Any], model: str) -> None:
-        self.client, self.model = OpenAI(**client_options), model
+        # Followed to another host, a redirect would take the questions and answers there.
+        transport = DefaultHttpxClient(follow_redirects=False)
+        self.client, self.model = OpenAI(http_client=transport, **client_options), model
         self._supports_schemas = True  # until the server rejects one
         self._is_stopped = False
 
@@ -115,8 +118,9 @@ class Judge:
 
 def _reason(error: APIStatusError) -> str:
     """Return the server's error message without the client's prefix."""
-    body = error.body
+    body, moved_to = error.body, error.response.headers.get("Location")
     message = str((body.get("message") if isinstance(body, dict) else None) or error.message)
+    message = f"it redirects to {moved_to}" if moved_to else message
     key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
     return " ".join(_without_key(message, key).split())[:60]  # some servers repeat it
 

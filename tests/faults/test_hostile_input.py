@@ -210,12 +210,34 @@ def test_an_invalid_token_file_is_refused(tiny: Workplace, split: str, case: str
         assert "(a header of 10," in line
 
 
-@pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_an_id_outside_the_vocabulary_needs_no_metadata(tiny: Workplace, place: str) -> None:
+@pytest.mark.parametrize(("split", "position", "where"), [
+    ("train", 170, "rank 1 failed in waiting at step 2"),
+    ("validation", 40, "rank 0 failed in validation at step 5")])
+def test_an_id_outside_the_vocabulary_ends_all_processes(
+    tiny: Workplace, split: str, position: int, where: str
+) -> None:
+    dataset_dir, victim = tiny.add_dataset(states_largest_id=False), tiny.root / "victim"
     tokens = np.zeros(4000, dtype=np.uint16)
-    tokens[{"first": 0, "middle": 700, "last": 1536}[place]] = 257
-    write_tokens(tiny.datasets_dir / "tiny/train.safetensors", tokens)
-    assert "has id 257, outside the model's vocabulary" in refused(tiny, "tiny")
+    tokens[position] = 300
+    write_tokens(dataset_dir / f"{split}.safetensors", tokens)
+    victim.write_text("kept")
+    for name in ("train", "validation"):
+        os.utime(dataset_dir / f"{name}.safetensors", (0, 0))
+        (dataset_dir / f".{name}.safetensors.scan.json").symlink_to(victim)
+    result = tiny.torchrun(2, "tiny")
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert line.startswith(f"Error: {where}: ")
+    assert f"{split}.safetensors: token {position} has id 300, outside the model's" in line
+    assert "exitcode  : 2" in result.stderr and 'batches.py", line' not in result.stderr
+    assert victim.read_text() == "kept"
+
+
+@pytest.mark.parametrize("stated", ["\u00b2", "9" * 5000, "-1", "", "1e9"])
+def test_a_stated_largest_id_that_is_none_is_ignored(tiny: Workplace, stated: str) -> None:
+    write_tokens(tiny.datasets_dir / "tiny/train.safetensors", np.zeros(4000, dtype=np.uint16),
+                 {"max_token_id": stated})
+    with pytest.raises(pytest.fail.Exception, match="the input was accepted"):
+        refused(tiny, "tiny")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "endless"])

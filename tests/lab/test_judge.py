@@ -197,6 +197,17 @@ def test_a_permanent_error_stops_after_few_requests(
     assert not (tmp_path / "judgements.jsonl").exists()
 
 
+def test_a_redirect_is_refused_and_nothing_is_sent_there(
+    endpoint: Endpoint, files: list[str]
+) -> None:
+    endpoint.faults = [Fault("307", times=99)]
+    with judging(Endpoint()) as other:
+        endpoint.elsewhere = f"{other.base_url}/chat/completions"
+        line = error_line(judge(endpoint, *files, key="sk-secret"))
+    assert f"it redirects to {other.base_url}" in line and "check" in line
+    assert not other.requests and not other.keys and len(endpoint.requests) < NUM_QUESTIONS
+
+
 def test_an_unreachable_server_is_an_error(files: list[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from preparation import readers
-from tests.support.preparation import prepare
+from tests.support.preparation import prepare, tokens_in
 
 LONGEST = 200  # characters of an error line
 
@@ -82,6 +82,25 @@ def test_a_malformed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cas
     (source / name).write_bytes(content)
     line = refused(tmp_path, str(source), str(tmp_path / "out"))
     assert name.split("\x1b")[0].split("\n")[0] in line or case == "nothing"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "train.bin"])
+def test_a_link_that_leads_out_of_the_source_is_skipped(tmp_path: Path, name: str) -> None:
+    source, secret, kind = tmp_path / "source", tmp_path / "secret", Path(name).suffix
+    source.mkdir()
+    content = {".txt": b"secret", ".jsonl": b'{"text": "secret"}\n', ".bin": b"s\0e\0"}[kind]
+    secret.write_bytes(content)
+    (source / name).symlink_to(secret)
+    own, inner = ("b_train.bin", "b_val.bin") if kind == ".bin" else (f"b{kind}", f"c{kind}")
+    (source / own).write_bytes(content.replace(b"s", b"S"))
+    (source / inner).symlink_to(source / own)
+    result = prepare(str(source), str(tmp_path / "out"), "--tokenizer", "bytes",
+                     *["--import"] * (kind == ".bin"))
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert f"{source}/{name}: leads out of" in line
+    tokens = [token for part in tokens_in(tmp_path / "out").values() for token in part]
+    assert tokens.count(ord("S")) == 2 and ord("s") not in tokens
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: repr(output)[:20])

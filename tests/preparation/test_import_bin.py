@@ -18,7 +18,7 @@ from preparation.journal import Journal
 from run_config import load_run
 from tests.support.preparation import prepare, tokens_in
 from tests.support.workplace import Workplace, succeeded
-from tokens.batches import check_token_range, open_run_data
+from tokens.batches import open_run_data
 
 TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
 
@@ -54,7 +54,7 @@ def test_a_run_can_read_imported_files_of_nanogpt(workplace: Workplace, tmp_path
     assert not list(out.parent.glob(".*"))
     workplace.add_run(train={"dataset": "mine", "min_train_tokens": 64})
     run = load_run(workplace.runs_dir, "tiny")
-    check_token_range(open_run_data(run, out, world_size=1))
+    open_run_data(run, out, world_size=1)
 
 
 @settings(max_examples=15, deadline=None)

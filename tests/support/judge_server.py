@@ -30,6 +30,7 @@ class Endpoint:
     faults: list[Fault] = field(default_factory=list)
     supports_schemas: bool = True
     base_url: str = ""
+    elsewhere: str = ""  # where a redirect leads
     requests: list[dict[str, Any]] = field(default_factory=list)  # for judgements only
     keys: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -131,7 +132,8 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
 
         def refuse(self, status: int, message: str, *, code: str | None = None) -> None:
             error = {"error": {"message": message, "type": "error", "code": code}}
-            self.send(status, json.dumps(error).encode(), {"Retry-After": "0.05"})
+            self.send(status, json.dumps(error).encode(), {"Retry-After": "0.05"} | (
+                {"Location": endpoint.elsewhere} if status == 307 else {}))
 
         def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)

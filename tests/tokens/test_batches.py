@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
 import queue
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +11,11 @@ from safetensors.numpy import save_file
 
 from basics.errors import UserError
 from benchmarks.reading import read, read_with, write_sparse_token_file
-from run_config import Run, load_run
+from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace, write_tokens
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatches, check_token_range, open_run_data, prefetch
+from tokens.batches import Microbatches, open_run_data, prefetch
 from tokens.token_file import TokenFile
 from tokens.tokenizer import choose_tokenizer
 
@@ -82,31 +80,16 @@ def test_a_reading_error_reaches_the_caller(tmp_path: Path) -> None:
         list(prefetch(data, [0, 1, 2], device=CPU))
 
 
-@pytest.mark.parametrize("position", [0, 24, 63, 64])
-def test_ids_outside_the_vocabulary_are_found_before_training(
-    workplace: Workplace, position: int
+def test_a_stated_id_outside_the_vocabulary_is_refused_before_training(
+    workplace: Workplace
 ) -> None:
-    workplace.add_run(train={"min_train_tokens": 64, "gradient_accumulation_steps": 1})
-    dataset_dir = workplace.add_dataset()
-    tokens = np.zeros(200, dtype=np.uint16)
-    tokens[65] = 300  # after the last token that the run reads
-    write_tokens(dataset_dir / "train.safetensors", tokens)
-    run = load_run(workplace.runs_dir, "tiny")
-    check_token_range(open_run_data(run, dataset_dir, world_size=1))
-    tokens[position] = 257
-    write_tokens(dataset_dir / "train.safetensors", tokens)
-    with pytest.raises(UserError, match=f"token {position} has id 257"):
-        check_token_range(open_run_data(run, dataset_dir, world_size=1))
-
-
-def test_the_error_names_the_token_if_the_metadata_has_a_too_large_id(workplace: Workplace) -> None:
     workplace.add_run()
     dataset_dir = workplace.add_dataset()
-    tokens = np.full(4000, 300, dtype=np.uint16)
-    write_tokens(dataset_dir / "train.safetensors", tokens, {"max_token_id": "300"})
+    write_tokens(dataset_dir / "validation.safetensors", np.zeros(4000, dtype=np.uint16),
+                 {"max_token_id": "257"})
     run = load_run(workplace.runs_dir, "tiny")
-    with pytest.raises(UserError, match="token 0 has id 300"):
-        check_token_range(open_run_data(run, dataset_dir, world_size=1))
+    with pytest.raises(UserError, match="validation.safetensors: states ids up to 257, outside"):
+        open_run_data(run, dataset_dir, world_size=1)
 
 
 def damage(path: Path, kind: str) -> None:
@@ -230,47 +213,3 @@ def test_reading_a_file_of_20_gib_needs_little_memory(
         read(path, 0, results)
         growths = [results.get()[1]]
     assert max(growths) < 100 * 2**20
-
-
-def num_reads(monkeypatch: pytest.MonkeyPatch, run: Run, dataset_dir: Path) -> int:
-    """Check a run's token ids; return the number of reads of the files."""
-    data, reads = open_run_data(run, dataset_dir, world_size=1), []
-    for part in (data.train, data.validation):
-        read = part.token_file.read
-        monkeypatch.setattr(part.token_file, "read",
-                            lambda *span, read=read: reads.append(span) or read(*span))
-    check_token_range(data)
-    return len(reads)
-
-
-def test_a_file_without_metadata_is_checked_once(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workplace.add_run()
-    dataset_dir = workplace.add_dataset(states_largest_id=False)
-    run = load_run(workplace.runs_dir, "tiny")
-    for _ in range(2):  # not stored: directly after a write, another change could go unnoticed
-        assert num_reads(monkeypatch, run, dataset_dir) == 2
-    for split in ("train", "validation"):
-        os.utime(dataset_dir / f"{split}.safetensors", (0, 0))
-    assert [num_reads(monkeypatch, run, dataset_dir) for _ in range(3)] == [2, 0, 0]
-    (dataset_dir / ".train.safetensors.scan.json").write_text('{"file"')  # truncated by a kill
-    assert num_reads(monkeypatch, run, dataset_dir) == 1
-    longer = replace(run, train=run.train.model_copy(update={"start_train_token": 99}))
-    assert num_reads(monkeypatch, longer, dataset_dir) == 1  # it reads tokens that were not checked
-    tokens = np.full(4000, 300, dtype=np.uint16)
-    write_tokens(dataset_dir / "train.safetensors", tokens)
-    with pytest.raises(UserError, match="token 0 has id 300"):
-        num_reads(monkeypatch, run, dataset_dir)
-
-
-def test_a_read_only_dataset_is_checked_each_time(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workplace.add_run()
-    dataset_dir = workplace.add_dataset(states_largest_id=False)
-    for split in ("train", "validation"):
-        os.utime(dataset_dir / f"{split}.safetensors", (0, 0))
-        (dataset_dir / f".{split}.safetensors.scan.json").mkdir()  # cannot be written, even by root
-    run = load_run(workplace.runs_dir, "tiny")
-    assert [num_reads(monkeypatch, run, dataset_dir) for _ in range(2)] == [2, 2]

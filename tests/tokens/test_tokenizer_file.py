@@ -143,6 +143,43 @@ def test_a_damaged_file_is_one_line(content: bytes, tmp_path: Path) -> None:
     assert refused(tmp_path).startswith(f"{tmp_path / 'tokenizer.json'}: ")
 
 
+def replaced(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+CHAIN = {"normalizers": [replaced("Ω", "Ω" * 1000)] * 3,
+         "decoders": [replaced("a", "a" * 1000)] * 3}
+TRUE_WORDS = {"type": "WordLevel", "vocab": {"a": 1, "</s>": 0}, "unk_token": "?"}
+HOSTILE = {  # parts of a tokenizer.json: panics, exceptions, aborts, and what takes all memory
+    "an empty charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+    "a charsmap of 0xff": {"normalizer": {"type": "Precompiled",
+                                          "precompiled_charsmap": "/" * 88}},
+    "a replaced empty pattern": {"normalizer": replaced("", "x")},
+    "a replaced end of a word": {"normalizer": replaced("", "x") | {"pattern": {"Regex": r"\b"}}},
+    "a pattern without end": {"normalizer": replaced("", "x") | {"pattern": {"Regex": "(a+)+$"}}},
+    "an empty split": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "a decoder that strips too much": {"decoder": {"type": "Strip", "content": "a", "start": 2,
+                                                   "stop": 2}},
+    "a processor of pairs": {"post_processor": {
+        "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+        "single": [{"Sequence": {"id": "B", "type_id": 0}}]}},
+    "words without an unknown one": {"model": TRUE_WORDS},
+    "pieces of words without an unknown one": {"model": TRUE_WORDS | {
+        "type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 9}},
+    "pieces without an unknown one": {"model": {
+        "type": "Unigram", "vocab": [["</s>", 0.0], ["a", -1.0]], "unk_id": None}},
+    "a long prefix": {"normalizer": {"type": "Prepend", "prepend": "x" * 10**5}},
+    "a bomb": {"normalizer": {"type": "Sequence"} | CHAIN},
+    "a bomb in the decoder": {"decoder": {"type": "Sequence"} | CHAIN},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_one_line(case: str, tmp_path: Path) -> None:
+    line = refused(write_tokenizer(tmp_path, **HOSTILE[case]))
+    assert "tokenizer.json: cannot encode a text" in line or "a hundred times as long" in line
+
+
 def test_a_file_cut_in_half_is_one_line(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path) / "tokenizer.json"
     path.write_bytes(path.read_bytes()[:-1000])
