@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from basics.config_files import Config, FrozenConfig, read_config
 from basics.errors import UserError
 from basics.json_files import read_json_object
+from basics.option_types import MAX_USD_PER_HOUR
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
@@ -34,8 +35,8 @@ AS_ORIGINAL = {DECAY: True, "precision": "fp16", "residual_dtype": "fp32"}
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 # Options of one parameter group: None stands for the option without the group's name.
-GroupRate = Annotated[float | None, Field(gt=0)]
-GroupDecay = Annotated[float | None, Field(ge=0)]
+GroupRate = Annotated[float | None, Field(gt=0, le=1e3)]
+GroupDecay = Annotated[float | None, Field(ge=0, le=1e3)]
 GroupBeta = Annotated[float | None, Field(ge=0, lt=1)]
 # A JSON list becomes a tuple: the config is frozen.
 Prompts = Annotated[tuple[Annotated[str, Field(max_length=2**14)], ...],
@@ -83,12 +84,12 @@ class TrainConfig(FrozenConfig):
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     init_from: str | None = Field(default=None, min_length=1, max_length=4096)
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = Field(default=4e-4, gt=0)
+    learning_rate: float = Field(default=4e-4, gt=0, le=1e3)
     matrix_learning_rate: GroupRate = None
     embedding_learning_rate: GroupRate = None
     head_learning_rate: GroupRate = None
     vector_learning_rate: GroupRate = None
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, le=1e3)
     matrix_weight_decay: GroupDecay = None
     embedding_weight_decay: GroupDecay = None
     head_weight_decay: GroupDecay = None
@@ -125,9 +126,9 @@ class TrainConfig(FrozenConfig):
     head_chunks: int | None = Field(default=None, ge=1, le=2**16)
     activation_checkpointing: bool = False
     random_seed: int = Field(default=42, ge=0, lt=2**63)
-    usd_per_hour: float | None = Field(default=None, gt=0)  # of all machines
-    max_cost_usd: float | None = Field(default=None, gt=0)
-    max_hours: float | None = Field(default=None, gt=0)
+    usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD_PER_HOUR)  # of all machines
+    max_cost_usd: float | None = Field(default=None, gt=0, le=1e9)
+    max_hours: float | None = Field(default=None, gt=0, le=1e6)
     fit_budget: bool = False
     max_skipped_steps: Count = 20  # consecutive
     collective_timeout_seconds: float = Field(default=600, ge=1, le=10**6)

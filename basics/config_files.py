@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,16 +36,19 @@ def read_config(path: Path, config_type: type[Config], *,
     for old, new in renamed_keys.items():
         if old in values and new in config_type.model_fields and new not in values:
             values[new] = values.pop(old)
-    known = list(config_type.model_fields)
     for key in values:
-        if key not in known:
-            nearest = max(known, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
-            raise UserError(f'{path}: unknown key "{key[:60]}"; the nearest known one is'
-                            f' "{nearest}"')
+        if key not in config_type.model_fields:
+            raise UserError(f"{path}: {unknown_key(key, config_type.model_fields)}")
     try:
         return config_type.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{path}: {describe(error)}") from None
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """Describe a key that is not known, and name the most similar one that is."""
+    nearest = difflib.get_close_matches(key[:60], known, n=1, cutoff=0)[0]  # slow for a long key
+    return f'unknown key "{key[:60]}"; the nearest known one is "{nearest}"'
 
 
 def describe(error: ValidationError) -> str:

@@ -22,6 +22,7 @@ import click
 
 from basics.errors import UserError, print_error
 from basics.files import write_atomically
+from basics.option_types import ABOVE_0, USD_PER_HOUR
 from benchmarks.on_gpu_process import installed, run_to_limit
 from benchmarks.on_gpu_stages import ENVIRONMENT, Settings, Stage, read_rows, stages
 
@@ -71,7 +72,7 @@ class Results:
 @click.option("--dry-run", is_flag=True, help="Tiny shapes, to try all stages on a CPU.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), show_default=True,
               default=Path("on-gpu"), help="Where results are written; a later call continues.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True),
+@click.option("--minutes", type=ABOVE_0,
               help="Begin no stage that may take longer than what is left of this.")
 @click.option("--only", multiple=True, metavar="NAME", help="Only these stages, or groups of them.")
 @click.option("--skip", multiple=True, metavar="NAME", help="Without these.")
@@ -83,7 +84,7 @@ class Results:
               help="A directory of wheels to use, for a machine without a package index.")
 @click.option("--nanogpt", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="A copy of nanoGPT, to be measured too.")
-@click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True),
+@click.option("--usd-per-hour", type=USD_PER_HOUR,
               help="Price of the machine, for the page.")
 def main(**options: Any) -> None:
     """Measure all that needs a GPU."""

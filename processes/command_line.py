@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import click
 
 from basics.checkpoint_names import BEST, CHECKPOINT_NAME, LATEST
 from basics.errors import UserError
+from basics.option_types import ABOVE_0, USD_PER_HOUR
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,6 @@ class Options:
 
     def check(self) -> None:
         """Refuse options that contradict each other. Raises: UserError."""
-        for name, number in (("--usd-per-hour", self.usd_per_hour),
-                             ("--memory-limit-gib", self.memory_limit_gib)):
-            if number is not None and not math.isfinite(number):
-                raise UserError(f"{name} is {number}; expected a finite number")
         if self.fresh and self.checkpoint:
             raise UserError(f"--fresh starts over and CHECKPOINT {self.checkpoint} resumes;"
                             " use one of the two")
@@ -107,7 +103,7 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
               help="Save a checkpoint and stop after N global steps of this launch.")
 @click.option("--fresh", is_flag=True,
               help="Start over; earlier checkpoints are moved to set-aside/, never deleted.")
-@click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD",
+@click.option("--usd-per-hour", type=USD_PER_HOUR, metavar="USD",
               help="Price of the machine; overrides usd_per_hour in train.json.")
 @click.option("-f", "--find-max-microbatch", "--find-max-microbatch-size",
               "find_max_microbatch", is_flag=True,
@@ -125,7 +121,7 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
                    " failure, a signal or --max-steps.")
 @click.option("--save", is_flag=True,
               help="With --find-max-microbatch: write the result into train.json.")
-@click.option("--memory-limit-gib", type=click.FloatRange(min=0, min_open=True), metavar="GIB",
+@click.option("--memory-limit-gib", type=ABOVE_0, metavar="GIB",
               help="With --find-max-microbatch: memory limit of a process; required on CPU.")
 @click.option("--json", is_flag=True,
               help="With --find-max-microbatch: print the result as one JSON document.")

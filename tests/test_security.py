@@ -292,7 +292,8 @@ def test_a_hub_that_repeats_the_token_does_not_get_it_printed(
 def test_a_judge_that_repeats_the_key_does_not_get_it_printed() -> None:
     def error(body: object, key: str) -> SimpleNamespace:
         request = SimpleNamespace(headers={"Authorization": f"Bearer {key}"})
-        return SimpleNamespace(body=body, message=f"wrong: {key}", request=request)
+        return SimpleNamespace(response=SimpleNamespace(headers={}), body=body,
+                               message=f"wrong: {key}", request=request)
 
     assert _reason(error({"message": f"wrong key {TOKEN}"}, TOKEN)) == "wrong key ***"
     assert _reason(error(None, TOKEN)) == "wrong: ***"

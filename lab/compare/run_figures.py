@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reporting.metrics_file import read_metrics
+from basics.errors import UserError
+from reporting.metrics_file import MAX_RECORDS_BYTES, read_metrics
 
 LARGEST = 1e15  # the largest number that a run could have measured
 
@@ -112,9 +113,12 @@ def number(value: Any) -> float | None:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text; empty if it cannot be read."""
+    """Return a file's text; empty if it cannot be read. Raises: UserError: it is far too large."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        size = path.stat().st_size if path.is_file() else 0
+        if size > MAX_RECORDS_BYTES:
+            raise UserError(f"{path}: has {size:,} bytes, more than any run has; move it away")
+        return path.read_text(encoding="utf-8", errors="replace") if size else ""
     except OSError:
         return ""
 

@@ -117,6 +117,8 @@ def _objects_in(text: str) -> Iterator[dict[str, Any]]:
     while start >= 0:
         try:
             yield decoder.raw_decode(text, start)[0]
-        except (ValueError, RecursionError):
+        except ValueError:
             pass
+        except RecursionError:  # so deep; from each of the next starts it would take as long
+            return
         start = text.find("{", start + 1)

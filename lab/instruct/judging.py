@@ -16,6 +16,7 @@ from openai import (
 )
 
 from basics.errors import UserError
+from basics.time_limit import within
 from lab.instruct.comparison import Comparison, UnusableReplyError
 from lab.instruct.endpoint import without_user
 
@@ -24,15 +25,19 @@ MAX_ASKS = 3  # attempts to get a usable reply
 FATAL_STATUSES = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)
 FATAL_CODE = "insufficient_quota"  # has status 429, like errors worth a retry
 PROBE_SECONDS = 30.0
+ANSWER_SECONDS = 900.0  # for one request with the client's retries
+MAX_REPLY_BYTES = 2**22
+NO_COMPLETION = (APIError, ValueError, AttributeError, TypeError, LookupError, RecursionError)
 
 
 class Judge:
     """A language model behind an OpenAI-compatible endpoint. Thread-safe."""
 
     def __init__(self, client_options: dict[str, Any], model: str) -> None:
-        # Followed to another host, a redirect would take the questions and answers there.
-        transport = DefaultHttpxClient(follow_redirects=False)
-        self.client, self.model = OpenAI(http_client=transport, **client_options), model
+# Followed to another host, a redirect would take the questions and answers there.
+        client = DefaultHttpxClient(follow_redirects=False, event_hooks={"response": [_cut]},
+                                    headers={"Accept-Encoding": "identity"})
+        self.client, self.model = OpenAI(**client_options, http_client=client), model
         self._supports_schemas = True  # until the server rejects one
         self._is_stopped = False
 
@@ -42,11 +47,12 @@ class Judge:
 
     def check_reachable(self) -> None:
         """Check once, without retries, that the endpoint answers. Raises: UserError."""
+        client = self.client.with_options(max_retries=0, timeout=PROBE_SECONDS)
         try:
-            self.client.with_options(max_retries=0, timeout=PROBE_SECONDS).models.list()
-        except APIConnectionError as error:
+            within(PROBE_SECONDS, client.models.list)
+        except (APIConnectionError, TimeoutError) as error:
             raise self._unreachable(error) from None
-        except (APIError, ValueError):
+        except NO_COMPLETION:
             pass  # it answers; not every server lists its models to everybody
 
     def score(self, comparison: Comparison) -> dict[str, float]:
@@ -84,8 +90,8 @@ class Judge:
     def _request(self, messages: list[dict[str, str]], **options: Any) -> str:
         """Send one request; the client retries after a 429, a 5xx or a lost connection."""
         try:
-            completion = self.client.chat.completions.create(
-                model=self.model, messages=messages, **options)
+            completion = within(ANSWER_SECONDS, lambda: self.client.chat.completions.create(
+                model=self.model, messages=messages, **options))
             content = completion.choices[0].message.content
             return content if isinstance(content, str) else ""  # some servers send a list
         except (BadRequestError, UnprocessableEntityError):
@@ -94,19 +100,19 @@ class Judge:
             if error.status_code in FATAL_STATUSES or error.code == FATAL_CODE:
                 raise self._rejected(error) from None
             raise UnusableReplyError(f"status {error.status_code}: {_reason(error)}") from None
-        except APITimeoutError:
+        except (APITimeoutError, TimeoutError):
             raise UnusableReplyError("the judge did not answer in time") from None
         except APIConnectionError as error:
             raise self._unreachable(error) from None
-        except (APIError, ValueError, AttributeError, TypeError, LookupError):
+        except NO_COMPLETION:
             return ""  # not a completion, which the client does not check
 
     @property
     def _address(self) -> str:
         return without_user(str(self.client.base_url))
 
-    def _unreachable(self, error: APIConnectionError) -> UserError:
-        reason = _without_key(str(error.__cause__ or error), self.client.api_key)
+    def _unreachable(self, error: APIConnectionError | TimeoutError) -> UserError:
+        reason = _without_key(str(error.__cause__ or error) or "no answer", self.client.api_key)
         return UserError(f"{self._address}: cannot be reached ({reason[:60]}); check --base-url and"
                          " the network, then run the same command again")
 
@@ -114,6 +120,20 @@ class Judge:
         return UserError(f"{self._address}: status {error.status_code} for model"
                          f" {self.model[:40]!r} ({_reason(error)}); check OPENAI_API_KEY, --model"
                          " and --base-url")
+
+
+def _cut(response: Any) -> None:
+    """Read at most `MAX_REPLY_BYTES` of a reply, as sent: what is cut or packed is no JSON."""
+    body = bytearray()
+    for piece in response.stream:
+        body += piece
+        if len(body) > MAX_REPLY_BYTES:
+            break
+    response.stream.close()
+    response.headers.pop("Content-Encoding", None)
+    # The client's version decides whether this is a class of httpx or of httpx2.
+    cut = bytes(body[:MAX_REPLY_BYTES])
+    response.stream = type(response)(response.status_code, content=cut).stream
 
 
 def _reason(error: APIStatusError) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from basics.errors import UserError, visible
+from basics.option_types import ABOVE_0, FiniteRange
 from lab.instruct.instructions import (
     AnsweredEntry,
     fetch_default_entries,
@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     from trainer.targets import Target
 
 
-class FiniteRange(click.FloatRange):
-    """A finite number in a range; click alone accepts NaN."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-
 @click.command()
 @click.argument("target_name", metavar="RUN")
 @click.option("--checkpoint", default="best", show_default=True,
@@ -48,7 +38,7 @@ class FiniteRange(click.FloatRange):
               show_default=True,
               help="response: compute the loss on the response only. all: on the prompt too, as the"
                    " main code of the book's chapter 7 does. The two losses are not comparable.")
-@click.option("--learning-rate", type=FiniteRange(min=0, min_open=True), default=5e-5,
+@click.option("--learning-rate", type=ABOVE_0, default=5e-5,
               show_default=True)
 @click.option("--weight-decay", type=FiniteRange(min=0), default=0.1, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)

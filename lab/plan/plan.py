@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import click
 
 from basics.errors import UserError, visible
 from basics.json_output import print_json
+from basics.option_types import ABOVE_0
 from basics.sizes import gb
 from lab.plan.document import plan_document
 from lab.plan.estimate import bytes_of_checkpoint, estimate
@@ -28,7 +28,7 @@ CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 @click.option("--machine", "machines", multiple=True, metavar="NAME=COUNTxGPU@USD",
               help="Add a machine to the table, with its price in US$ per hour, for example"
                    " box=8xH100@23.92.")
-@click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="USD",
+@click.option("--budget", type=ABOVE_0, metavar="USD",
               help="Show which machines can train the run within this budget.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N",
               help="Training tokens of the dataset; needed if min_train_tokens is -1.")
@@ -46,8 +46,6 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
     if tokens is not None and not uses_all_tokens:
         raise UserError(f"{loaded.train_path}: min_train_tokens is not -1, so --tokens has no"
                         " effect; drop --tokens")
-    if budget is not None and not math.isfinite(budget):
-        raise UserError(f"--budget is {budget}; wanted US dollars")
     table = [*known_machines(), *map(parse_machine, machines)]
     sources = SpeedSources.read(options["runs_dir"])
     estimates = sorted((estimate(loaded, machine, tokens=tokens, sources=sources)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from typing import Any
 
 from pydantic import ValidationError
 
-from basics.config_files import describe
+from basics.config_files import describe, unknown_key
 from basics.errors import UserError
 from run_config import RUN_NAME, ModelConfig, Run, TrainConfig
 
@@ -143,6 +142,4 @@ def _check_keys(changes: Changes) -> None:
             raise UserError(f"--change {label(changes)}: {SEED} is the same for all variants; use"
                             " --seeds N")
         if key not in known:
-            nearest = max(known, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
-            raise UserError(f'--change {label(changes)}: unknown key "{key[:60]}"; the nearest'
-                            f' known one is "{nearest}"')
+            raise UserError(f"--change {label(changes)}: {unknown_key(key, known)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 
 from basics.errors import UserError, cannot_be_written, visible
 from basics.json_output import print_json, stdout_to_stderr
+from basics.option_types import ABOVE_0, USD_PER_HOUR
 
 if TYPE_CHECKING:
     from lab.sweep.changes import Changes
@@ -55,11 +55,11 @@ class Options:
 @click.option("--stack", is_flag=True,
               help="Then train all changes together that were better than the baseline.")
 @click.option("--name", help="Directory in --sweeps-dir.  [default: BASE]")
-@click.option("--budget-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
+@click.option("--budget-hours", type=ABOVE_0, metavar="HOURS",
               help="Stop before all runs of the sweep together take longer.")
-@click.option("--budget-usd", type=click.FloatRange(min=0, min_open=True), metavar="USD",
+@click.option("--budget-usd", type=ABOVE_0, metavar="USD",
               help="Stop before all runs of the sweep together cost more.")
-@click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), metavar="USD",
+@click.option("--usd-per-hour", type=USD_PER_HOUR, metavar="USD",
               help="Price of the machine; overrides usd_per_hour of the runs.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), metavar="N",
               help="Number of processes of each run.  [default: one per GPU]")
@@ -110,10 +110,6 @@ def command(**options: Any) -> None:
 
 def _check_options(launch: Launch, budget: Budget) -> None:
     """Refuse options that contradict each other. Raises: UserError."""
-    for name, value in (("--budget-hours", budget.hours), ("--budget-usd", budget.usd),
-                        ("--usd-per-hour", launch.usd_per_hour)):
-        if value is not None and not math.isfinite(value):
-            raise UserError(f"{name} is {value}; wanted a finite number")
     if launch.torchrun and not launch.torchrun[0].startswith("-"):
         raise UserError(f"{launch.torchrun[0][:60]!r}: one BASE is changed; arguments of torchrun"
                         " begin with -, after --")

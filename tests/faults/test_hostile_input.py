@@ -65,7 +65,8 @@ CONFIG_CONTENTS = {
     "infinity": MODEL[:-1] + b', "x": -Infinity}', "a key twice": MODEL[:-1] + b', "emb_dim": 8}',
     "deep": b'{"a":' * 10**5, "deep lists": b"[" * 10**5 + b"]" * 10**5,
     "large": b"[" + b"0," * 10**6 + b"0]", "control characters": b'{"\\u001b[31m\\n": 1}',
-    "a long key": b'{"' + b"k" * 5000 + b'": 1}',
+    "a long key": b'{"' + b"t" * (2**20 - 10) + b'": 1}',  # slow to compare with known ones
+    "many keys": b"{" + b"".join(b'"%x":1,' % number for number in range(95_000)) + b'"x":1,"x":1}',
     "many digits": MODEL[:-1] + b', "x": ' + b"9" * 6000 + b"}",
     "a huge exponent": MODEL.replace(b"0.1", b"1e999"),
 }

@@ -466,6 +466,13 @@ def test_hostile_files_do_not_stop_a_comparison(runs: Runs, text: str) -> None:
     assert names_of(comparison)[0] == "good" and len(comparison.rows) == 1 + bool(text.strip())
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl", "summary.json"])
+def test_a_file_that_is_far_too_large_is_named(runs: Runs, name: str) -> None:
+    os.truncate(runs.add("bad", losses=(3.0, 3.0, 3.0)) / name, 2**27 + 1)
+    with pytest.raises(UserError, match=f"bad/{name}: has 134,217,729 bytes, more than any run"):
+        runs.compare()
+
+
 def test_charts_can_be_drawn_with_hostile_records(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,11 +179,20 @@ def test_failed_questions_are_counted_left_out_and_retried_later(
     assert [data["instruction"] for data in endpoint.asked()] == ["Question 5 "]
 
 
-def test_no_judged_question_is_an_error(endpoint: Endpoint, files: list[str]) -> None:
-    endpoint.faults = [Fault("junk", times=999)]
+@pytest.mark.parametrize(("kind", "reason", "asks"), [
+    ("junk", "no JSON object", 3), ("brackets", "no JSON object", 3),
+    ("deep", "no JSON object", 3), ("large", "no JSON object", 3),
+    ("packed", "no JSON object", 3), ("slow", "the judge did not answer in time", 1)])
+def test_no_judged_question_is_an_error(
+    endpoint: Endpoint, files: list[str], monkeypatch: pytest.MonkeyPatch, kind: str, reason: str,
+    asks: int,
+) -> None:
+    if kind == "slow":  # the others have all the time that they take
+        monkeypatch.setattr("lab.instruct.judging.ANSWER_SECONDS", 0.2)
+    endpoint.faults = [Fault(kind, times=999)]
     error = error_line(judge(endpoint, *files))
-    assert "none of 12 questions was judged" in error and "no JSON object" in error
-    assert len(endpoint.requests) == 3 * NUM_QUESTIONS
+    assert "none of 12 questions was judged" in error and reason in error
+    assert len(endpoint.requests) == asks * NUM_QUESTIONS
 
 
 @pytest.mark.parametrize("kind", ["401", "402", "403", "404", "quota"])

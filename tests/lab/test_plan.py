@@ -222,7 +222,7 @@ def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace: Work
     assert "1,000,000 tokens" in plan("tiny", "--tokens", "1000000", runs_dir=workplace.runs_dir)
     with pytest.raises(UserError, match="min_train_tokens is not -1, so --tokens"):
         plan("original", "--tokens", "1000000")
-    with pytest.raises(UserError, match="--budget is nan; wanted US dollars"):
+    with pytest.raises(AssertionError, match="'--budget': nan is not a finite number"):
         plan("original", "--budget", "nan")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,13 +62,13 @@ def faulty_reply(kind: str, scores: dict[str, int]) -> str:
     first, *others = scores
     reply = json.dumps(scores)
     return {
-        "": reply,
+        "": reply, "packed": reply, "large": reply,
         "fenced": f"```json\n{json.dumps(scores, indent=2)}\n```",
         "prose": f"Both {{are}} weak. My scores: {json.dumps({'scores': scores})} Good luck!",
         "fraction": json.dumps({label: score + 0.5 for label, score in scores.items()}),
         "junk": "I would rather not {say}.",
         "empty": "",
-        "deep": '{"a":' * 5000,
+        "deep": '{"a":' * 200_000,
         "missing": json.dumps({label: scores[label] for label in others}),
         "extra": json.dumps(scores | {"answer_99": 50}),
         "text": json.dumps(scores | {first: "100"}),
@@ -104,6 +106,7 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert self.headers["Accept-Encoding"] == "identity"  # a packed reply is not read
             with endpoint.lock:
                 endpoint.requests.append(request)
                 endpoint.keys.add(self.headers["Authorization"])
@@ -115,6 +118,12 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
                 self.send(200, b"<html>not an endpoint</html>", {"Content-Type": "text/html"})
             elif kind == "broken":
                 self.send(200, b'{"choices": [')
+            elif kind == "brackets":
+                self.send(200, b"[" * 200_000)
+            elif kind == "slow":
+                for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\n" + b" " * 400:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.05)
             elif kind == "quota":
                 self.refuse(429, "You exceeded your quota", code="insufficient_quota")
             elif kind.isdigit():
@@ -125,10 +134,14 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
         def judge(self, answers: dict[str, str], kind: str) -> None:
             scores = {label: int(WORTH.search(text)[1]) for label, text in answers.items()}
             message = {"role": "assistant", "content": faulty_reply(kind, scores)}
-            self.send(200, json.dumps({
+            body = json.dumps({
                 "id": "1", "object": "chat.completion", "created": 1, "model": "judge",
                 "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-            }).encode())
+            }).encode()
+            if kind == "packed":
+                self.send(200, gzip.compress(body), {"Content-Encoding": "gzip"})
+            else:
+                self.send(200, (b" " * 2**22 if kind == "large" else b"") + body)
 
         def refuse(self, status: int, message: str, *, code: str | None = None) -> None:
             error = {"error": {"message": message, "type": "error", "code": code}}
