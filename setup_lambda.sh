@@ -16,6 +16,19 @@ step() {
 as_root() { if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -n "$@"; fi; }
 has() { command -v "$1" >/dev/null; }
 
+# The driver decides which PyTorch can work: its present version needs CUDA 13, so a driver from 580
+# on, and a container cannot renew its driver. PyTorch 2.11 for CUDA 12.8 runs on those from 525 on.
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
+old_driver=''
+if [[ $driver =~ ^([0-9]+)\. ]]; then
+    if [ "${BASH_REMATCH[1]}" -lt 525 ]; then
+        warn "NVIDIA driver $driver is too old: take a machine with driver 525 or newer, best 580"
+        exit 2
+    fi
+    [ "${BASH_REMATCH[1]}" -ge 580 ] || old_driver=$driver
+fi
+[ -z "$old_driver" ] || say "NVIDIA driver $driver, older than 580: PyTorch 2.11 for CUDA 12.8 it is"
+
 caller_path=$PATH
 export PATH="$HOME/.local/bin:$PATH" # where both installers install uv
 
@@ -53,7 +66,16 @@ else
 fi
 
 step "3/4 Python packages, 5.5 GiB, nearly all of it PyTorch with CUDA"
-uv sync --compile-bytecode # otherwise eight processes compile at once at the first launch
+if [ -n "$old_driver" ]; then # `uv sync` and `uv run` would install a PyTorch for newer drivers
+    [ -d .venv ] || uv venv
+    uv pip install --no-config --torch-backend=cu128 --compile-bytecode "torch==2.11.*" -e .
+    export UV_NO_SYNC=1
+    for file in "$HOME/.bashrc" "$HOME/.profile"; do # of new shells: with and without a login
+        grep -qs '^export UV_NO_SYNC=1$' "$file" || echo 'export UV_NO_SYNC=1' >>"$file"
+    done
+else
+    uv sync --compile-bytecode # otherwise eight processes compile at once at the first launch
+fi
 
 step "4/4 Is this machine fit to train?"
 fit=0
@@ -70,4 +92,5 @@ if ! (export PATH="$caller_path" && has uv); then
     # shellcheck disable=SC2016 # printed, not expanded
     echo 'export PATH="$HOME/.local/bin:$PATH"'
 fi
+[ -z "$old_driver" ] || echo 'export UV_NO_SYNC=1 # new shells have it'
 echo "uv run torchrun --standalone --nproc_per_node=$num_processes ddp_train.py demo"

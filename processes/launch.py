@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from basics.cuda_problem import cuda_problem
 from basics.errors import UserError, print_error
 from basics.machine import num_cpu_cores
 from basics.memory_meters import peak_gib
@@ -61,11 +62,11 @@ def num_gpus() -> int:
     Raises:
         UserError: it has GPUs, but PyTorch cannot use them.
     """
-    count = torch.cuda.device_count()
-    if count and not torch.cuda.is_available():
-        raise UserError(f"this machine has {count} GPUs, but PyTorch {torch.__version__} cannot"
-                        " use them; install a driver for its CUDA version")
-    return count
+    cause, remedy = cuda_problem()
+    if cause:
+        raise UserError(f"this machine has GPUs, but PyTorch {torch.__version__} cannot use them:"
+                        f" {cause}; {remedy}")
+    return torch.cuda.device_count()
 
 
 def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> int:

@@ -29,7 +29,8 @@ def machine(tmp_path: Path) -> dict[str, str]:
     commands = tmp_path / "commands"
     commands.mkdir()
     calls = tmp_path / "calls"
-    for name in ("bash", "dirname", "id", "grep", "rm", "mkdir", "cat", "chmod", "sh", "env"):
+    for name in ("bash", "dirname", "id", "grep", "rm", "mkdir", "cat", "chmod", "sh", "env",
+                 "head"):
         (commands / name).symlink_to(shutil.which(name))
     fake_command(commands, "python3", "exit 0")
     fake_command(commands, "fc-list", "exit 0")
@@ -67,6 +68,38 @@ def test_a_fresh_machine_can_be_set_up_twice(machine: dict[str, str]) -> None:
     assert last_line == "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py demo"
     second = run_setup(machine)
     assert second.returncode == 0 and "curl" not in calls(machine) and "uv sync" in calls(machine)
+
+
+OLD = 'uv pip install --no-config --torch-backend=cu128 --compile-bytecode torch==2.11.* -e .'
+
+
+@pytest.mark.parametrize(("driver", "is_old"), [
+    ("580.65.06", False), ("595.10", False), ("570.133.20", True), ("550.54.15", True),
+    ("525.60.13", True), ("No devices were found", False), ("", False)])
+def test_the_driver_decides_which_pytorch_is_installed(
+    machine: dict[str, str], driver: str, is_old: bool
+) -> None:
+    commands, home = Path(machine["PATH"]), Path(machine["HOME"])
+    home.mkdir()
+    (home / ".bashrc").write_text("alias ll='ls -l'\n")
+    fake_command(commands, "nvidia-smi", f"echo '{driver}'; echo '{driver}'; [ -n '{driver}' ]")
+    for _ in range(2):
+        result = run_setup(machine)
+        assert result.returncode == 0, result.stderr
+    assert (OLD in calls(machine)) == is_old == ("uv venv" in calls(machine))
+    assert ("uv sync" in calls(machine)) != is_old
+    assert (home / ".bashrc").read_text().count("export UV_NO_SYNC=1\n") == is_old
+    assert (home / ".profile").exists() == is_old == ("UV_NO_SYNC" in result.stdout)
+
+
+def test_a_driver_that_no_pytorch_supports_ends_it_before_any_download(
+    machine: dict[str, str]
+) -> None:
+    fake_command(Path(machine["PATH"]), "nvidia-smi", "echo 470.256.02")
+    result = run_setup(machine)
+    assert result.returncode == 2 and calls(machine) == ""
+    assert result.stderr == ("warning: NVIDIA driver 470.256.02 is too old: take a machine with"
+                             " driver 525 or newer, best 580\n")
 
 
 def test_pip_is_used_if_the_official_installer_fails(machine: dict[str, str]) -> None:

@@ -61,6 +61,9 @@ def numbers(indices: Sequence[int]) -> str:
 def check_gpus(subject: Subject, facts: Facts) -> Finding:
     """Compare the GPUs that the driver sees with those that PyTorch sees."""
     seen, by_torch = len(subject.gpus), facts.get("num_gpus")
+    cause, remedy = facts.get("problem") or ("", "")
+    if cause:
+        return problem(f"PyTorch {facts['version']} cannot use them: {cause}", remedy)
     if not subject.all_gpus and not by_torch:
         return _no_gpu(subject)
     names = Counter(gpu.name or "a GPU that does not answer" for gpu in subject.gpus)
@@ -74,8 +77,6 @@ def check_gpus(subject: Subject, facts: Facts) -> Finding:
     if by_torch is not None and by_torch != seen:
         return problem(f"{text}; PyTorch sees {by_torch}", "restart the machine if its driver was"
                        " renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus")
-    if seen and facts.get("is_usable") is False:
-        return problem(f"{text}; PyTorch cannot use them", INSTALL_TORCH)
     if seen and subject.num_processes > seen:
         return problem(f"{text} for {subject.num_processes} processes",
                        f"set --nproc_per_node to {seen}")
@@ -103,7 +104,7 @@ def check_use(subject: Subject, _: Facts) -> Finding | None:
 
 
 def check_driver(subject: Subject, facts: Facts) -> Finding | None:
-    """Compare the CUDA that the driver supports with the one that PyTorch was built for."""
+    """Show the CUDA that the driver supports and the one that PyTorch was built for."""
     if not subject.gpus:
         return None
     version = next((gpu.driver_version for gpu in subject.gpus if gpu.driver_version), "unknown")
@@ -114,13 +115,7 @@ def check_driver(subject: Subject, facts: Facts) -> Finding | None:
         return problem(f"driver {version}; PyTorch {facts['version']} was built without CUDA",
                        INSTALL_TORCH)
     text = f"{version} for CUDA {theirs or '?'}; PyTorch {facts['version']} was built with {built}"
-    if theirs and _major(theirs) < _major(built):
-        return problem(text, f"install a driver for CUDA {_major(built)} or newer")
-    return ok(text)  # a driver runs all of its major version
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
+    return ok(text)  # whether that is enough, PyTorch says: `check_gpus`
 
 
 def check_architectures(_: Subject, facts: Facts) -> Finding | None:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from basics.cuda_problem import cuda_problem
 from basics.errors import describe
 from basics.files import append_whole
 from basics.gpu_readings import read_gpus
@@ -78,6 +79,8 @@ def main(spec: Spec) -> None:
     process = _process(spec, device)
     settings = _report(spec, "attention", lambda: attention(spec, device))
     precision = (settings or {}).get("precision", "fp32")
+    if spec.local_rank == 0 and spec.num_gpus:
+        _report(spec, "triton", lambda: triton_kernel(device))
     if spec.local_rank == 0 and spec.num_gpus > 1:
         _report(spec, "peers", lambda: unreachable_peers(spec.num_gpus))
     _report(spec, "matmul", lambda: matmul(device, precision))
@@ -112,12 +115,12 @@ def torch_facts() -> dict[str, Any]:
     import torch
 
     count = torch.cuda.device_count()
-    is_usable = torch.cuda.is_available()
+    problem = cuda_problem()
     return {
         "version": torch.__version__, "cuda": torch.version.cuda or torch.version.hip,
-        "num_gpus": count, "is_usable": is_usable, "driver_cuda": _driver_cuda(),
+        "num_gpus": count, "problem": problem, "driver_cuda": _driver_cuda(),
         "architectures": torch.cuda.get_arch_list() if torch.version.cuda else [],
-        "cards": [_card(number) for number in range(count if is_usable else 0)],
+        "cards": [_card(number) for number in range(0 if any(problem) else count)],
     }
 
 
@@ -131,6 +134,13 @@ def _driver_cuda() -> str | None:
     except pynvml.NVMLError:
         return None
     return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def triton_kernel(device: torch.device) -> dict[str, Any]:
+    """Compile and run a Triton kernel; see `triton_kernel.py`."""
+    from lab.doctor.triton_kernel import run_kernel
+
+    return run_kernel(device)
 
 
 def _card(number: int) -> dict[str, Any]:

@@ -130,6 +130,21 @@ def check_attention(results: Sequence[Result]) -> Finding | None:
               " head size (emb_dim / n_heads) of 64 or 128")
 
 
+def check_triton(results: Sequence[Result]) -> Finding | None:
+    """Report whether compiled code runs: Triton needs a C compiler and Python's headers."""
+    first = results[0]
+    if "triton" not in first.began:
+        return None  # no GPU, or GPUs in use
+    advice = "install gcc and Python's headers, as setup_lambda.sh does, or set compile to false"
+    if error := first.errors.get("triton"):
+        return problem(f"a Triton kernel cannot be compiled or run: {error}", advice)
+    found = first.found.get("triton")
+    if found is None:
+        return _not_found([first], "triton", advice)
+    text = f"Triton {found['version']} compiles and runs"
+    return ok(text) if found["is_right"] else problem(f"{text}, with wrong results", OTHER_MACHINE)
+
+
 def check_peers(results: Sequence[Result]) -> Finding | None:
     """Check that the GPUs can read each other's memory."""
     if "peers" not in results[0].began:
@@ -242,6 +257,6 @@ def _not_found(results: Sequence[Result], part: str,
     return unknown(text)
 
 
-CHECKS = {"PyTorch": check_torch, "attention": check_attention, "peer-to-peer": check_peers,
-          "matrix products": check_matmul, "clocks": check_clocks}
+CHECKS = {"PyTorch": check_torch, "attention": check_attention, "compiler": check_triton,
+          "peer-to-peer": check_peers, "matrix products": check_matmul, "clocks": check_clocks}
 SHARED_CHECKS = {"all-reduce": check_all_reduce}  # of all nodes together

@@ -134,7 +134,7 @@ def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(
 ) -> None:
     began, ended, waited, name, status = STOPPED[case]
     num_gpus = 0 if case == "is on a CPU" else 1
-    facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": num_gpus, "is_usable": True,
+    facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": num_gpus, "problem": ["", ""],
              "driver_cuda": "12.8"}
     parts = {"import": {}} | ({"torch": facts} if began is not None else {})
     bad = Result(0, found=parts, began={"torch": 1.0} | (began or {}), ended=ended,
@@ -206,7 +206,7 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
     place.add_run("large", model={"emb_dim": 768, "n_heads": 12, "n_layers": 12},
                   train={"microbatch_size": 8})
     gpu = GpuReading(name="NVIDIA A100-SXM4-40GB", memory_total_gib=40.0, memory_used_gib=used_gib)
-    facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 2, "is_usable": True,
+    facts = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 2, "problem": ["", ""],
              "driver_cuda": "12.8"}
     monkeypatch.setattr(examination, "read_gpus", lambda: [replace(gpu, memory_used_gib=0.5), gpu])
     monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [

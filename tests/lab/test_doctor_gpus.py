@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +20,14 @@ from lab.doctor.gpu_checks import in_use, numbers, runs_on, visible_gpus
 from lab.doctor.load_process import Spec
 from lab.doctor.load_result import Result
 from run_config import load_run
-from tests.support.workplace import Workplace
+from tests.support.workplace import PROJECT_DIR, Workplace
 
 GPU = GpuReading(
     name="NVIDIA A100-SXM4-40GB", uuid="GPU-aaaa0000", memory_used_gib=0.5, memory_total_gib=40.0,
     use_percent=0, temperature_c=31, sm_clock_mhz=1410, max_sm_clock_mhz=1410,
     throttle_reasons=(), uncorrected_ecc_errors=0, driver_version="550.54.15")
 GPUS = tuple(replace(GPU, uuid=f"GPU-{number}aaa0000") for number in range(4))
-FACTS = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 4, "is_usable": True,
+FACTS = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 4, "problem": ["", ""],
          "driver_cuda": "12.8", "architectures": ["sm_80", "sm_90", "compute_90"],
          "cards": [{"name": "A100", "capability": [8, 0], "memory_gib": 39.4,
                     "has_bf16": True}] * 4}
@@ -49,6 +52,29 @@ def results(**changes: Any) -> list[Result]:
     return [result(rank, **parts) for rank in range(4)]
 
 
+@pytest.mark.parametrize(("parts", "began", "level", "text"), [
+    ({"triton": {"version": "3.9", "is_right": True}}, True, OK, "Triton 3.9 compiles and runs"),
+    ({"triton": {"version": "3.9", "is_right": False}}, True, PROBLEM, "wrong results"),
+    ({}, True, PROBLEM, "no gcc"), ({}, False, None, ""),
+])
+def test_a_kernel_is_compiled_and_run(
+    parts: dict, began: bool, level: str | None, text: str
+) -> None:
+    first = Result(0, found=parts, began={"triton": time.time()} if began else {},
+                   errors={"triton": "no gcc"} if not parts and began else {})
+    finding = load_tests.check_triton([first])
+    assert (finding and finding.verdict) == level and text in (finding.text if finding else "")
+
+
+def test_the_kernel_doubles_a_vector_on_tritons_interpreter() -> None:
+    pytest.importorskip("triton")
+    program = ("import torch; from lab.doctor.triton_kernel import run_kernel;"
+               " print(run_kernel(torch.device('cpu'))['is_right'])")
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                            cwd=PROJECT_DIR, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert result.stdout == "True\n", result.stderr
+
+
 @pytest.mark.parametrize(("variable", "found"), [
     (None, [0, 1, 2, 3]), ("", []), ("2", [2]), ("3, 1", [3, 1]), ("0,7,1", [0]), ("-1", []),
     ("GPU-2aaa", [2]), ("GPU-2aaa0000,0", [2, 0])])
@@ -69,7 +95,8 @@ CASES = {
     "all is well": ("GPUs", {}, {}, OK, "4 x NVIDIA A100-SXM4-40GB"),
     "PyTorch sees fewer": ("GPUs", {}, {"num_gpus": 3}, PROBLEM, "PyTorch sees 3"),
     "PyTorch sees none": ("GPUs", {}, {"num_gpus": 0}, PROBLEM, "PyTorch sees 0"),
-    "PyTorch fails": ("GPUs", {}, {"is_usable": False}, PROBLEM, "cannot use"),
+    "PyTorch fails": ("GPUs", {}, {"problem": ["the NVIDIA driver is too old for it", "take"]},
+                      PROBLEM, "PyTorch 2.11.0 cannot use them: the NVIDIA driver is too old"),
     "hidden": ("GPUs", {"gpus": GPUS[:2], "num_processes": 2}, {"num_gpus": 2}, WARNING,
                "2 of 4 are hidden by CUDA_VISIBLE_DEVICES"),
     "one is lost": ("GPUs", {"gpus": (*GPUS[:3], GpuReading())}, {}, PROBLEM, "does not answer"),
@@ -78,7 +105,7 @@ CASES = {
     "too many processes": ("GPUs", {"num_processes": 8}, {}, PROBLEM, "8 processes"),
     "no GPU": ("GPUs", {"gpus": (), "all_gpus": (), "nvml_failure": "Driver Not Loaded"},
                {"num_gpus": 0}, WARNING, "none (Driver Not Loaded)"),
-    "all hidden": ("GPUs", {"gpus": (), "num_processes": 1}, {"num_gpus": 0, "is_usable": False},
+    "all hidden": ("GPUs", {"gpus": (), "num_processes": 1}, {"num_gpus": 0},
                    WARNING, "none; 4 of 4 are hidden"),
     "no driver library": ("GPUs", {"gpus": (), "all_gpus": (), "nvml_failure": "Not Found"}, {},
                           WARNING, "4 seen by PyTorch, but the driver cannot be read (Not Found)"),
@@ -87,7 +114,7 @@ CASES = {
     "same driver": ("driver", {}, {}, OK, "550.54.15 for CUDA 12.8"),
     "newer driver": ("driver", {}, {"driver_cuda": "13.0"}, OK, "built with 12.8"),
     "older minor version": ("driver", {}, {"driver_cuda": "12.2"}, OK, ""),
-    "too old a driver": ("driver", {}, {"cuda": "13.0"}, PROBLEM, "13.0"),
+    "newer CUDA by its compatibility package": ("driver", {}, {"cuda": "13.0"}, OK, "13.0"),
     "PyTorch without CUDA": ("driver", {}, {"cuda": None}, PROBLEM, "without CUDA"),
     "known architecture": ("architecture", {}, {}, OK, "sm_80"),
     "unknown architecture": ("architecture", {}, {"architectures": ["sm_90"]}, PROBLEM,

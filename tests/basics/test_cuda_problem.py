@@ -1,0 +1,65 @@
+"""Why PyTorch cannot use a machine's GPUs: texts as torch.cuda.init() has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from basics import cuda_problem
+from basics.errors import UserError
+from processes.launch import num_gpus
+
+CASES = {
+    "The NVIDIA driver on your system is too old (found version 12040). Please update":
+        ("the NVIDIA driver is too old for it", "setup_lambda.sh"),
+    "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized":
+        ("the fabric manager of its NVSwitches does not run", "nvidia-fabricmanager"),
+    "Unexpected error from cudaGetDeviceCount(). Error 304: OS call failed or operation not":
+        ("this user may not open /dev/nvidia*", "--gpus all"),
+    "No CUDA GPUs are available": ("CUDA finds none of them", "CUDA_VISIBLE_DEVICES"),
+    "Found no NVIDIA driver on your system. Please check": ("there is no NVIDIA driver", "image"),
+    "CUDA unknown error - this may be due to\nand so on": (
+        "CUDA unknown error - this may be due to", "nvidia-smi"),
+}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine whose GPUs PyTorch was built for, and does not find; return its /dev."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(cuda_problem, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", CASES)
+@pytest.mark.parametrize("sees_gpus", [True, False])
+def test_each_cause_is_named_with_what_helps(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, text: str, sees_gpus: bool
+) -> None:
+    def fail() -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    if sees_gpus:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    else:
+        (machine / "nvidia0").touch()  # the driver's library cannot be asked
+    cause, remedy = CASES[text]
+    with pytest.raises(UserError, match="this machine has GPUs, but PyTorch") as caught:
+        num_gpus()
+    assert cause in str(caught.value) and remedy in str(caught.value)
+    assert cuda_problem.cuda_problem()[0] == cause
+
+
+def test_a_machine_without_gpus_and_one_that_hides_them_train_on_the_cpu(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert num_gpus() == 0
+    (machine / "nvidia0").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert num_gpus() == 0
