@@ -10,12 +10,39 @@ from pathlib import Path
 
 import psutil
 
+CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
+
 
 def num_cpu_cores() -> int:
     """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def available_ram_gib() -> float:
+    """Return the RAM that is free or can be freed, within the limit of a container."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])
+        available = min(available, limit - used + cached)
+    except (OSError, ValueError, KeyError):  # no container, or no limit ("max")
+        pass
+    return available / 2**30
+
+
+def num_usable_cores() -> float:
+    """Return the CPU cores that this process may use, within the quota of a container."""
+    cores = float(num_cpu_cores())
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        cores = min(cores, int(quota) / int(period))
+    except (OSError, ValueError, ZeroDivisionError):
+        pass
+    return cores
 
 
 def seconds_since_process_start() -> float:

@@ -14,11 +14,17 @@ from basics.files import check_tensor_header
 Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it, and shape
 
 
+def read_header(path: Path) -> Header:
+    """Read what a file says of its tensors. Raises: OSError, SafetensorError: it is damaged."""
+    check_tensor_header(path)
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        return {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+
+
 def read_tensors(path: Path, *, wanted: Header | None = None,
                  least: Callable[[str], float] = lambda name: -math.inf) -> dict[str, Tensor]:
     """Read all tensors of a file; numbers that would make later weights NaN are refused.
-
-    Integers and booleans, such as the masks in old files of GPT-2, are not checked.
 
     Args:
         wanted: names, dtypes and shapes, compared before anything is read; None for any.
@@ -28,15 +34,13 @@ def read_tensors(path: Path, *, wanted: Header | None = None,
         OSError, SafetensorError: the file cannot be read, or is damaged.
         ValueError: it does not hold what is wanted.
     """
-    check_tensor_header(path)
+    found = read_header(path)
+    if wanted is not None:
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                raise ValueError(f"{path.name}: {name[:60]} is {found.get(name, 'absent')},"
+                                 f" wanted {wanted.get(name, 'absent')}")
     with safe_open(path, framework="pt") as file:
-        if wanted is not None:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
-            for name in sorted(found.keys() | wanted.keys()):
-                if found.get(name) != wanted.get(name):
-                    raise ValueError(f"{path.name}: {name[:60]} is {found.get(name, 'absent')},"
-                                     f" wanted {wanted.get(name, 'absent')}")
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     for name, tensor in tensors.items():
         low, high = _range(tensor)
@@ -52,8 +56,8 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _range(tensor: Tensor) -> tuple[float, float]:
-    """Return the least and the greatest number; zeros for integers, booleans, and no numbers."""
-    if not (tensor.is_floating_point() and tensor.numel()):
+    """Return the least and the greatest number; zeros if there are none."""
+    if not tensor.numel():
         return 0.0, 0.0
     low, high = tensor.aminmax()  # one pass, without a copy
     return float(low), float(high)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from basics.markdown import escaped
 from preparation.documents import Source
 from preparation.journal import Origin, Progress, Request
 from preparation.progress_display import left_out
@@ -56,7 +57,7 @@ def write_card(dataset_dir: Path, origin: Origin, request: Request, progress: Pr
     revision = f" (revision {request.revision})" if request.revision else ""
     _write(
         dataset_dir, origin, progress, request.tokenizer,
-        source=request.source + revision,
+        source=escaped(request.source + revision),
         of_text=f" for {progress.num_bytes:,} bytes of text"
                 f" ({progress.num_characters / num_tokens:.2f} characters per\ntoken)",
         layout=LAYOUT.format(end_of_text=end_of_text_of(
@@ -68,7 +69,7 @@ def write_import_card(dataset_dir: Path, source: Path, tokenizer: str,
                       progress: Progress) -> None:
     """Write README.md next to token files that were imported."""
     _write(dataset_dir, Source(str(source), []).origin(), progress, tokenizer,
-           source=source.name, of_text="", layout=IMPORTED)
+           source=escaped(source.name), of_text="", layout=IMPORTED)
 
 
 def _write(dataset_dir: Path, origin: Origin, progress: Progress, tokenizer: str,
@@ -91,7 +92,7 @@ def _write(dataset_dir: Path, origin: Origin, progress: Progress, tokenizer: str
         for split in ("train", "validation")
     )
     card = CARD.format(
-        front_matter=card_data.to_yaml(), name=name, num_documents=num_documents,
+        front_matter=card_data.to_yaml(), name=escaped(name), num_documents=num_documents,
         num_tokens=progress.train.num_tokens + progress.validation.num_tokens,
         tokenizer=TOKENIZER_FILE if has_file else tokenizer, rows=rows,
         notes=_notes(origin, progress), **texts,
@@ -110,5 +111,5 @@ def _notes(origin: Origin, progress: Progress) -> str:
         notes += ("\nBefore you publish this dataset, set the licence and the language above to"
                   " those of the source.\n")
     if progress.num_bad_files:
-        notes += f"\nFiles {left_out(progress)}.\n"
+        notes += f"\nFiles {escaped(left_out(progress))}.\n"
     return notes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from basics.errors import UserError
-from basics.files import check_tensor_header
-from checkpointing import Checkpoint
+from basics.tensor_files import header_of, read_header
+from checkpointing import WEIGHTS, Checkpoint
 from gpt import GPTModel
 from run_config import ModelConfig, Run
 from tokens.batch_plan import BatchPlan
@@ -17,27 +17,24 @@ STARTS = ("start_train_token", "start_val_token")  # changed ones would read dat
 
 
 def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Compare a checkpoint's tensor names and shapes with a model's, without loading either.
+    """Compare a checkpoint's tensor names, dtypes and shapes with a model's; load neither.
 
     Raises:
-        UserError: the file is damaged, or belongs to a model of another shape.
+        UserError: a file is damaged, or belongs to another model.
     """
-    path = checkpoint.path / "model.safetensors"
-    try:
-        check_tensor_header(path)
-        with safe_open(path, framework="pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
-                        " name another checkpoint") from None
     with torch.device("meta"):
-        wanted = {key: tuple(value.shape) for key, value in GPTModel(model).state_dict().items()}
-    for key in sorted(found.keys() | wanted.keys()):
-        if found.get(key) != wanted.get(key):
-            raise UserError(
-                f"{path}: {key} is {found.get(key, 'absent')}, but model.json makes it"
-                f" {wanted.get(key, 'absent')}; restore model.json, or start over with --fresh"
-            )
+        wanted = header_of(GPTModel(model).state_dict())
+    for path in {checkpoint.path / WEIGHTS, checkpoint.weights_path}:
+        try:
+            found = read_header(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
+                            " name another checkpoint") from None
+        for key in sorted(found.keys() | wanted.keys()):
+            if found.get(key) != wanted.get(key):
+                raise UserError(
+                    f"{path}: {key} is {found.get(key, 'absent')}, but model.json makes it"
+                    f" {wanted.get(key, 'absent')}; restore model.json, or start over with --fresh")
 
 
 def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:

@@ -8,13 +8,17 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from safetensors import safe_open
 
 from basics.checkpoint_names import BEST, directory_of, named_as_checkpoints
 from basics.config_files import describe
 from basics.errors import UserError, first_line, print_error
+from basics.files import check_tensor_header
 from basics.json_files import read_json_object
+from basics.machine import available_ram_gib
 from basics.manifest import MANIFEST
-from basics.tensor_files import read_tensors
+from basics.sizes import gib
+from basics.tensor_files import first_non_finite
 from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
 from preparation.hub import ask_hub, hide_progress_bars
@@ -23,7 +27,14 @@ from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import END_OF_TEXT_IDS, Tokenizer, file_beside, load_tokenizer
 from tokens.tokenizer_file import TOKENIZER_FILE, name_of, parse_tokenizer, read_tokenizer_file
 from trainer.resuming import check_weights_fit
-from trainer.weight_formats import Gpt2Config, Weights, from_gpt2, from_original, is_original
+from trainer.weight_formats import (
+    Gpt2Config,
+    Weights,
+    from_gpt2,
+    from_original,
+    is_original,
+    without_zero_biases,
+)
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
@@ -84,7 +95,11 @@ def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
         target = _of_directory(name, place if place.is_dir() else _download(name))
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target.model.to(device).eval()
+    model = target.model.to(device).eval()
+    with torch.inference_mode():
+        if not model(torch.zeros(1, 1, dtype=torch.int64, device=device)).isfinite().all():
+            raise UserError(f"{name}: its logits are not finite: its weights are too large; take"
+                            " another model")
     return target
 
 
@@ -118,9 +133,7 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> Target:
 def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
                    run: Run | None = None) -> Target:
     check_weights_fit(checkpoint, config)
-    with torch.device("meta"):
-        model = GPTModel(config)
-    model.to_empty(device="cpu")
+    model = _on_meta(checkpoint.path, config).to_empty(device="cpu")
     load_weights(checkpoint, model)
     tokenizer = checkpoint.meta.tokenizer
     return Target(name, model, tokenizer, run, checkpoint, file_beside(checkpoint.path, tokenizer))
@@ -128,21 +141,26 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
 
 def _of_directory(name: str, directory: Path) -> Target:
     if (directory / MANIFEST).exists():
-        checkpoint = open_checkpoint(directory, thoroughly=True)
-        return _of_checkpoint(name, checkpoint, checkpoint.meta.model)
-    weights = _read_weights(directory)
+        found = open_checkpoint(directory)
+        _on_meta(directory, found.meta.model)
+        check_weights_fit(found, found.meta.model)  # before digests: a file may have terabytes
+        return _of_checkpoint(name, open_checkpoint(directory, thoroughly=True), found.meta.model)
+    weights = _map_weights(directory)
     try:
         if is_original(weights.keys()):
-            config = _original_config(directory)
-            ours, end_of_text = from_original(weights, config), None
+            config, end_of_text, convert = _original_config(directory), None, from_original
         else:
             gpt2 = _gpt2_config(directory / "config.json")
-            config, ours = from_gpt2(weights, gpt2)
-            end_of_text = gpt2.eos_token_id
-        with torch.device("meta"):
-            model = GPTModel(config)
-        _check_shapes(directory, ours, model.state_dict())
-        ours = {key: weight.float() for key, weight in ours.items()}
+            config, end_of_text, convert = gpt2.as_model_config(), gpt2.eos_token_id, from_gpt2
+        shapes = convert({key: weight.to("meta") for key, weight in weights.items()}, config)
+        _check_shapes(directory, shapes, _on_meta(directory, config).state_dict())
+        ours = {key: weight.float() for key, weight in convert(weights, config).items()}
+        if broken := first_non_finite(ours):
+            raise UserError(f"{directory}: {broken} holds a number that is not finite in float32;"
+                            " download or export it again")
+        if convert is from_gpt2:
+            ours, config = without_zero_biases(ours, config)
+        model = _on_meta(directory, config)
         model.load_state_dict(ours, assign=True)
     except KeyError as error:
         raise UserError(f"{directory}: has no weights {error.args[0]}; give a GPT-2 whose tensors"
@@ -155,16 +173,30 @@ def _of_directory(name: str, directory: Path) -> Target:
     return Target(name, model, tokenizer_name, tokenizer_path=path)
 
 
+def _on_meta(place: Path, config: ModelConfig) -> GPTModel:
+    """Make a model without memory. Raises: UserError: its weights would not fit into the RAM."""
+    with torch.device("meta"):
+        model = GPTModel(config)
+    needed, available = 4 * model.num_parameters(), available_ram_gib() * 2**30
+    if needed > available:
+        raise UserError(f"{place}: its config makes a model of {gib(needed)}; this machine has"
+                        f" {gib(available)} of memory left; take a smaller one")
+    return model
+
+
 def _check_shapes(directory: Path, found: Weights, wanted: Weights) -> None:
     for name, weight in wanted.items():
+        if not found[name].is_floating_point():
+            raise UserError(f"{directory}: not a GPT-2: {name} holds {found[name].dtype}; wanted"
+                            " floating-point numbers")
         if found[name].shape != weight.shape:
             raise UserError(f"{directory}: not a GPT-2: {name} has shape"
                             f" {tuple(found[name].shape)}; its config needs"
                             f" {tuple(weight.shape)}")
 
 
-def _read_weights(directory: Path) -> Weights:
-    """Read `model.safetensors`, or the files that its index lists."""
+def _map_weights(directory: Path) -> Weights:
+    """Map `model.safetensors`, or the files that its index lists; nothing is read before use."""
     index_path, names = directory / "model.safetensors.index.json", ["model.safetensors"]
     if index_path.exists():
         weight_map = read_json_object(index_path, needed_by=NEEDED_BY).get("weight_map")
@@ -180,7 +212,9 @@ def _read_weights(directory: Path) -> Weights:
         try:
             if (directory / name).exists() and not (directory / name).is_file():
                 raise OSError("is not a file")  # reading a pipe could block forever
-            weights |= read_tensors(directory / name)
+            check_tensor_header(directory / name)
+            with safe_open(directory / name, framework="pt") as file:
+                weights |= {key: file.get_tensor(key) for key in file.keys()}
         except FileNotFoundError:
             raise UserError(f"{directory / name}: no such file; {NEEDED_BY} needs it (pickled"
                             " weights such as pytorch_model.bin are not read)") from None

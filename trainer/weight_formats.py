@@ -58,7 +58,7 @@ class Gpt2Config(BaseModel):
     add_cross_attention: Literal[False] = False
     eos_token_id: int | None = 50256
 
-    def as_model_config(self, *, qkv_bias: bool) -> ModelConfig:
+    def as_model_config(self) -> ModelConfig:
         """Return this project's config; one dropout rate stands for GPT-2's three.
 
         Raises:
@@ -69,7 +69,7 @@ class Gpt2Config(BaseModel):
         return ModelConfig(
             vocab_size=self.vocab_size, context_length=self.n_positions, emb_dim=self.n_embd,
             n_heads=self.n_head, n_layers=self.n_layer, drop_rate=self.resid_pdrop,
-            qkv_bias=qkv_bias, tie_weights=self.tie_word_embeddings,
+            qkv_bias=True, tie_weights=self.tie_word_embeddings,
         )
 
 
@@ -106,20 +106,23 @@ def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
     return theirs if model.tie_weights else theirs | {"lm_head.weight": ours["head.weight"]}
 
 
-def from_gpt2(weights: Weights, config: Gpt2Config) -> tuple[ModelConfig, Weights]:
+def from_gpt2(weights: Weights, model: ModelConfig) -> Weights:
     """Convert GPT-2's weights. Raises: KeyError: one is missing; ValueError: wrong sizes."""
     theirs = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-    if f"h.{config.n_layer}.ln_1.weight" in theirs:
-        raise ValueError(f"it has more layers than n_layer, {config.n_layer}")
+    if f"h.{model.n_layers}.ln_1.weight" in theirs:
+        raise ValueError(f"it has more layers than n_layer, {model.n_layers}")
     ours = {name: _transposed(theirs[gpt2], transpose)
-            for name, gpt2, transpose in _gpt2_names(config.n_layer)}
-    biases = [name for name in ours if name.endswith("qkv.bias")]
-    model = config.as_model_config(qkv_bias=any(ours[name].any() for name in biases))
-    if not model.qkv_bias:  # zeros, stored because GPT-2 always has them
-        ours = {name: weight for name, weight in ours.items() if name not in biases}
-    if not model.tie_weights:
-        ours["head.weight"] = theirs["lm_head.weight"]
-    return model, ours
+            for name, gpt2, transpose in _gpt2_names(model.n_layers)}
+    return ours if model.tie_weights else ours | {"head.weight": theirs["lm_head.weight"]}
+
+
+def without_zero_biases(weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig]:
+    """Drop query, key and value biases that are all zero: GPT-2's files always have them."""
+    biases = {name: weight for name, weight in weights.items() if name.endswith("qkv.bias")}
+    if any(weight.any() for weight in biases.values()):
+        return weights, model
+    return ({name: weight for name, weight in weights.items() if name not in biases},
+            model.model_copy(update={"qkv_bias": False}))
 
 
 def from_original(weights: Weights, model: ModelConfig) -> Weights:
@@ -176,4 +179,4 @@ def _original_part(ours: str, part: str) -> str:
 
 
 def _transposed(weight: Tensor, transpose: bool) -> Tensor:
-    return weight.T.contiguous() if transpose else weight
+    return weight.t().contiguous() if transpose else weight

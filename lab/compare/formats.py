@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from basics.markdown import escaped
+
 UNKNOWN = "-"
 
 
@@ -19,11 +21,6 @@ def dollars(value: float) -> str:
     return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"
 
 
-def escaped(cell: str) -> str:
-    """Escape the characters that mean something in a cell of a Markdown table."""
-    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-
-
 def markdown_notes(notes: Iterable[str]) -> list[str]:
     """Format notes as lines of a Markdown list."""
-    return [f"- {note}".replace("<", "&lt;") for note in notes]
+    return [f"- {escaped(note)}" for note in notes]

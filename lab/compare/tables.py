@@ -15,7 +15,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from lab.compare.formats import UNKNOWN, dollars, escaped, markdown_notes, short_count
+from basics.markdown import escaped
+from lab.compare.formats import UNKNOWN, dollars, markdown_notes, short_count
 from lab.compare.rows import LOSS_NAMES, Comparison, Row
 from lab.compare.to_loss_table import to_loss_table
 from lab.compare.tokens_to_loss import TokensToLoss
@@ -244,9 +245,12 @@ def values_of(comparison: Comparison, row: Row, to_loss: TokensToLoss | None) ->
 
 
 def _plain(value: str | bool | float | None) -> str:
-    """Format a value, a whole number without an exponent; empty if it is not known."""
+    """Format a value, a whole number without an exponent; empty if it is not known.
+
+    A spreadsheet would run text that begins like a formula: it gets an apostrophe.
+    """
     if value is None or isinstance(value, str):
-        return value or ""
+        return f"'{value}" if value and value[0] in "=+-@" else value or ""
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if value == int(value) else repr(value)

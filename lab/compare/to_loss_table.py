@@ -6,7 +6,8 @@ from textwrap import wrap
 
 from tabulate import tabulate
 
-from lab.compare.formats import UNKNOWN, dollars, escaped, short_count
+from basics.markdown import escaped
+from lab.compare.formats import UNKNOWN, dollars, short_count
 from lab.compare.tokens_to_loss import TokensToLoss
 
 TITLE = "tokens to the final validation loss of"

@@ -11,7 +11,7 @@ from typing import Any
 
 from basics.errors import UserError
 from basics.gpu_readings import nvml_failure, read_gpus
-from basics.machine import num_cpu_cores
+from basics.machine import available_ram_gib, num_cpu_cores
 from lab.doctor import gpu_checks, host_checks, load_tests, network_checks, run_checks
 from lab.doctor.check import Check, Subject, make_checks, within
 from lab.doctor.gpu_checks import NO_ANSWER
@@ -62,7 +62,7 @@ def subject_of(request: Request, environment: Mapping[str, str]) -> Subject:
     return Subject(
         request.runs_dir, request.datasets_dir, request.run, found.run, found.config_error,
         tuple(every), tuple(gpus), failure, num_processes,
-        int(environment.get("WORLD_SIZE", num_processes)), host_checks.available_ram_gib(),
+        int(environment.get("WORLD_SIZE", num_processes)), available_ram_gib(),
         busy="; ".join(filter(None, reasons)), is_training=pid is not None,
         is_online=request.is_online)
 

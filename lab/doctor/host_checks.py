@@ -11,9 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
-from basics.machine import num_cpu_cores
+from basics.machine import num_usable_cores
 from basics.sizes import gib
 from lab.doctor.check import Finding, Subject, ok, problem, warning
 from lab.plan.estimate import bytes_of_checkpoint, default_precision
@@ -21,7 +19,6 @@ from lab.plan.memory import peak_memory
 from lab.plan.setting import Setting
 from reporting.speed import find_gpu
 
-CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 SHARED_MEMORY = Path("/dev/shm")
 TEST_BYTES, CHUNK_BYTES = 256 * 2**20, 32 * 2**20  # written to measure a disk
 TEST_SECONDS = 3.0  # after which no further chunk is written
@@ -32,31 +29,6 @@ FEW_OPEN_FILES = 1024
 CORES_PER_PROCESS = 2  # one for the process, one for reading data, saving and charts
 SMALL_SHARED_MEMORY = 2**30
 SHARED_MEMORY_PER_PROCESS = 16 * 2**20  # NCCL's, without peer-to-peer access
-
-
-def available_ram_gib() -> float:
-    """Return the RAM that is free or can be freed, within the limit of a container."""
-    available = psutil.virtual_memory().available
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        cached = int(stat["inactive_file"]) + int(stat["active_file"])
-        available = min(available, limit - used + cached)
-    except (OSError, ValueError, KeyError):  # no container, or no limit ("max")
-        pass
-    return available / 2**30
-
-
-def num_usable_cores() -> float:
-    """Return the CPU cores that this process may use, within the quota of a container."""
-    cores = float(num_cpu_cores())
-    try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        cores = min(cores, int(quota) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):
-        pass
-    return cores
 
 
 def check_ram(subject: Subject) -> Finding:

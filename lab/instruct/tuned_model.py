@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from huggingface_hub import ModelCardData
 
+from basics.markdown import code, escaped
 from lab.instruct.instructions import INPUT, Entry, chat_template
 from lab.instruct.job import Job
 from lab.instruct.tuning import Tuner
@@ -77,7 +78,7 @@ def tuned_card(job: Job, tuner: Tuner, counts: dict[str, int]) -> str:
     title = f"{job.base_name.rpartition('/')[2]}-tuned"
     settings = asdict(job.options) | {"loss_on": COMPUTED_ON[job.options.loss_on]}
     return CARD.format(
-        front_matter=_front_matter(job, title), title=title, base=_base(job),
+        front_matter=_front_matter(job, title), title=escaped(title), base=_base(job),
         num_parameters=job.target.model.num_parameters(),
         prompt=Entry(instruction="Name the largest planet.", output="").prompt().rstrip("\n"),
         input=INPUT.replace("\n", "\\n"), data=table_rows(_data_facts(job, counts)),
@@ -96,7 +97,7 @@ def _front_matter(job: Job, title: str) -> str:
 
 
 def _base(job: Job) -> str:
-    name, checkpoint = f"`{job.base_name}`", job.target.checkpoint
+    name, checkpoint = code(job.base_name), job.target.checkpoint
     if checkpoint is None:
         return name
     return (f"{name} after {checkpoint.meta.tokens:,} tokens (checkpoint `{checkpoint.name}`)")
@@ -106,7 +107,7 @@ def _data_facts(job: Job, counts: dict[str, int]) -> dict[str, str]:
     entries = job.entries
     total = len(entries.train) + len(entries.test) + len(entries.validation)
     return {
-        "file": f"`{job.data.name}`", "SHA-256": f"`{job.data_sha256}`", "entries": f"{total:,}",
+        "file": job.data.name, "SHA-256": job.data_sha256, "entries": f"{total:,}",
         "for training, validation, the test": "{train:,}, {validation:,}, {test:,}".format(
             **counts),
         "cut to the context": f"{counts['cut']:,}",

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from basics.errors import UserError, first_line, one_line
 from basics.files import read_regular_file
+from basics.markdown import code, escaped
 from lab.compare.run_figures import Written, number
 from lab.publish.dataset_facts import LANGUAGE_CODE, LICENCE_NAME, declared_of
 from lab.publish.measurements import measurements
@@ -115,8 +116,8 @@ def model_card(target: Target, facts: CardFacts) -> str:
     return CARD.format(
         front_matter=_front_matter(settings, found, facts), title=facts.title,
         address=facts.address, num_parameters=target.model.num_parameters(),
-        start=f"the weights of `{one_line(str(start))}`" if start else "scratch",
-        on_data=f" on {target.checkpoint.meta.tokens:,} tokens of `{dataset}`{_so_far(target)}",
+        start=f"the weights of {code(str(start))}" if start else "scratch",
+        on_data=f" on {target.checkpoint.meta.tokens:,} tokens of {code(dataset)}{_so_far(target)}",
         prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
         facts=table_rows(_model_facts(target, found)),
         training=table_rows(_training(target, written)),
@@ -186,7 +187,7 @@ def _model_facts(target: Target, found: list[dict[str, Any]]) -> dict[str, str]:
         "vocabulary": f"{config.vocab_size:,} ({_tokenizer(target)})",
         "output head": "tied to the token embedding" if config.tie_weights else "separate",
         "query, key and value biases": "yes" if config.qkv_bias else "no (stored as zeros)",
-        **{f"{one['name']}, `{one['dataset']}`": f"{one['value']:.6f}" for one in found},
+        **{f"{one['name']}, {one['dataset']}": f"{one['value']:.6f}" for one in found},
     }
 
 
@@ -253,5 +254,5 @@ def _notes(target: Target) -> str:
 
 def table_rows(facts: dict[str, str]) -> str:
     """Return the rows of a Markdown table of two columns."""
-    return "\n".join("| {} | {} |".format(*(one_line(text).replace("|", "\\|") for text in row))
+    return "\n".join("| {} | {} |".format(*(escaped(one_line(text)) for text in row))
                      for row in facts.items())

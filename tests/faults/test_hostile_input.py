@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 import torch
 
+from basics.errors import UserError
 from basics.manifest import MANIFEST, read_manifest, write_manifest
 from reporting.charts import draw_charts
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
@@ -30,6 +31,7 @@ from tests.support.workplace import (
     succeeded,
     write_tokens,
 )
+from trainer.targets import load_target
 
 MARK = Path("/tmp") / f"hostile-code-was-run-{os.getpid()}"
 
@@ -143,6 +145,10 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a header of many moments": ("optimizer.safetensors", many_tensors),
     "weights of NaN": ("model.safetensors", tensors(
         lambda w: w["final_norm.weight"].fill(np.nan))),
+    "weights of complex numbers": ("model.safetensors", tensors(lambda w: w.update(
+        {"final_norm.weight": w["final_norm.weight"].astype("c8")}))),
+    "weights that are finite only in float64": ("model.safetensors", tensors(lambda w: w.update(
+        {"final_norm.weight": np.full(16, 1e300)}))),
     "a header of many tensors": ("model.safetensors", many_tensors),
     "seconds beyond all numbers": ("meta.json", lambda p: p.write_text(json.dumps(
         json.loads(p.read_text()) | {"seconds": {"training": 1e308, "waiting": 1e308}}))),
@@ -319,6 +325,20 @@ def test_a_hostile_checkpoint_is_refused(
     line = refused(workplace, "tiny", under_torchrun=True)
     # The manifest fits, so only reading the file shows the error.
     assert any(words in line for words in FOUND_OUT_BY[file])
+
+
+@pytest.mark.parametrize("is_too_large", [False, True])
+def test_hostile_weights_of_a_directory_are_refused_before_their_digest_is_computed(
+    resumable: tuple[Workplace, Path], is_too_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace, checkpoint = resumable
+    tensors(lambda w: w.update({"final_norm.weight": w["final_norm.weight"].view("i4")}))(
+        checkpoint / "model.safetensors")  # of the same size
+    if is_too_large:
+        monkeypatch.setattr("trainer.targets.available_ram_gib", lambda: 1e-6)
+    message = "of memory left" if is_too_large else r"is \('I32', \[16\]\), but model.json makes it"
+    with pytest.raises(UserError, match=message):
+        load_target(str(checkpoint), runs_dir=workplace.runs_dir)
 
 
 ONE_OF_EACH: dict[str, tuple[str, bytes]] = {

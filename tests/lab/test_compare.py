@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,11 +27,14 @@ from lab.compare import charts as comparison_charts
 from lab.compare.charts import draw_comparison, loss_panels, loss_points, memory_points
 from lab.compare.published import PUBLISHED_PATH, read_published
 from lab.compare.rows import Comparison, Row, compare, seed_spread
+from lab.compare.run_figures import Figures
 from lab.compare.run_results import find_results
 from lab.compare.student import t_95
 from lab.compare.tables import csv_table, html_page, markdown_table, terminal_table
 from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached, tokens_to_loss
 from tests.support.json_schemas import checked
+from tests.support.markdown import HOSTILE as HOSTILE_TEXT
+from tests.support.markdown import active_parts
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_MODEL,
@@ -626,7 +630,7 @@ def test_names_are_escaped_in_markdown_and_html(runs: Runs) -> None:
     name = "<b>|x"
     runs.add(name, train={"dataset": "<script>"})
     runs.add("same", train={"dataset": "<script>"})  # the value is then also in a note
-    runs.add("other")
+    runs.add(HOSTILE_TEXT, train={"dataset": HOSTILE_TEXT})
     markdown = runs.run("--markdown").stdout
     assert "&lt;b>\\|x" in markdown and "<script>" not in markdown
     tables = [[line for line in part.splitlines() if line.startswith("|")]
@@ -634,10 +638,21 @@ def test_names_are_escaped_in_markdown_and_html(runs: Runs) -> None:
     columns = [{len(re.findall(r"(?<!\\)\|", line)) for line in table}
                for table in tables if table]
     assert len(columns) == 2 and all(len(counts) == 1 for counts in columns)
+    assert not active_parts(markdown)
     page = html_page(runs.compare(), [])
     assert "&lt;b&gt;|x" in page and "&lt;script&gt;" in page
     assert "dataset=&lt;script&gt;" in page.split("<p>", 2)[2]
     assert "<script>" not in page and name not in page
+
+
+def test_no_cell_of_csv_is_a_formula_and_numbers_stay_numbers(runs: Runs) -> None:
+    for start in "=+-@":
+        runs.add(f"{start}1")
+    comparison = runs.compare()
+    assert sorted(csv_rows(comparison)) == ["'+1", "'-1", "'=1", "'@1"]
+    row = replace(comparison.rows[0], figures=Figures(train_loss=-0.5))
+    (cells,) = csv_rows(replace(comparison, rows=[row])).values()
+    assert cells["train_loss"] == "-0.5"
 
 
 def test_control_characters_in_names_are_not_printed(runs: Runs) -> None:

@@ -211,7 +211,7 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
     monkeypatch.setattr(examination, "read_gpus", lambda: [replace(gpu, memory_used_gib=0.5), gpu])
     monkeypatch.setattr("lab.doctor.load_tests.LoadTests.results", lambda _: [
         Result(0, found={"torch": facts}, began={"torch": 1.0})])
-    monkeypatch.setattr("lab.doctor.host_checks.available_ram_gib", lambda: 100.0)
+    monkeypatch.setattr("lab.doctor.examination.available_ram_gib", lambda: 100.0)
     if is_trained:
         lock_run(place.runs_dir / "large")
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from basics import machine
 from basics.gpu_readings import GpuReading
 from lab.doctor import host_checks, network_checks, run_checks
 from lab.doctor.check import OK, PROBLEM, WARNING, Check, Subject, make_checks
@@ -68,17 +69,17 @@ def test_ram_is_compared_with_what_processes_and_snapshot_need(
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_checks, "CGROUP", tmp_path)
-    unlimited = host_checks.available_ram_gib(), host_checks.num_usable_cores()
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    unlimited = machine.available_ram_gib(), machine.num_usable_cores()
     for name, text in {"memory.max": "max", "memory.current": "5", "cpu.max": "max 100000",
                        "memory.stat": "inactive_file 1\nactive_file 2\n"}.items():
         (tmp_path / name).write_text(text)
-    assert host_checks.available_ram_gib() == pytest.approx(unlimited[0], rel=0.2)
-    assert host_checks.num_usable_cores() == unlimited[1]
+    assert machine.available_ram_gib() == pytest.approx(unlimited[0], rel=0.2)
+    assert machine.num_usable_cores() == unlimited[1]
     (tmp_path / "memory.max").write_text(str(2**20 + 2))
     (tmp_path / "cpu.max").write_text("50000 100000")
-    assert host_checks.available_ram_gib() == 2**20 / 2**30
-    assert host_checks.num_usable_cores() == 0.5
+    assert machine.available_ram_gib() == 2**20 / 2**30
+    assert machine.num_usable_cores() == 0.5
 
 
 @pytest.mark.parametrize(("free", "verdict"), [

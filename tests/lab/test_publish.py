@@ -25,6 +25,7 @@ from lab.publish.export import write_export
 from lab.publish.model_card import CardFacts, model_card
 from lab.publish.tokenizer_files import write_tokenizer_files
 from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.markdown import HOSTILE, active_parts
 from tests.support.models import random_model
 from tests.support.upload_server import UploadHub, taking_uploads
 from tests.support.workplace import Workplace, run_command
@@ -150,6 +151,11 @@ def test_a_card_describes_the_training_not_a_later_config(trained: Workplace) ->
     ("evaluations.jsonl", '"loss": "x"'), ("evaluations.jsonl", '"loss": NaN'),
     ("evaluations.jsonl", '"loss": 1.5, "dataset": "a|b\\nc", "split": {"a": 1}'),
     ("evaluations.jsonl", '"loss": 1.5, "dataset": ["a"]'),
+    ("summary.json", json.dumps({"train": {"dataset": HOSTILE}})),
+    ("summary.json", json.dumps({"train": {"dataset": "tiny", "init_from": HOSTILE}})),
+    ("summary.json", json.dumps({"machine": dict.fromkeys(("device", "torch"), HOSTILE)})),
+    ("evaluations.jsonl", f'"loss": 1.5, "dataset": {json.dumps(HOSTILE)}'),
+    ("evaluations.jsonl", f'"accuracy": 0.5, "benchmark": {json.dumps(HOSTILE)}'),
 ])
 def test_damaged_records_never_break_a_card(trained: Workplace, file: str, text: str) -> None:
     path = trained.runs_dir / "tiny" / file
@@ -161,6 +167,7 @@ def test_damaged_records_never_break_a_card(trained: Workplace, file: str, text:
     ModelCard(card)  # parses its front matter
     rows = [line for line in card.splitlines() if line.startswith("|")]
     assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
+    assert active_parts(card) <= CHARTS
 
 
 def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:

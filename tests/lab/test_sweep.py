@@ -432,7 +432,7 @@ def test_losses_on_other_validation_tokens_are_not_compared(sweeps: Sweeps) -> N
 
 def test_cells_are_escaped_in_markdown(sweeps: Sweeps) -> None:
     succeeded(sweeps.run("--change", r'sample_prompts=["a\\b|<c"]'))
-    assert r'sample_prompts=["a\\\\b\|&lt;c"]' in (sweeps.tiny / "table.md").read_text()
+    assert r'sample_prompts=\["a\\\\b\|&lt;c"\]' in (sweeps.tiny / "table.md").read_text()
 
 
 def test_sigusr1_is_passed_on_by_torchrun() -> None:

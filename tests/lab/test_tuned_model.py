@@ -21,6 +21,7 @@ from lab.instruct.instructions import Entry, load_entries
 from lab.instruct.tune import default_model_output
 from lab.instruct.tuning import Tuner
 from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.markdown import HOSTILE, active_parts
 from tests.support.tuning import (
     MODEL,
     add_tunable_run,
@@ -151,7 +152,7 @@ def test_the_card_says_what_the_model_was_tuned_on(tuned_place: Workplace) -> No
     assert "license" not in facts and "base_model" not in facts
     data = tuned_place.root / "data.json"
     for wanted in ("# tiny-tuned", f"`tiny` after 0 tokens (checkpoint `{record['checkpoint']}`)",
-                   "| file | `data.json` |", f"| SHA-256 | `{load_entries(data).sha256}` |",
+                   "| file | data.json |", f"| SHA-256 | {load_entries(data).sha256} |",
                    "| entries | 40 |", "| for training, validation, the test | 34, 2, 4 |",
                    "| learning rate, constant (AdamW) | 0.01 |", "| seed | 42 |",
                    "| loss computed on | the response only |", 'model=".")',
@@ -165,11 +166,13 @@ def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(
 ) -> None:
     succeeded(tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1"))
     monkeypatch.chdir(tuned_place.root)
-    base = tuned_dir(tuned_place).rename(tuned_place.root / "mine")
-    command = ("--data", "data.json", "--max-epochs", "1", "--max-new-tokens", "1")
+    base = tuned_dir(tuned_place).rename(tuned_place.root / HOSTILE)
+    (tuned_place.root / "data.json").rename(f"{HOSTILE}.json")
+    command = ("--data", f"{HOSTILE}.json", "--max-epochs", "1", "--max-new-tokens", "1")
     succeeded(run_lab("tune", str(base), *command))
-    card = ModelCard.load("mine-tuned/README.md")
-    assert "`mine`, fine-tuned" in card.text and str(tuned_place.root) not in card.content
+    card = ModelCard.load(f"{HOSTILE}-tuned/README.md")
+    assert HOSTILE.replace("`", "'") + "`, fine-tuned" in card.text
+    assert str(tuned_place.root) not in card.content and not active_parts(card.content)
     monkeypatch.setattr("trainer.targets._download", lambda name: base)
     succeeded(run_lab("tune", "someone/gpt", *command, "--model-output", "other"))
     card = ModelCard.load("other/README.md")

@@ -29,6 +29,7 @@ from preparation.documents import Source, find_documents
 from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions, num_training_documents
 from preparation.token_file_writer import TokenFileWriter
+from tests.support.markdown import HOSTILE, active_parts
 from tests.support.preparation import (
     BYTES,
     DOCUMENTS,
@@ -245,6 +246,14 @@ def test_the_dataset_card_is_valid_and_its_code_works(
     names: dict[str, object] = {}
     exec(code, names)
     assert len(names["tokens"]) == 1024
+
+
+def test_hostile_names_stay_text_in_a_dataset_card(tmp_path: Path) -> None:
+    folder = write_parquet(tmp_path / HOSTILE, DOCUMENTS[:50], DOCUMENTS[50:])
+    (folder / f"002{HOSTILE}.parquet").write_bytes(b"")
+    prepare_dataset(find_documents(folder), tmp_path / "out", replace(BYTES, skip_bad_shards=True))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "could not be read: 1 (002a" in card and not active_parts(card)
 
 
 @pytest.mark.parametrize("content", ["file", "directory"])

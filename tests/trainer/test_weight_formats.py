@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +215,48 @@ def test_a_damaged_directory_is_refused_in_one_line(
     assert "\n" not in caught.value.line()
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused(number: float, tmp_path: Path) -> None:
-    path = export(random_model(), tmp_path) / "model.safetensors"
+def shown_as(dtype: torch.dtype, number: float) -> Callable[[Tensor], Tensor]:
+    def change(weight: Tensor) -> Tensor:
+        weight = weight.to(dtype)
+        weight[3, 4] = number
+        return weight
+    return change
+
+
+HOSTILE_WEIGHTS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "NaN": ("wte.weight", shown_as(torch.float32, math.nan), "not finite in float32"),
+    "infinity": ("wte.weight", shown_as(torch.float16, math.inf), "not finite in float32"),
+    "finite only in float64": ("wte.weight", shown_as(torch.float64, 1e300),
+                               "token_embedding.weight holds a number that is not finite"),
+    "infinite products": ("h.1.attn.c_proj.weight", lambda weight: weight * 1e30,
+                          "its logits are not finite"),
+    "complex": ("wte.weight", shown_as(torch.complex64, 1j), "holds torch.complex64; wanted float"),
+    "complex part of a bias": ("h.0.attn.c_attn.bias", lambda bias: bias + 1j, "torch.complex64"),
+    "integers": ("wte.weight", shown_as(torch.int64, 1), "holds torch.int64; wanted float"),
+    "booleans": ("ln_f.bias", lambda bias: bias > 0, "holds torch.bool; wanted float"),
+    "three dimensions": ("h.0.mlp.c_fc.weight", lambda weight: weight[None], "not a GPT-2: t"),
+    "no dimension": ("ln_f.bias", lambda bias: bias[0], "has shape"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_WEIGHTS)
+def test_hostile_weights_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    name, change, message = HOSTILE_WEIGHTS[case]
+    path = export(random_model(qkv_bias=True), tmp_path) / "model.safetensors"
     weights = load_file(path)
-    weights["transformer.wte.weight"][3, 4] = number
+    weights[f"transformer.{name}"] = change(weights[f"transformer.{name}"]).contiguous()
     save_file(weights, path)
-    with pytest.raises(UserError, match="wte.weight holds numbers from .* (nan|inf)"):
+    with pytest.raises(UserError, match=message) as caught:
+        load(tmp_path)
+    assert "\n" not in caught.value.line()
+
+
+def test_a_model_that_would_not_fit_into_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(random_model(), tmp_path)
+    monkeypatch.setattr("trainer.targets.available_ram_gib", lambda: 1e-6)
+    with pytest.raises(UserError, match="a model of 69.2 KiB; this machine has 1.05 KiB of memory"):
         load(tmp_path)
 
 
@@ -228,6 +264,6 @@ def test_masks_in_a_file_are_not_taken_for_weights(tmp_path: Path) -> None:
     path = export(random_model(), tmp_path) / "model.safetensors"
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 12, 12, dtype=torch.bool),
              "transformer.h.1.attn.bias": torch.ones(1, 1, 12, 12, dtype=torch.uint8),
-             "transformer.h.1.attn.masked_bias": torch.zeros(0)}
+             "transformer.h.1.attn.masked_bias": torch.tensor(-math.inf)}
     save_file(load_file(path) | masks, path)
     assert load(tmp_path).config.n_layers == 2
