@@ -16,7 +16,7 @@ from pathlib import Path
 # Exit statuses, beside 0 and 128 + n for a run that signal n stopped.
 FAILED, BAD_INPUT, NON_FINITE, DISK_FULL, HANG = 1, 2, 3, 4, 5
 STOP_SIGNALS = {int(number): number.name
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
 # What a place answers that cannot be reached now: another launch may find it again.
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
              errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,

@@ -20,7 +20,7 @@ from basics.cuda_problem import cuda_problem
 from basics.errors import UserError, print_error
 from basics.machine import num_cpu_cores
 from basics.memory_meters import peak_gib
-from processes.run_lock import TORCHRUN_SIGNALS
+from processes.stop_signals import torchrun_signals
 from run_config import Precision, TrainConfig
 
 # The others wait for rank 0 while it validates and saves, however long that takes.
@@ -81,7 +81,7 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
     # Without its address torchrun asks for that of the machine's name, which containers may lack.
-    command = ["--standalone", "--local-addr=127.0.0.1", TORCHRUN_SIGNALS,
+    command = ["--standalone", "--local-addr=127.0.0.1", torchrun_signals(),
                f"--nproc-per-node={num_processes}", script, *arguments]
     try:
         run(parse_args(command))

@@ -40,8 +40,6 @@ from processes.deadlines import Deadlines
 from processes.heartbeat import claim, read_heartbeat, trained_elsewhere
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
-# An option of torchrun; without it, SIGUSR1 would kill torchrun.
-TORCHRUN_SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP,SIGQUIT"
 HANDOVER = "DDP_TRAIN_LOCK"  # environment variable: the socket that hands the lock over
 HANDOVER_SECONDS = 20.0  # rank 0 waits for it; the other end may be busy starting processes
 ASK_SECONDS = 2.0  # for torchrun's store to answer

@@ -12,6 +12,17 @@ import socket
 from basics.errors import STOP_SIGNALS
 
 
+def stop_signals() -> list[int]:
+    """Return the stop signals that this process handles: under nohup it ignores SIGHUP."""
+    return [number for number in STOP_SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def torchrun_signals() -> str:
+    """Return torchrun's option with the signals that it passes on; others would only end it."""
+    return f"--signals-to-handle={','.join(STOP_SIGNALS[n] for n in stop_signals())},SIGQUIT"
+
+
 class StopSignals:
     """Collects stop signals in a socket until `release`. Create it in the main thread."""
 
@@ -19,7 +30,7 @@ class StopSignals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, lambda *_: None)  # their numbers are in the socket
 
     def wait(self, timeout_seconds: float) -> list[int]:
@@ -33,5 +44,5 @@ class StopSignals:
 
     def release(self) -> None:
         """Let stop signals end this process again. Call it in the main thread."""
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from basics.errors import print_line
 from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
@@ -80,9 +81,8 @@ def keep_compiled_code() -> None:
     PyTorch's default is a temporary directory, which a reboot clears. Call this before anything
     imports torch._dynamo (building an optimizer does), because that reads the variable.
     """
-    ours = _our_cache_dir()
-    if ours is not None:
-        os.environ.setdefault(CACHE_VARIABLE, str(ours))
+    with suppress(RuntimeError):  # the user has no home directory
+        os.environ.setdefault(CACHE_VARIABLE, str(Path.home() / ".cache/ddp-train/inductor"))
     # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
     # watchdog's thread would wait as well. Triton's launcher releases it.
     os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
@@ -130,21 +130,22 @@ def compiled_validation_loss(model: GPTModel, train: TrainConfig) -> Callable[..
 def compile_error(work: Callable[[], object]) -> str:
     """Run something that compiles; return a line about why it failed, empty if it did not.
 
-    After a failure it is tried once more with an empty cache: a process that was killed while it
-    compiled may have left a truncated file, which every later launch would read.
+    After a failure it is tried once more with a cache of its own: a process that was killed while
+    it compiled may have left a truncated file. The shared cache stays: others may compile in it.
 
     Raises:
         Exception: memory ran out, which is not a compile error.
     """
     reason = _compile_error(work)
     if reason:
-        kept = Path(os.environ.get(CACHE_VARIABLE, ""))
+        shared, damage = os.environ.get(CACHE_VARIABLE, "PyTorch's cache"), reason
         os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
         os.environ.pop("TRITON_CACHE_DIR", None)  # a directory inside the other one
         _forget_compiled_code()
         reason = _compile_error(work)
-        if not reason and kept == _our_cache_dir():
-            shutil.rmtree(kept, ignore_errors=True)
+        if not reason:
+            print_line(f"warning: {shared}: has damaged compiled code ({damage}), which was"
+                       " compiled again elsewhere; remove that directory while no run is starting")
     return reason
 
 
@@ -154,13 +155,6 @@ def _forget_compiled_code() -> None:
 
     torch.compiler.reset()
     clear_caches()
-
-
-def _our_cache_dir() -> Path | None:
-    try:
-        return Path.home() / ".cache" / "ddp-train" / "inductor"
-    except RuntimeError:  # the user has no home directory
-        return None
 
 
 def _compile_error(work: Callable[[], object]) -> str:

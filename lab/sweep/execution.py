@@ -19,7 +19,8 @@ from basics.errors import STOP_SIGNALS, print_line
 from lab.compare.run_results import FINISHED
 from lab.sweep.plan import PlannedRun, Sweep
 from lab.sweep.results import DIVERGED, Outcome, read_outcome
-from processes.run_lock import TORCHRUN_SIGNALS, end_with_parent
+from processes.run_lock import end_with_parent
+from processes.stop_signals import stop_signals, torchrun_signals
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
 NUM_PROCESSES = re.compile(r"--nproc[_-]per[_-]node[= ]([1-9]\d{0,4})(?!\S)")
@@ -44,7 +45,7 @@ class Launch:
         """Return the command that trains a run, or resumes it."""
         command = [sys.executable]
         if self.torchrun:
-            command += ["-m", "torch.distributed.run", TORCHRUN_SIGNALS]
+            command += ["-m", "torch.distributed.run", torchrun_signals()]
             if not any(text.startswith(OWN_RENDEZVOUS) for text in self.torchrun):
                 command.append("--standalone")  # a free port
             command += self.torchrun
@@ -142,7 +143,7 @@ class Execution:
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Pass signals to stop on to the run that is being trained; it saves and ends."""
-        before = {number: signal.signal(number, self._stop) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._stop) for number in stop_signals()}
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from tests.support.runs import (
     summary_of,
     train_undisturbed,
     validations_of,
+    wait_for,
     weights_of,
     with_deadlines,
     with_fault,
@@ -232,7 +234,7 @@ def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
 @pytest.mark.parametrize(("number", "name", "place", "rank", "hit"), thorough_but(
     [(15, "SIGTERM", "train", 0, 7), (2, "SIGINT", "validate", 0, 5),
      (10, "SIGUSR1", "train", 1, 7)],
-    [(*asked, *place) for asked in ((15, "SIGTERM"), (2, "SIGINT"), (10, "SIGUSR1"))
+    [(*asked, *place) for asked in ((15, "SIGTERM"), (2, "SIGINT"), (10, "SIGUSR1"), (1, "SIGHUP"))
      for place in PLACES]))
 def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
     workplace: Workplace, run_dir: Path, undisturbed: Path, number: int, name: str, rank: int,
@@ -249,6 +251,29 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
                                      stopped_between=stopped_after != 9)
     steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
     assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("num_processes", [None, 2])  # it starts torchrun itself, or under one
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint(
+    workplace: Workplace, run_dir: Path, undisturbed: Path, tmp_path: Path,
+    num_processes: int | None
+) -> None:
+    terminal, its_end = os.openpty()
+    termios.tcsetwinsize(its_end, (24, 80))  # so that there are bars
+    for name in ("stdout", "stderr"):
+        (tmp_path / name).symlink_to(os.ttyname(its_end))
+    arguments = workplace.arguments("tiny", *([] if num_processes else ["--nproc-per-node", "2"]))
+    process, _ = start_forked("ddp_train.py", arguments, num_processes=num_processes,
+                              environment={VARIABLE: "train:slow:seconds=0.2"}, folder=tmp_path)
+    wait_for(run_dir / "checkpoints/latest")
+    for descriptor in (its_end, terminal):
+        os.close(descriptor)  # SIGHUP; what is written from now on fails
+    process.join(timeout=60)
+    assert process.exitcode == (1 if num_processes else 129)
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["reason"]) == ("stopped", "SIGHUP")
+    assert summary["global_step"] < 11
+    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
 
 
 def test_a_validation_interrupted_by_a_signal_is_repeated(

@@ -20,7 +20,7 @@ from lab.sweep import charts as sweep_charts
 from lab.sweep import execution
 from lab.sweep.changes import parse_change
 from lab.sweep.execution import Launch
-from processes.run_lock import TORCHRUN_SIGNALS
+from processes.stop_signals import torchrun_signals
 from tests.support import stub_trainer
 from tests.support.checkpoints import save
 from tests.support.in_process import contents
@@ -460,7 +460,7 @@ def test_the_command_of_a_run(tmp_path: Path) -> None:
                        "data", "--nproc-per-node", "2", "--usd-per-hour", "3.5"]
     assert execution.SCRIPT == PROJECT_DIR / "ddp_train.py"
     by_torchrun = Launch(Path("data"), torchrun=("--nproc_per_node=8",)).command(tmp_path)
-    assert by_torchrun[1:7] == ["-m", "torch.distributed.run", TORCHRUN_SIGNALS, "--standalone",
+    assert by_torchrun[1:7] == ["-m", "torch.distributed.run", torchrun_signals(), "--standalone",
                                 "--nproc_per_node=8", str(execution.SCRIPT)]
     placed = Launch(Path("data"), torchrun=("--rdzv-backend=c10d",)).command(tmp_path)
     assert "--standalone" not in placed

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -289,6 +290,19 @@ def test_a_signal_in_the_start_up_ends_the_process_and_leaves_torchrun(alone: Wa
     alone.expect_steps(600.0, None)
     with pytest.raises(Ended, match="end torchrun"):
         alone._exit_for_signal()
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_what_follows_a_closed_terminal_is_no_second_signal(
+    alone: Watchdog, seconds: list[float], first: int
+) -> None:
+    """One who presses Ctrl-C twice does not want to wait; a torchrun that ends says nothing."""
+    alone.heartbeat(3)
+    alone._receive(first)
+    seconds[0] = 2.0
+    with nullcontext() if first == signal.SIGHUP else pytest.raises(Ended, match="^143$"):
+        alone._receive(signal.SIGTERM)
+    assert alone.stop_signal == first
 
 
 def test_a_signal_after_the_death_of_another_process_is_no_stop(alone: Watchdog) -> None:

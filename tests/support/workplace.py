@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -30,6 +31,7 @@ from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
 from basics import failpoints
+from basics.errors import STOP_SIGNALS
 from processes.run_lock import PARENT_DEATH_SIGNAL, release_run
 from reporting import chart_process, charts
 from reporting.metrics_file import read_metrics
@@ -201,7 +203,7 @@ def _run_forked(script: str, arguments: list[str], outputs: list[Path],
     os.setsid()
     os.environ |= environment
     for number, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)  # a terminal is then its own
     os.chdir(PROJECT_DIR)
     if launch is None:
         _run_script(script, arguments)
@@ -216,34 +218,38 @@ def _run_forked(script: str, arguments: list[str], outputs: list[Path],
 
 def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     """Be torchrun's agent; its workers are forked instead of started anew."""
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    is_closing, close = multiprocessing.get_context("fork").Event(), MultiprocessContext._close
+    MultiprocessContext._close = lambda *which, **how: (is_closing.set(), close(*which, **how))
     config = LaunchConfig(**{
         "min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0", "start_method": "fork", "max_restarts": 0} | launch)
-    elastic_launch(config, _run_worker)(script, arguments)
+    elastic_launch(config, _run_worker)(script, arguments, is_closing)
 
 
-def _run_worker(script: str, arguments: list[str]) -> None:
+def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
     for descriptor in os.listdir("/proc/self/fd"):  # torchrun's store is not this process's
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 os.close(int(descriptor))
     release_run()  # nor is its lock: it is handed over
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # nor are its handlers
+    for number in STOP_SIGNALS:  # nor are its handlers
         signal.signal(number, signal.SIG_DFL)
     _run_script(script, arguments)
     sys.stdout.flush()
     sys.stderr.flush()
-    threading.Thread(target=_end_with_siblings, daemon=True).start()
+    threading.Thread(target=_end_with_siblings, args=(is_closing,), daemon=True).start()
 
 
-def _end_with_siblings() -> None:
-    """Where another has failed, be gone, as a process that torchrun has not forked would be.
+def _end_with_siblings(is_closing: Event) -> None:
+    """Where another has failed, or a signal came, be gone as what torchrun has not forked would be.
 
     A forked one waits for the agent, which waits half a minute for it.
     """
-    while len(children_of(os.getppid())) >= int(os.environ["LOCAL_WORLD_SIZE"]):
+    while not is_closing.is_set() and (
+            len(children_of(os.getppid())) >= int(os.environ["LOCAL_WORLD_SIZE"])):
         time.sleep(0.1)
     os._exit(0)
 
