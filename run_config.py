@@ -71,6 +71,7 @@ class TrainConfig(FrozenConfig):
     gradient_accumulation_steps: Count = 1
     global_batch_size: int | None = Field(default=None, ge=1, le=2**31)  # sequences
     min_train_tokens: int = Field(default=-1, le=2**50)  # -1 for all
+    repeat_data: bool = False  # from the start, where min_train_tokens is more than there are
     start_train_token: int = Field(default=0, ge=0, le=2**50)
     start_val_token: int = Field(default=0, ge=0, le=2**50)
     validation_interval: Count | None = None  # global steps
@@ -139,6 +140,8 @@ class TrainConfig(FrozenConfig):
         if self.min_train_tokens != -1 and self.min_train_tokens < 1:
             raise ValueError(f"min_train_tokens is {self.min_train_tokens}; wanted a count of at"
                              " least 1, or -1 for all tokens")
+        if self.repeat_data and self.min_train_tokens == -1:
+            raise ValueError("repeat_data needs min_train_tokens, the tokens to train on: set it")
         if self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set:
             raise ValueError("gradient_accumulation_steps follows from global_batch_size: drop it")
         return self
@@ -240,10 +243,7 @@ class Run:
         return self.run_dir / "train.json"
 
     def priced(self, usd_per_hour: float | None) -> Run:
-        """Return this run with the price of the command line, if that has one.
-
-        Args:
-            usd_per_hour: of all machines together.
+        """Return this run with the price of the command line, of all machines, if that has one.
 
         Raises:
             UserError: the run has a limit in dollars but no price.

@@ -238,5 +238,7 @@ def batch_arithmetic(plan: BatchPlan, num_steps: int) -> list[str]:
         f"microbatch {plan.microbatch_size} x accumulation {plan.gradient_accumulation_steps}"
         f" x {processes} = global batch {plan.global_batch_size} sequences"
         f" x {plan.context_length:,} tokens = {plan.tokens_per_step:,} tokens per step",
-        f"{num_steps:,} steps = {num_steps * plan.tokens_per_step:,} tokens",
+        f"{num_steps:,} steps = {num_steps * plan.tokens_per_step:,} tokens" + (
+            f", {num_steps * plan.tokens_per_step / plan.epoch_tokens:.2f} times the dataset's"
+            f" {plan.epoch_tokens:,}" if plan.epoch_tokens else ""),
     ]

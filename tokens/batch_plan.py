@@ -11,13 +11,18 @@ from run_config import Run
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The division of a run's tokens into global steps, accumulation steps and processes."""
+    """The division of a run's tokens into global steps, accumulation steps and processes.
+
+    Attributes:
+        epoch_tokens: after so many the data begins again, with `repeat_data`; None without.
+    """
 
     microbatch_size: int
     gradient_accumulation_steps: int
     world_size: int
     context_length: int
     num_steps: int
+    epoch_tokens: int | None = None
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -76,7 +81,8 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     """Divide a run's tokens into whole global batches.
 
     `min_train_tokens` is rounded up to whole global batches; -1 uses every whole batch after
-    `start_train_token`. The file needs one more token than is trained on: the last target.
+    `start_train_token`. The file needs one more token than is trained on: the last target. With
+    `repeat_data` the whole sequences of the file, at least one, are read again and again.
 
     Raises:
         UserError: the token file (of `file_tokens` tokens) is too short, or `global_batch_size` is
@@ -89,7 +95,11 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     if train.start_train_token >= file_tokens:
         raise UserError(f"{path}: start_train_token {train.start_train_token} is past the end of"
                         f" {train.dataset}, which has {file_tokens} training tokens; lower it")
-    usable_steps = (file_tokens - train.start_train_token - 1) // step_tokens
+    usable_tokens, epoch_tokens = file_tokens - train.start_train_token - 1, None
+    if train.repeat_data and usable_tokens >= run.model.context_length:
+        epoch_tokens = usable_tokens // run.model.context_length * run.model.context_length
+        usable_tokens = 2**62
+    usable_steps = usable_tokens // step_tokens
     wanted_steps = -(-train.min_train_tokens // step_tokens)
     num_steps = usable_steps if train.min_train_tokens == -1 else wanted_steps
     if not 1 <= num_steps <= usable_steps:
@@ -97,7 +107,8 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
         raise UserError(
             f"{path}: wanted {needed} training tokens from token {train.start_train_token} on"
             f" (global batches of {step_tokens}), but {train.dataset} has"
-            f" {file_tokens - train.start_train_token} there; lower min_train_tokens or the batch"
+            f" {file_tokens - train.start_train_token} there; lower min_train_tokens or the batch,"
+            " or set repeat_data to true"
         )
     return BatchPlan(
         microbatch_size=train.microbatch_size,
@@ -105,4 +116,5 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
         world_size=world_size,
         context_length=run.model.context_length,
         num_steps=num_steps,
+        epoch_tokens=epoch_tokens,
     )

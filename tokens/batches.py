@@ -39,11 +39,14 @@ class Microbatches(Sequence[Tensor]):
     Microbatch i is microbatch_size x context_length tokens and the one that follows them (the
     last target), as a flat uint16 vector: (B * T + 1,). Adjacent microbatches share that token.
     With `num_sequences` the data ends after so many sequences, and the last microbatch may be
-    smaller; without, there are as many whole microbatches as the file has.
+    smaller; without, there are as many whole microbatches as the file has. With `epoch_tokens` the
+    data is a circle of so many tokens: the position of a token in the run, modulo its length, is
+    the position in the file, however the run is split into microbatches.
     """
 
     def __init__(self, token_file: TokenFile, plan: BatchPlan, *, start_token: int,
-                 vocab_size: int, num_sequences: int | None = None) -> None:
+                 vocab_size: int, num_sequences: int | None = None,
+                 epoch_tokens: int | None = None) -> None:
         self.token_file = token_file
         self.start_token = start_token
         self.vocab_size = vocab_size
@@ -53,6 +56,9 @@ class Microbatches(Sequence[Tensor]):
         self.num_tokens = whole * self._stride  # targets; one more token is read
         if num_sequences is not None:
             self.num_tokens = num_sequences * plan.context_length
+        self._epoch_tokens = epoch_tokens or token_file.num_tokens
+        if epoch_tokens:
+            self.num_tokens = plan.num_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -64,11 +70,18 @@ class Microbatches(Sequence[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         if not 0 <= index < len(self):
             raise IndexError(f"microbatch {index} of {len(self)}")
-        start = self.start_token + index * self._stride
-        stop = min(start + self._stride, self.start_token + self.num_tokens) + 1
-        tokens = self.token_file.read(start, stop)
-        check_token_ids(tokens, self.token_file.path, first=start, vocab_size=self.vocab_size)
-        return torch.from_numpy(tokens)
+        position = index * self._stride
+        stop = min(position + self._stride, self.num_tokens) + 1
+        pieces = []  # more than one where the data begins again
+        while position < stop:
+            offset = position % self._epoch_tokens
+            length = min(stop - position, self._epoch_tokens - offset)
+            first = self.start_token + offset
+            pieces.append(self.token_file.read(first, first + length))
+            check_token_ids(pieces[-1], self.token_file.path, first=first,
+                            vocab_size=self.vocab_size)
+            position += length
+        return torch.from_numpy(np.concatenate(pieces) if len(pieces) > 1 else pieces[0])
 
     def split(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Turn one flat microbatch into (token_ids, targets), each (B, T) int64, on its device."""
@@ -137,8 +150,8 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
     vocab_size = run.model.vocab_size
     train = Microbatches(
-        train_file, plan, start_token=run.train.start_train_token, vocab_size=vocab_size
-    )
+        train_file, plan, start_token=run.train.start_train_token, vocab_size=vocab_size,
+        epoch_tokens=plan.epoch_tokens)
     validation = None
     if run.train.validates:
         validation = Microbatches(

@@ -20,7 +20,7 @@ RUNNING, NO_HEARTBEAT = "running", "no heartbeat"
 LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat, such as a copy
 FINISHED, PUBLISHED = "finished", "published"
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
-    "dataset", "min_train_tokens", "init_from", "optimizer", "weight_decay",
+    "dataset", "min_train_tokens", "repeat_data", "init_from", "optimizer", "weight_decay",
     *(f"{group}_weight_decay" for group in GROUPS), "decay_norms_and_biases",
     "cautious_weight_decay", "clipping_max_norm", "schedule", "schedule_learning_rate",
     "warmup_period_percent", "decay_period_percent", "final_learning_rate_fraction",

@@ -205,6 +205,8 @@ def _training(target: Target, written: Written) -> dict[str, str]:
              "hours": f"{sum(meta.seconds.values()) / 3600:.3f}"}
     if meta.usd:
         facts["US$"] = f"{sum(meta.usd.values()):.2f}"
+    if epoch_tokens := number(written.part("batch").get("epoch_tokens")):
+        facts["passes over the dataset"] = f"{meta.tokens / epoch_tokens:.2f}"
     batch = [number(written.part("batch").get(key)) for key in (
         "microbatch_size", "gradient_accumulation_steps", "world_size", "context_length")]
     if all(batch):

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from basics.errors import UserError
 from benchmarks.reading import read, read_with, write_sparse_token_file
+from reporting.console import batch_arithmetic
 from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace, write_tokens
@@ -196,6 +197,37 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
     with pytest.raises(UserError, match=f"small/model.json: vocab_size is {num_ids - 1:,}, but the"
                                         f" tokenizer of .* has {num_ids:,} entries; set it to"):
         open_run_data(load_run(workplace.runs_dir, "small"), dataset_dir, world_size=1)
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_repeated_data_is_a_circle_for_every_split(workplace: Workplace, start: int) -> None:
+    """50 tokens from the start on are three whole sequences of 16, which follow each other."""
+    tokens = np.arange(start + 50, dtype=np.uint16)
+    dataset_dir = workplace.add_dataset()
+    write_tokens(dataset_dir / "train.safetensors", tokens)
+    circle = start + np.arange(8 * 16 + 1) % 48
+    settings = {"repeat_data": True, "min_train_tokens": 8 * 16, "start_train_token": start,
+                "gradient_accumulation_steps": None, "global_batch_size": 8}
+    for name, size in (("one", 1), ("two", 2), ("eight", 8)):
+        workplace.add_run(name, train=settings | {"microbatch_size": size})
+        data = open_run_data(load_run(workplace.runs_dir, name), dataset_dir, world_size=1)
+        assert (data.plan.num_steps, data.plan.epoch_tokens, len(data.train)) == (1, 48, 8 // size)
+        for index in range(8 // size):
+            part = slice(index * size * 16, (index + 1) * size * 16 + 1)
+            assert data.train[index].tolist() == circle[part].tolist()
+    line = batch_arithmetic(data.plan, 1)[1]
+    assert line == "1 steps = 128 tokens, 2.67 times the dataset's 48"
+
+
+def test_data_is_repeated_only_where_that_is_asked_for(workplace: Workplace) -> None:
+    dataset_dir = workplace.add_dataset()
+    for name, settings, message in (
+            ("long", {"min_train_tokens": 10**6}, "or set repeat_data to true"),
+            ("all", {"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
+            ("tiny", {"repeat_data": True, "start_train_token": 3990}, "there; lower min_train")):
+        workplace.add_run(name, train=settings)
+        with pytest.raises(UserError, match=message):
+            open_run_data(load_run(workplace.runs_dir, name), dataset_dir, world_size=1)
 
 
 def test_reading_a_file_of_20_gib_needs_little_memory(
