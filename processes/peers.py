@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from basics.machine import process_namespace
@@ -121,6 +122,14 @@ class Peers:
         self._local_pids = {r: pid for r, pid in self._local_pids.items() if r not in dead}
         return dead
 
+    def caused(self, error: BaseException) -> bool:
+        """Return whether a collective raised this because another process has died or hangs."""
+        is_local = isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
+        if self._world_size == 1 or is_local or not isinstance(error, RuntimeError):
+            return False
+        return isinstance(error, dist.DistError) or any(
+            part in str(error) for part in ("onnection", "imed out", "imeout", "gloo", "NCCL"))
+
     def find_lost(self, now: float, timeout_seconds: float) -> list[int]:
         """Return the ranks whose heartbeat counter stopped: nothing else tells of a lost machine.
 
@@ -172,11 +181,3 @@ class Peers:
                 namespace, _, pid = self._store.get(f"process/{rank}").rpartition(" ")
                 if namespace == process_namespace():
                     self._local_pids[rank] = int(pid)
-
-
-def is_caused_by_peers(error: BaseException) -> bool:
-    """Return whether a collective raised this because another process has died or hangs."""
-    if not isinstance(error, RuntimeError) or is_out_of_memory(error):
-        return False
-    return isinstance(error, dist.DistError) or any(
-        part in str(error) for part in ("onnection", "imed out", "imeout", "gloo", "NCCL"))

@@ -31,7 +31,7 @@ from basics.out_of_memory import is_out_of_gpu_memory
 from processes.deadlines import Deadlines
 from processes.heartbeat import write_heartbeat
 from processes.launch import Process, end_torchrun, spans_nodes
-from processes.peers import Peers, PeerStore, is_caused_by_peers
+from processes.peers import Peers, PeerStore
 from processes.startup_agreement import AgreedError
 from processes.stop_signals import StopSignals
 
@@ -134,7 +134,7 @@ class Watchdog(AbstractContextManager):
 
     def fail(self, error: BaseException) -> NoReturn:
         """Exit because of an error; one rank prints one line for the whole run."""
-        if is_caused_by_peers(error):
+        if self._peers.caused(error):
             self._fail_after_peers(error)
         # Others can have the same text: CUDA also allocates memory of the machine.
         if not isinstance(error, UserError | torch.OutOfMemoryError):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from basics.machine import process_namespace
@@ -91,6 +92,24 @@ def test_a_rank_without_heartbeats_is_lost_once(store: PeerStore) -> None:
     assert peers.find_lost(11.0, 10.0) == [1]
     peers.heartbeat()
     assert peers.find_lost(21.0, 10.0) == []
+
+
+LAUNCH = torch.AcceleratorError("CUDA error: the launch timed out and was terminated")
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.2]:3")
+
+
+@pytest.mark.parametrize(("error", "world_size", "is_caused"), [
+    (LAUNCH, 1, False), (LAUNCH, 2, False), (CLOSED, 1, False), (CLOSED, 2, True),
+    (dist.DistBackendError("NCCL error: unhandled cuda error"), 2, True),
+    (RuntimeError("Timed out waiting 30000ms for recv operation to complete"), 2, True),
+    (RuntimeError("Timed out"), 1, False),
+    (RuntimeError("NCCL error: out of memory"), 2, False), (OSError("Connection reset"), 2, False),
+])
+def test_what_other_processes_have_caused(
+    store: PeerStore, error: Exception, world_size: int, is_caused: bool
+) -> None:
+    """A GPU's own error, and any error of the only process, is reported as it is."""
+    assert Peers(0, world_size, store).caused(error) is is_caused
 
 
 def test_the_rank_with_the_least_progress_hung(store: PeerStore) -> None:

@@ -19,12 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.errors import UserError
+from basics.errors import UserError, describe
 from basics.failpoints import VARIABLE
 from basics.machine import process_namespace
 from processes import watchdog as watchdog_module
 from processes.deadlines import Deadlines
 from processes.launch import Process
+from processes.peers import Peers
 from processes.watchdog import SMALLER, Watchdog
 from tests.support.runs import (
     SETTINGS,
@@ -75,6 +76,7 @@ def workers_in_slow_step(process: multiprocessing.process.BaseProcess, run_dir: 
 @pytest.mark.parametrize(("error", "advises", "explains"), [
     (torch.OutOfMemoryError("CUDA out of memory"), True, False),
     (torch.AcceleratorError("CUDA error: out of memory"), True, True),  # or pinned memory
+    (torch.AcceleratorError("CUDA error: the launch timed out"), False, True),
     (OSError(errno.ENOMEM, "Cannot allocate memory"), False, True),
     (MemoryError("Unable to allocate 8 GiB for an array"), False, True),
     (UserError("out of order"), False, False),
@@ -85,11 +87,13 @@ def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(
 ) -> None:
     events = []
     watchdog = object.__new__(Watchdog)  # without its thread
+    watchdog._peers = Peers(0, 1, None)
     monkeypatch.setattr(watchdog, "_position", lambda: "in training", raising=False)
     monkeypatch.setattr(watchdog, "_exit", lambda status, event: events.append(event),
                         raising=False)
     watchdog.fail(error)
     assert [event.endswith(SMALLER) for event in events] == [advises]
+    assert f": {describe(error)}" in events[0]
     assert (str(error) in capsys.readouterr().err) == explains
 
 
