@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from basics.machine import num_usable_cores
 from basics.sizes import gib
 from lab.doctor.check import Finding, Subject, ok, problem, warning
@@ -168,8 +170,18 @@ def _check_disk(place: Path, *, advice: str) -> Finding:
     if speed is None:
         return warning(f"{text}: too little to measure its speed", f"make room, or {advice}")
     text += f", writes {speed / 1e6:,.0f} MB/s"
+    if is_container_layer(place):
+        return warning(f"{text}; in the container's own layer, which is lost with the container",
+                       f"mount a volume there, or {advice}")
     return ok(text) if speed >= SLOW_DISK else warning(
         text, f"checkpoints take long to write; {advice}")
+
+
+def is_container_layer(place: Path) -> bool:
+    """Return whether a directory lies in the writable layer of a container, and in no volume."""
+    types = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
+    mounts = (types[str(path)] for path in (place, *place.parents) if str(path) in types)
+    return next(mounts, "") == "overlay"
 
 
 def _shown(place: Path) -> str:

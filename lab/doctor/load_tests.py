@@ -257,6 +257,6 @@ def _not_found(results: Sequence[Result], part: str,
     return unknown(text)
 
 
-CHECKS = {"PyTorch": check_torch, "attention": check_attention, "compiler": check_triton,
+CHECKS = {"PyTorch": check_torch, "attention": check_attention, "Triton": check_triton,
           "peer-to-peer": check_peers, "matrix products": check_matmul, "clocks": check_clocks}
 SHARED_CHECKS = {"all-reduce": check_all_reduce}  # of all nodes together

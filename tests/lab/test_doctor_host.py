@@ -10,6 +10,7 @@ import socket
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,21 @@ def test_the_speed_of_a_disk_takes_no_more_than_its_room(
     assert host_checks.write_speed(tmp_path, 6 * 2**10) > 0 and len(written) == 3
     monkeypatch.setattr(host_checks, "TEST_SECONDS", 0.0)
     assert host_checks.write_speed(tmp_path, 2**30) == 0 or not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("volume", "is_lost"), [(None, True), ("runs", False)])
+def test_a_disk_that_is_lost_with_the_container_is_a_warning(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, volume: str | None, is_lost: bool
+) -> None:
+    workplace.add_run()
+    mounts = [SimpleNamespace(mountpoint="/", fstype="overlay")]
+    mounts += [SimpleNamespace(mountpoint=str(workplace.root / volume), fstype="ext4")
+               ] if volume else []
+    monkeypatch.setattr(host_checks.psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.setattr(host_checks, "write_speed", lambda *_: 1e9)
+    found = host_checks.check_runs_disk(Subject(workplace.runs_dir, workplace.datasets_dir))
+    assert found.verdict == (WARNING if is_lost else OK)
+    assert ("own layer" in found.text) == is_lost
 
 
 def test_a_slow_disk_and_one_that_cannot_be_written(
