@@ -39,14 +39,13 @@ class Microbatches(Sequence[Tensor]):
     Microbatch i is microbatch_size x context_length tokens and the one that follows them (the
     last target), as a flat uint16 vector: (B * T + 1,). Adjacent microbatches share that token.
     With `num_sequences` the data ends after so many sequences, and the last microbatch may be
-    smaller; without, there are as many whole microbatches as the file has. With `epoch_tokens` the
-    data is a circle of so many tokens: the position of a token in the run, modulo its length, is
-    the position in the file, however the run is split into microbatches.
+    smaller; without, there are as many whole microbatches as the file has, or, if the plan has
+    `epoch_tokens`, as the run: then the position of a token in the run, modulo that number, is the
+    position in the file, however the run is split into microbatches.
     """
 
     def __init__(self, token_file: TokenFile, plan: BatchPlan, *, start_token: int,
-                 vocab_size: int, num_sequences: int | None = None,
-                 epoch_tokens: int | None = None) -> None:
+                 vocab_size: int, num_sequences: int | None = None) -> None:
         self.token_file = token_file
         self.start_token = start_token
         self.vocab_size = vocab_size
@@ -54,11 +53,11 @@ class Microbatches(Sequence[Tensor]):
         self._stride = plan.tokens_per_microbatch
         whole = max(0, token_file.num_tokens - start_token - 1) // self._stride
         self.num_tokens = whole * self._stride  # targets; one more token is read
+        self._epoch_tokens = token_file.num_tokens
         if num_sequences is not None:
             self.num_tokens = num_sequences * plan.context_length
-        self._epoch_tokens = epoch_tokens or token_file.num_tokens
-        if epoch_tokens:
-            self.num_tokens = plan.num_tokens
+        elif plan.epoch_tokens is not None:
+            self.num_tokens, self._epoch_tokens = plan.num_tokens, plan.epoch_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -150,8 +149,8 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
     vocab_size = run.model.vocab_size
     train = Microbatches(
-        train_file, plan, start_token=run.train.start_train_token, vocab_size=vocab_size,
-        epoch_tokens=plan.epoch_tokens)
+        train_file, plan, start_token=run.train.start_train_token, vocab_size=vocab_size
+    )
     validation = None
     if run.train.validates:
         validation = Microbatches(

@@ -19,7 +19,6 @@ from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, 
 from reporting.console import Console, batch_arithmetic
 from reporting.loss_window import ClosedWindow, LossWindow
 from reporting.machine_meter import MachineMeter
-from reporting.metrics_file import energy_before
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
@@ -75,8 +74,7 @@ class Reports:
                                  f" {aside_dir}")
             if resume_from is not None:
                 self.console.say(f"resuming from {resume_from.path}")
-            self.meter.start(0.0 if self.prepared.options.fresh else energy_before(
-                self.run.metrics_path, self.run.summary_path))
+            self.meter.start(self.prepared.energy_kwh)
         for line in (*(f"warning: {warning}" for warning in warnings),
                      *batch_arithmetic(self.plan, num_steps)):
             self.console.say(line)
@@ -222,8 +220,9 @@ class Reports:
         the process group is gone, in which the other ranks would wait for this one.
 
         Raises:
-            UserError: the last checkpoint or the records could not be written, or the last
-                --after-checkpoint failed; then the run keeps its status.
+            UserError: the last validation loss is not finite; the last checkpoint or the records
+                could not be written, or the last --after-checkpoint failed; then the run keeps its
+                status.
         """
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
             self.saver.prune()
@@ -234,31 +233,34 @@ class Reports:
             self.beside.finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         self.meter.stop()
+        failure = "" if global_step < num_steps - 1 or self.saver.has_finite_loss else (
+            "the last validation loss is not finite")
         unwritten = self.console.finish(RunEnd(
             first_step=self.prepared.first_step,
-            global_step=global_step,
-            num_steps=num_steps,
-            stop_reason=stop_reason,
-            lacks_validation=lacks_validation,
+            global_step=global_step, num_steps=num_steps,
+            stop_reason=stop_reason, lacks_validation=lacks_validation,
             num_parameters=self.step.state.model.num_parameters(),
             best=best and best.facts(),
             checkpoints=self.saver.facts(),
-            machine=machine_facts(self.process, self.step.precision)
-            | self.step.facts(),
+            machine=machine_facts(self.process, self.step.precision) | self.step.facts(),
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
+            failure=failure,
         ))
         self._has_ended = not (unwritten or self.saver.is_behind)
-        failure = self.beside.finish()
+        command_failure = self.beside.finish()
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
         if unwritten:
             raise UserError(f"{unwritten}; free disk space in {self.run.run_dir} and run the same"
                             " command again: it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
-        self._print_sample()
         if failure:
-            raise after_checkpoint_failed(failure)
+            raise UserError(f"{failure}; resume from an earlier checkpoint with a lower"
+                            " learning_rate", NON_FINITE)
+        self._print_sample()
+        if command_failure:
+            raise after_checkpoint_failed(command_failure)
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
