@@ -1,9 +1,12 @@
 """Preloaded by the fork server, so that worker processes share one GPT-2 tokenizer."""
 
 import gc
+from contextlib import suppress
 
 import preparation.encoding  # noqa: F401
+from basics.errors import UserError
 from tokens.tokenizer import load_tokenizer
 
-load_tokenizer("gpt2")
+with suppress(UserError):  # the command reports it
+    load_tokenizer("gpt2")
 gc.freeze()  # a garbage collection would write to the shared pages, and so copy them

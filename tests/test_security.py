@@ -290,14 +290,15 @@ def test_a_hub_that_repeats_the_token_does_not_get_it_printed(
 
 
 def test_a_judge_that_repeats_the_key_does_not_get_it_printed() -> None:
-    def error(body: object, key: str) -> SimpleNamespace:
+    def error(body: object, key: str, **answered: str) -> SimpleNamespace:
         request = SimpleNamespace(headers={"Authorization": f"Bearer {key}"})
-        return SimpleNamespace(response=SimpleNamespace(headers={}), body=body,
-                               message=f"wrong: {key}", request=request)
+        return SimpleNamespace(body=body, message=f"wrong: {key}", request=request,
+                               response=SimpleNamespace(headers=answered))
 
     assert _reason(error({"message": f"wrong key {TOKEN}"}, TOKEN)) == "wrong key ***"
     assert _reason(error(None, TOKEN)) == "wrong: ***"
     assert _reason(error({"message": "none of these"}, "none")) == "none of these"
+    assert _reason(error(None, TOKEN, Location=f"/{TOKEN}")) == "it redirects to /***"
 
 
 def test_a_refused_connection_is_recorded(tmp_path: Path) -> None:

