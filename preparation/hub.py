@@ -31,7 +31,14 @@ from huggingface_hub.utils import (
 )
 from tqdm import tqdm
 
-from basics.errors import FAILED, UserError, cannot_be_written, first_line, one_line
+from basics.errors import (
+    FAILED,
+    UserError,
+    as_os_error,
+    cannot_be_written,
+    first_line,
+    one_line,
+)
 from preparation.choosing import Choice, config_patterns
 from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
@@ -198,21 +205,24 @@ def ask_hub(subject: str, action: Callable[[], T], *,
         try:
             return action()
         except (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError) as error:
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
-                raise
+            on_disk = as_os_error(error) if isinstance(error, RuntimeError) else error  # of hf_xet
+            if getattr(on_disk, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+                raise on_disk from None
             reason = _permanent_reason(error)
             if reason:
                 raise UserError(f"{subject} on the Hugging Face hub: {reason}") from None
             if pause is None:
-                raise UserError(f"{subject} on the Hugging Face hub: {_said(error)}; check the"
-                                " network, then run the same command again", FAILED) from None
+                advice = ("set HF_TOKEN, whose limits are higher, or wait some minutes"
+                          if _status(error) == 429 else "check the network")
+                raise UserError(f"{subject} on the Hugging Face hub: {_said(error)}; {advice}, then"
+                                " run the same command again", FAILED) from None
         time.sleep(pause)
     raise AssertionError
 
 
 def _permanent_reason(error: Exception) -> str:
     """Return why another attempt cannot help; empty if it may."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = _status(error)
     if isinstance(error, GatedRepoError):
         return "you must accept its conditions on its web page first, then set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
@@ -226,7 +236,11 @@ def _permanent_reason(error: Exception) -> str:
         return f"there is no such file: {_said(error)}"
     if isinstance(error, HfHubHTTPError):
         return "" if status in TRANSIENT else _said(error)
-    return "" if isinstance(error, HTTPError | OSError) else _said(error)
+    return "" if isinstance(error, HTTPError | OSError | RuntimeError) else _said(error)
+
+
+def _status(error: Exception) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def _said(error: Exception) -> str:

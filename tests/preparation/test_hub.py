@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from basics.errors import UserError
+from preparation import hub
 from preparation.documents import find_documents
 from preparation.ensure_dataset import is_complete, provide_dataset
 from preparation.pipeline import prepare_dataset
@@ -297,6 +298,9 @@ def test_transient_errors_are_retried(tokens_hub: Hub, tmp_path: Path, fault: Fa
      "you must accept its conditions on its web page first, then set HF_TOKEN"),
     (Fault("/api/datasets", times=-1, status=503), "check the network, then run the same command"),
     (Fault("train.safetensors", times=-1, status=503), "check the network, then run the same"),
+    (Fault("/api/datasets", times=-1, status=429), "set HF_TOKEN, whose limits are higher, or"),
+    (Fault("train.safetensors", times=-1, status=429, headers={"Retry-After": "0"}),
+     "set HF_TOKEN, whose limits are higher, or"),
     (Fault("train.safetensors", times=-1, cut_after=1000), "check the network, then run the same"),
     (Fault("train.safetensors", times=-1, status=404, method="HEAD",
            headers={"X-Error-Code": "EntryNotFound"}), "there is no such file"),
@@ -308,11 +312,37 @@ def test_permanent_errors_are_one_line_that_says_what_to_do(
     with pytest.raises(UserError) as caught:
         fetch(tokens_hub, tmp_path)
     line = str(caught.value)
-    assert caught.value.status == (1 if "check the network" in message else 2)  # 1: try again
+    assert caught.value.status == (1 if "run the same command again" in line else 2)
     assert "\n" not in line
     assert message in line and tokens_hub.repository in line
     assert not (tmp_path / "data" / "train.safetensors").exists()
     assert len(tokens_hub.requests) < 100
+
+
+@pytest.mark.parametrize(("said", "times", "outcome"), [
+    ("CAS service error : ReqwestMiddleware Error", 2, "whole"),
+    ("CAS service error : ReqwestMiddleware Error", 99, "check the network, then run the same"),
+    ("IO Error: No space left on device (os error 28)", 99, "No space left on device; make room"),
+])
+def test_errors_of_hf_xet_are_retried_like_a_lost_connection(
+    tokens_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, times: int,
+    outcome: str
+) -> None:
+    failures, download = iter(range(times)), hub.hf_hub_download
+
+    def failing(*arguments: object, **keywords: object) -> str:
+        if next(failures, None) is not None:
+            raise RuntimeError(f"Data processing error: {said}")
+        return download(*arguments, **keywords)
+
+    monkeypatch.setattr(hub, "hf_hub_download", failing)
+    if outcome == "whole":
+        fetch(tokens_hub, tmp_path)
+        assert is_complete(tmp_path / "data")
+    else:
+        with pytest.raises(UserError, match=outcome) as caught:
+            fetch(tokens_hub, tmp_path)
+        assert caught.value.status == (4 if "space" in said else 1)
 
 
 @pytest.mark.parametrize("size", ["4k", "100k"])
