@@ -31,7 +31,7 @@ class Mfu:
 
 
 ASSUMED = "assumed"
-FROM_RTX = Mfu(0.57, "from an RTX card, which one is not recorded")
+FROM_RTX = Mfu(0.65, "from RTX-3090")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Gpu:
     figure for plain PyTorch, `public_mfu` the best one on two, four or eight such GPUs.
 
     Source: NVIDIA's and AMD's data sheets for the peaks; public logs of modded-nanogpt (its third
-    track and its Adam baseline) for the MFUs, from their tokens a second and `flops_per_token`:
+    track and its Adam baseline), and for the RTX 3090 the original's notes, for the MFUs, from
+    their tokens a second and `flops_per_token`:
     "Public figures that `lab plan` uses" in `benchmarks/README.md`.
     """
 
@@ -108,7 +109,8 @@ GPUS = (
         Mfu(0.08, "at the speed of RTX-3090"), FROM_RTX),
     Gpu("RTX-4090", r"(RTX ?)?4090", 23.5, 165e12, 82.6e12, 82.6e12,
         Mfu(0.10, "at the speed of RTX-3090"), FROM_RTX),
-    Gpu("RTX-3090", r"(RTX ?)?3090", 23.6, 71e12, 35.6e12, 35.6e12, Mfu(0.24), FROM_RTX),
+    Gpu("RTX-3090", r"(RTX ?)?3090", 23.6, 71e12, 35.6e12, 35.6e12,
+        Mfu(0.24), Mfu(0.65), Mfu(0.63)),
     Gpu("V100", r"V100( SXM[23])?( 16GB)?", 15.8, 125e12, 15.7e12, 15.7e12, has_bf16=False),
     Gpu("V100-32", r"V100( SXM[23])? 32(GB)?", 31.7, 125e12, 15.7e12, 15.7e12, has_bf16=False),
     Gpu("V100-PCIe", r"V100 PCIE( 16GB)?", 15.8, 112e12, 14e12, 14e12, has_bf16=False),

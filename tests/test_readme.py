@@ -148,7 +148,7 @@ def check_transcript(output: str) -> None:
 
 def test_the_example_run_can_be_planned(checkout: Path) -> None:
     """The README's estimates are those that `lab plan` prints."""
-    lines = lab_in(checkout, PLAN_ONE_GPU).splitlines()
+    lines = lab_in(checkout, f'{PLAN_ONE_GPU} --machine "3090=1xRTX-3090@0.25"').splitlines()
     at_peak, = (line.split() for line in lines if line.startswith("total"))
     assert f"{float(at_peak[-2]):.1f} of 24 GiB at microbatch 16" in README
     _, row = (line for line in lines if line.startswith("4090 "))  # batch, cost
@@ -156,6 +156,10 @@ def test_the_example_run_can_be_planned(checkout: Path) -> None:
     assert f"{float(hours):.0f} hours on an RTX 4090" in README
     assert f"({float(low):.0f} to {float(high):.0f}; US${usd} at US$0.50" in " ".join(
         README.split())
+    _, row = (line for line in lines if line.startswith("3090 "))
+    hours, low, high = (f"{float(text):.0f}" for text in re.findall(r"[\d.]+", row)[2:5])
+    assert f"{hours} on an RTX 3090 ({low} to {high}; " in " ".join(README.split())
+    assert f"{2.48832e9 / 54_000 / 3600:.1f} at the speed that" in README
     assert "Within $20.00: " in lab_in(checkout, PLAN)
 
 

@@ -45,7 +45,7 @@ def compare(results: list[Result]) -> Comparison:
         rows, spread_note = _mark_within_spread(rows, kind)
     return Comparison(rows, kind, [note for note in (
         bits_note or _sorting_note(rows, kind), common_note, spread_note, *_slice_notes(rows),
-        _published_note(rows)) if note], mixes_tokenizers=bool(bits_note))
+        *_score_notes(rows), _published_note(rows)) if note], mixes_tokenizers=bool(bits_note))
 
 
 def _with_test_losses(results: list[Result]) -> list[Result]:
@@ -216,4 +216,18 @@ def _published_note(rows: list[Row]) -> str:
     if not any(row.is_published for row in rows):
         return ""
     return ("* published results of the original system; US$ computed from its seconds and prices,"
-            " for validation an estimate; IFT: score of a judge model, 0 to 100")
+            " for validation an estimate")
+
+
+def _score_notes(rows: list[Row]) -> list[str]:
+    """Say who gave the instruction scores; only those of one judge and one prompt compare."""
+    scored = [row for row in rows if row.figures.ift_score is not None]
+    by_judge: dict[str, list[str]] = {}
+    for result in (result for row in scored for result in row.results if result.judged.ift_judge):
+        judge = f"{result.judged.ift_judge} on {result.judged.ift_date}"
+        by_judge.setdefault(judge, []).append(result.name)
+    notes = ["IFT: mean score of answers to instructions, 0 to 100 (95% interval)",
+             *(f"by {judge}: {', '.join(names)}" for judge, names in by_judge.items())]
+    if any(row.is_published for row in scored):
+        notes.append("published ones come from another prompt and do not compare")
+    return ["; ".join(notes)] if scored else []

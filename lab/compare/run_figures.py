@@ -6,6 +6,7 @@ older version. A value that cannot be read, or that no run can have measured, is
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import statistics
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from basics.errors import UserError
+from basics.directory_lock import only_writer
+from basics.errors import UserError, print_error
+from basics.files import append_whole
+from basics.json_files import to_json
 from reporting.metrics_file import MAX_RECORDS_BYTES, read_metrics
 
 LARGEST = 1e15  # the largest number that a run could have measured
@@ -66,21 +70,26 @@ class Written:
         summary: `summary.json`; of a run that has not ended, only the cost of earlier launches.
         records: lines of `metrics.jsonl`.
         evaluations: lines of `evaluations.jsonl` with a loss on validation tokens.
+        judged: the last line there of `lab judge`; empty if there is none.
     """
 
     summary: Record
     records: tuple[Record, ...]
     evaluations: tuple[Record, ...]
+    judged: Record
 
     @classmethod
     def read(cls, run_dir: Path) -> Written:
         """Read a run's files; it may still be training."""
-        evaluations = map(_object, read_text(run_dir / "evaluations.jsonl").split("\n"))
+        evaluations = [_object(line)
+                       for line in read_text(run_dir / "evaluations.jsonl").split("\n")]
         return cls(summary=_object(read_text(run_dir / "summary.json")),
                    records=tuple(read_metrics(run_dir / "metrics.jsonl")),
                    evaluations=tuple(line for line in evaluations  # not of tokens trained on
                                      if number(line.get("loss")) is not None
-                                     and line.get("split") == "validation"))
+                                     and line.get("split") == "validation"),
+                   judged=next((line for line in reversed(evaluations)
+                                if number(line.get("score")) is not None and "judge" in line), {}))
 
     @property
     def has_ended(self) -> bool:
@@ -104,6 +113,16 @@ class Written:
         """Return seconds or US dollars by phase; empty if one of them is not a number."""
         found = self.part(kind)
         return found if all(number(n) is not None for n in found.values()) else {}
+
+
+def append_evaluation(path: Path, record: Record) -> None:
+    """Add a line with the time to a run's evaluations.jsonl; a failure is only a warning."""
+    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    try:
+        with only_writer(path):  # a launch may replace it meanwhile
+            append_whole(path, to_json(record | {"time": time}) + "\n")
+    except OSError as error:
+        print_error(f"warning: result not saved: {path}: {error.strerror or error}")
 
 
 def number(value: Any) -> float | None:
@@ -155,6 +174,7 @@ def figures_of(written: Written, config: dict[str, Any]) -> Figures:
         train_loss=written.latest("train_loss"),
         validation_loss=written.latest("validation_loss"),
         validation_bits_per_byte=written.latest("validation_bits_per_byte"),
+        ift_score=number(written.judged.get("score")),
         **(_spent(written) if written.has_ended else _spent_so_far(written)),
     )
 

@@ -34,6 +34,25 @@ MEMORY_SETTINGS = (  # change the memory of a step
 
 
 @dataclass(frozen=True)
+class Judged:
+    """Who gave the instruction score, when, and its 95% interval; empty if nobody did."""
+
+    ift_judge: str = ""
+    ift_date: str = ""
+    ift_low: float | None = None
+    ift_high: float | None = None
+
+    @classmethod
+    def of(cls, line: Record) -> Judged:
+        """Read a line of `lab judge`."""
+        if not line:
+            return cls()
+        found = line.get("score_interval")
+        low, high = found if isinstance(found, list) and len(found) == 2 else (None, None)
+        return cls(shown(line["judge"]), shown(line.get("time"))[:10], number(low), number(high))
+
+
+@dataclass(frozen=True)
 class Result:
     """One run, or one published row.
 
@@ -62,6 +81,7 @@ class Result:
     machine: tuple[str, ...] = ()
     records: tuple[Record, ...] = ()
     memory_gib: float | None = None
+    judged: Judged = Judged()
     loss_group: tuple[str, ...] = ()
     memory_group: tuple[str, ...] = ()
 
@@ -121,7 +141,7 @@ def read_result(run_dir: Path) -> Result:
         test_bits={slice_of(line): number(line.get("bits_per_byte")) for line in tests},
         texts={slice_of(line): line["text"] for line in tests if isinstance(line.get("text"), str)},
         tokenizer=_tokenizer(written, tests),
-        memory_gib=number(facts.get("peak_memory_gib")),
+        memory_gib=number(facts.get("peak_memory_gib")), judged=Judged.of(written.judged),
         loss_group=_group(config, *LOSS_SETTINGS) if status == FINISHED else (),
         memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),
     )

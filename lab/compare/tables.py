@@ -7,7 +7,7 @@ import csv
 import html
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -96,6 +96,14 @@ def _bits(comparison: Comparison, row: Row, key: str) -> str | None:
     return f"{bits:.4f}" if comparison.mixes_tokenizers and bits is not None else None
 
 
+def _score(_: Comparison, row: Row) -> str | None:
+    """Format the instruction score; with its interval if it is of one run."""
+    score, found = row.figures.ift_score, row.judged
+    if score is None or None in (found.ift_low, found.ift_high):
+        return None if score is None else f"{score:.2f}"
+    return f"{score:.2f} ({found.ift_low:.2f} to {found.ift_high:.2f})"
+
+
 def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
@@ -114,7 +122,7 @@ COLUMNS = (
     Column("validation_bits_per_byte", "val. bits\nper byte",
            partial(_bits, key="validation_bits_per_byte")),
     Column("test_bits_per_byte", "test bits\nper byte", partial(_bits, key="test_bits_per_byte")),
-    Column("ift_score", "IFT", _figure("ift_score", "{:.2f}".format)),
+    Column("ift_score", "IFT", _score),
     Column("seconds", "seconds", _figure("seconds", _whole)),
     Column("seconds_without_validation", "seconds,\nno val.",
            _figure("seconds_without_validation", _whole)),
@@ -237,6 +245,7 @@ def values_of(comparison: Comparison, row: Row, to_loss: TokensToLoss | None) ->
         "run": ", ".join(result.name for result in row.results), "status": row.first.status,
         "differs": row.differs or row.first.notes, "num_seeds": len(row.results),
         **{key: getattr(row.figures, key) for key in CSV_FIGURES},
+        **asdict(row.judged),
         **{key.replace("loss", "loss_spread"): row.spread.get(key) for key in LOSS_NAMES},
         "sorted_by": comparison.sorted_by, "is_within_spread": row.is_within_spread,
         "test_slice": row.first.test_slice,

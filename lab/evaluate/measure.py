@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from basics.directory_lock import only_writer
 from basics.errors import UserError, print_error
-from basics.files import append_whole
-from basics.json_files import to_json
+from lab.compare.run_figures import append_evaluation
 from lab.evaluate.charts import draw_over_tokens
 from lab.evaluate.held_out import Evaluation, check_tokenizer, evaluate, text_identity
 from lab.evaluate.held_out_files import HeldOut, Tokens, open_held_out
@@ -159,13 +156,7 @@ def _record(target: Target, measured: dict[str, object], share: Share) -> None:
     record = {"target": target.name, "checkpoint": target.checkpoint.name,
               "global_step": target.checkpoint.meta.global_step,
               "trained_tokens": target.checkpoint.meta.tokens} | measured
-    record["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    try:
-        with only_writer(target.run.evaluations_path):  # a launch may replace it meanwhile
-            append_whole(target.run.evaluations_path, to_json(record) + "\n")
-    except OSError as error:
-        print_error(f"warning: result not saved: {target.run.evaluations_path}:"
-                    f" {error.strerror or error}")
+    append_evaluation(target.run.evaluations_path, record)
 
 
 def draw(results: list[Result]) -> None:

@@ -59,6 +59,7 @@ class AnswersFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
     model: str = Field(min_length=1)
+    checkpoint: str | None = None
     answers: list[AnsweredEntry] = Field(min_length=1)
 
 

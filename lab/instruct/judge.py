@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from basics.errors import UserError, one_line, visible
+from lab.compare.run_figures import Written, append_evaluation
 from lab.instruct.comparison import Comparison, UnusableReplyError, compare
 from lab.instruct.endpoint import is_address, without_user
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
@@ -46,11 +47,12 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     The judge sees all models' answers to a question in one request, in shuffled order and without
     the models' names. The key is read from OPENAI_API_KEY; your own server may need none. Each
     judgement is saved at once: the same command continues where an earlier one stopped, and
-    repeats the questions that failed.
+    repeats the questions that failed. The score of answers that lie in their run's directory is
+    added to its evaluations.jsonl: `lab compare` shows it.
     """
-    questions = list(_questions(_by_name(files)))
+    by_name = _by_name(files)
     comparisons = [compare(question, answers, judge_model=model, seed=seed)
-                   for question, answers in questions]
+                   for question, answers in _questions(by_name)]
     judgements = Judgements(output or files[0].parent / "judgements.jsonl")
     missing = {c.key: c for c in comparisons if judgements.scores(c) is None}
     reason = ""
@@ -59,8 +61,11 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
         judge = _new_judge(base_url, model)
         judge.check_reachable()
         reason = judge_all(judge, missing.values(), judgements, concurrency=concurrency)
-    for line in _report(comparisons, judgements, model=model, reason=reason, seed=seed):
+    found = _summaries(comparisons, judgements, reason=reason, seed=seed)
+    for line in _report(found, len(comparisons), judgements, model=model, reason=reason):
         click.echo(visible(line))
+    for one in found:
+        _record(one, *by_name[one.model], judge_model=model)
 
 
 def _new_judge(base_url: str | None, model: str) -> Judge:
@@ -92,7 +97,11 @@ def _client_options(base_url: str | None) -> dict[str, Any]:
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
-    """Read all files, by model name; by path if several files are of the same model."""
+    """Read all files, by model name; by path if several files are of the same model.
+
+    However a path is typed, the file has the same name: it is part of the judgements' keys.
+    """
+    paths = tuple(Path(os.path.realpath(path)) for path in paths)
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise UserError(f"{twice}: is given twice; give each file once")
@@ -164,33 +173,6 @@ def _save_rest(asked: dict[Future, Comparison], judgements: Judgements, judge: J
             judgements.add(asked[future], future.result(), judge_model=judge.model)
 
 
-def _report(comparisons: list[Comparison], judgements: Judgements, *, model: str, reason: str,
-            seed: int) -> Iterator[str]:
-    """Yield the lines to print. Raises: UserError if no question was judged."""
-    judged = [scores for c in comparisons if (scores := judgements.scores(c)) is not None]
-    if not judged:
-        raise UserError(f"none of {len(comparisons)} questions was judged; the first failure:"
-                        f" {reason}")
-    yield _table(judged, seed=seed)
-    yield ""
-    yield (f"{len(judged)} of {len(comparisons)} questions judged by {model},"
-           f" {len(comparisons) - len(judged)} failed; judgements in {judgements.path}")
-    if reason:
-        yield f"first failure: {one_line(reason)}; run the same command to repeat it"
-
-
-def _table(judged: list[dict[str, float]], *, seed: int) -> str:
-    from tabulate import tabulate
-
-    found = [summarise(model, [scores[model] for scores in judged], seed=seed)
-             for model in judged[0]]
-    rows = [(one_line(found.model), found.mean,
-             "{:.2f} to {:.2f}".format(*found.interval) if found.interval else "-")
-            for found in sorted(found, key=lambda found: (-found.mean, found.model))]
-    return tabulate(rows, headers=["model", "mean score", "95% interval"], floatfmt=".2f",
-                    disable_numparse=[0, 2])
-
-
 @dataclass(frozen=True)
 class Scored:
     """A model's result; the interval is None for a single question."""
@@ -198,6 +180,49 @@ class Scored:
     model: str
     mean: float
     interval: tuple[float, float] | None
+    num_questions: int
+
+
+def _summaries(comparisons: list[Comparison], judgements: Judgements, *, reason: str,
+               seed: int) -> list[Scored]:
+    """Return the models' results, the best first. Raises: UserError if no question was judged."""
+    judged = [scores for c in comparisons if (scores := judgements.scores(c)) is not None]
+    if not judged:
+        raise UserError(f"none of {len(comparisons)} questions was judged; the first failure:"
+                        f" {reason}")
+    found = [summarise(model, [scores[model] for scores in judged], seed=seed)
+             for model in judged[0]]
+    return sorted(found, key=lambda one: (-one.mean, one.model))
+
+
+def _report(found: list[Scored], num_asked: int, judgements: Judgements, *, model: str,
+            reason: str) -> Iterator[str]:
+    """Yield the lines to print."""
+    from tabulate import tabulate
+
+    rows = [(one_line(one.model), one.mean,
+             "{:.2f} to {:.2f}".format(*one.interval) if one.interval else "-") for one in found]
+    yield tabulate(rows, headers=["model", "mean score", "95% interval"], floatfmt=".2f",
+                   disable_numparse=[0, 2])
+    yield ""
+    num_judged = found[0].num_questions
+    yield (f"{num_judged} of {num_asked} questions judged by {model},"
+           f" {num_asked - num_judged} failed; judgements in {judgements.path}")
+    if reason:
+        yield f"first failure: {one_line(reason)}; run the same command to repeat it"
+
+
+def _record(found: Scored, path: Path, answers: AnswersFile, *, judge_model: str) -> None:
+    """Add a score to its run's records, if the answers are in its directory; once."""
+    run_dir = path.parent
+    if run_dir.name != answers.model or not (run_dir / "model.json").is_file():
+        return
+    record = {"target": answers.model, "checkpoint": answers.checkpoint, "judge": judge_model,
+              "score": found.mean, "score_interval": found.interval and [*found.interval],
+              "questions": found.num_questions}
+    known = Written.read(run_dir).judged
+    if any(known.get(key) != value for key, value in record.items()):
+        append_evaluation(run_dir / "evaluations.jsonl", record)
 
 
 def summarise(model: str, scores: list[float], *, seed: int) -> Scored:
@@ -208,9 +233,9 @@ def summarise(model: str, scores: list[float], *, seed: int) -> Scored:
     import numpy as np
 
     if len(scores) < 2:
-        return Scored(model, scores[0], None)
+        return Scored(model, scores[0], None, 1)
     generator = np.random.default_rng(seed)  # the same questions are drawn for every model
     values = np.asarray(scores)
     means = [generator.choice(values, len(values)).mean() for _ in range(NUM_RESAMPLES)]
     low, high = np.percentile(means, INTERVAL_PERCENT)
-    return Scored(model, float(values.mean()), (float(low), float(high)))
+    return Scored(model, float(values.mean()), (float(low), float(high)), len(scores))

@@ -158,6 +158,26 @@ def test_csv_row_has_all_figures_of_a_run(runs: Runs) -> None:
     assert row["test_slice"] == "tiny/validation, 400 tokens from token 0"
 
 
+def test_the_score_of_a_judge_stands_beside_the_losses(runs: Runs) -> None:
+    for name, lines in {"judged": [{"score": 1.0}, {"score": 21.5, "score_interval": [18, 25]}],
+                        "once": [{"score": 0, "score_interval": None}], "never": [],
+                        "damaged": [{"score": "x"}, {"score": 1e99}]}.items():
+        with (runs.add(name) / "evaluations.jsonl").open("a") as file:
+            file.writelines(json.dumps({"judge": "J", "time": "2026-11-23T10:00:00+00:00"} | line)
+                            + "\n" for line in lines)
+    comparison = runs.compare(published=True)
+    shown = {name: cells_of(comparison, name)["IFT"]
+             for name in ("judged", "once", "never", "damaged", "8x A100 40 GiB*")}
+    assert shown == {"judged": "21.50 (18.00 to 25.00)", "once": "0.00", "never": "-",
+                     "damaged": "-", "8x A100 40 GiB*": "17.09"}
+    (note,) = [note for note in comparison.notes if note.startswith("IFT")]
+    assert "by J on 2026-11-23: judged, once" in note
+    assert "published ones come from another prompt" in note
+    row = csv_rows(comparison)["judged"]
+    assert [row[f"ift_{key}"] for key in ("score", "judge", "date", "low", "high")] == [
+        "21.5", "J", "2026-11-23", "18", "25"]
+
+
 def test_differences_are_shown_relative_to_most_runs(runs: Runs) -> None:
     for name in ("base", "same", "wide", "clipped"):
         runs.add(name, train={"clipping_max_norm": 3.5 if name == "clipped" else None},
@@ -553,10 +573,11 @@ def test_published_losses_over_the_batch_size_are_fitted_and_drawn() -> None:
 def test_published_memory_over_the_microbatch_is_fitted_and_drawn() -> None:
     (points,) = memory_points(compare(read_published()).rows)
     found = dict(zip(points.x, points.y, strict=True))
-    assert found == {6: 24, 13: 40, 28: 80, 27: 80, 64: 160} and len(points.x) == 5
+    assert found == {6: 24, 13: 40, 27: 80, 64: 160} and len(points.x) == 4
     figure = Figure()
     comparison_charts._plot_memory(figure, [points])
     slope, intercept = np.polyfit(list(found), list(found.values()), 1)
+    assert (round(intercept, 1), round(slope, 2)) == (11.5, 2.35)  # as published
     line = line_of(figure, f"{intercept:.2f} GiB + {slope:.3f} GiB per sequence")
     x, y = line.get_data()
     np.testing.assert_allclose(y, intercept + slope * np.array(x))

@@ -23,7 +23,7 @@ from lab.instruct.judge import summarise
 from lab.instruct.judging import Judge
 from tests.support.judge_server import Endpoint, Fault, faulty_reply, judging
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.workplace import read_lines, run_command
+from tests.support.workplace import Workplace, read_lines, run_command
 
 NUM_QUESTIONS = 12
 WORTHS = {"alpha": [10 * i % 100 for i in range(12)], "beta": [90] * 12,
@@ -327,10 +327,42 @@ def test_only_a_reply_with_one_valid_set_of_scores_is_used() -> None:
             comparison.read_scores(faulty_reply(kind, scores))
 
 
-def test_several_files_of_one_model_are_named_by_path(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_several_files_of_one_model_are_named_by_path(
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = [write_answers(tmp_path / f"{n}.json", "same", [n, n]) for n in (30, 60)]
-    assert {name: row[0] for name, row in judged(endpoint, *files).items()} == {
-        files[0]: "30.00", files[1]: "60.00"}
+    table = judged(endpoint, *files)
+    assert {name: row[0] for name, row in table.items()} == {files[0]: "30.00", files[1]: "60.00"}
+    asked = len(endpoint.requests)
+    monkeypatch.chdir(tmp_path)
+    assert judged(endpoint, "30.json", "../" + files[1][files[1].index(tmp_path.name):]) == table
+    assert len(endpoint.requests) == asked  # nothing is paid for again
+    assert "is given twice" in error_line(judge(endpoint, *files, "30.json"))
+
+
+def test_a_run_gets_the_score_of_the_answers_in_its_directory(
+    endpoint: Endpoint, workplace: Workplace
+) -> None:
+    def answers(run: str, file: str, worths: list[int]) -> str:
+        return write_answers(workplace.runs_dir / run / file, run, worths)
+
+    for run in ("one", "two"):
+        workplace.add_run(run)
+    files = [answers("one", "instruction-answers.json", [10, 30]),
+             answers("two", "instruction-answers.json", [60, 60]),
+             write_answers(workplace.runs_dir / "two/other.json", "other", [1, 1])]
+    for _ in range(2):  # the second time nothing is new
+        judged(endpoint, *files)
+    scores = {run: read_lines(workplace.runs_dir / run / "evaluations.jsonl")
+              for run in ("one", "two")}
+    for run, mean in (("one", 20), ("two", 60)):
+        (line,) = scores[run]
+        assert (line["judge"], line["score"], line["questions"]) == ("the-judge", mean, 2)
+    assert scores["one"][0]["score_interval"] == [10, 30]
+    answers("one", "instruction-answers.json", [90, 90])
+    judged(endpoint, *files)
+    assert [line["score"] for line in read_lines(
+        workplace.runs_dir / "one/evaluations.jsonl")] == [20, 90]
 
 
 @pytest.mark.parametrize(("content", "message"), [

@@ -58,14 +58,15 @@ def test_the_notes_name_the_origin_of_every_bound(workplace: Workplace) -> None:
                                         "compile": None})
     output = plan("tiny", "--machine", "a=1xL40S@1",
                   "--machine", "b=8xMI300X@20", "--machine", "c=1xRTX-4090@1",
-                  runs_dir=workplace.runs_dir)
+                  "--machine", "d=1xRTX-3090@0.3", runs_dir=workplace.runs_dir)
     notes = " ".join(output.split("\n\n")[-1].split())
     assert "A100-40 54% (from A100-80)" in notes and "B200 40% (assumed)" in notes
     assert "L40S 40% (assumed)" in notes and "L40S 5.0% (assumed)" in notes
     assert ("MI300X, rough: no public figure for several MI300X; assumed 32%, 80% of an assumed"
             " best of 40%") in notes
-    assert ("RTX-4090, rough: no public figure for one RTX-4090; assumed 46%, 80% of the best"
-            " of 57% (from an RTX card, which one is not recorded)") in notes
+    assert ("RTX-4090, rough: no public figure for one RTX-4090; assumed 52%, 80% of the best"
+            " of 65% (from RTX-3090)") in notes
+    assert "RTX-3090, public: 63% in public runs on several GPUs" in notes
     assert "fewest hours: at the best public MFU" in notes and "most hours: at the MFU of" in notes
     assert "L40S, public: 18% in public runs on several GPUs; not measured with" in notes
     dollars = {row[0]: row[USD] for row in cost_rows(output)}
