@@ -115,7 +115,7 @@ def first_line(error: BaseException) -> str:
     NCCL's messages begin with the place in its code: of these, what stands after "Last error:".
     """
     text = str(error).strip() or type(error).__name__
-    return (text.partition("Last error:")[2].strip() or text).splitlines()[0][:120]
+    return (re.split(r"Last [eE]rror:", text)[-1].strip() or text).splitlines()[0][:120]
 
 
 def visible(text: str) -> str:

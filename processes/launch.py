@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from basics.cuda_problem import cuda_problem
-from basics.errors import UserError, print_error
+from basics.errors import UserError, print_error, print_line
 from basics.machine import num_cpu_cores
 from basics.memory_meters import peak_gib
 from processes.stop_signals import torchrun_signals
@@ -145,11 +145,19 @@ def process_group(process: Process, store: dist.Store,
     if process.device.type == "cuda":  # NCCL ends the process without a word: the watchdog is first
         seconds = max(seconds, train.hang_timeout_seconds) + NCCL_MARGIN_SECONDS
     join_process_group(process, store, timeout=timedelta(seconds=seconds))
+    if process.is_main and process.world_size > 1 and process.device.type == "cuda":
+        print_line(nccl_in_use(process.device))
     yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     # Not after an error: destroying the group waits for the others, which wait for this process.
     gc.unfreeze()
     gc.collect()  # DDP's threads must be gone before the group they use
     dist.destroy_process_group()
+
+
+def nccl_in_use(device: torch.device) -> str:
+    """Return the version of NCCL, and which of PyTorch's implementations of that backend runs."""
+    version, backend = torch.cuda.nccl.version(), dist.group.WORLD._get_backend(device)
+    return f"NCCL {'.'.join(map(str, version))}, PyTorch's {type(backend).__name__}"
 
 
 @contextmanager

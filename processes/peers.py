@@ -128,7 +128,8 @@ class Peers:
         if self._world_size == 1 or is_local or not isinstance(error, RuntimeError):
             return False
         return isinstance(error, dist.DistError) or any(
-            part in str(error) for part in ("onnection", "imed out", "imeout", "gloo", "NCCL"))
+            part in str(error).lower()
+            for part in ("connection", "timed out", "timeout", "gloo", "nccl"))
 
     def find_lost(self, now: float, timeout_seconds: float) -> list[int]:
         """Return the ranks whose heartbeat counter stopped: nothing else tells of a lost machine.
@@ -181,3 +182,9 @@ class Peers:
                 namespace, _, pid = self._store.get(f"process/{rank}").rpartition(" ")
                 if namespace == process_namespace():
                     self._local_pids[rank] = int(pid)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a collective has waited for too long."""
+    text = str(error).lower().replace("timeout watchdog", "")  # it finds other errors too
+    return "timed out" in text or "timeout" in text

@@ -31,7 +31,7 @@ from basics.out_of_memory import is_out_of_gpu_memory
 from processes.deadlines import Deadlines
 from processes.heartbeat import write_heartbeat
 from processes.launch import Process, end_torchrun, spans_nodes
-from processes.peers import Peers, PeerStore
+from processes.peers import Peers, PeerStore, is_timeout
 from processes.startup_agreement import AgreedError
 from processes.stop_signals import StopSignals
 
@@ -144,7 +144,7 @@ class Watchdog(AbstractContextManager):
 
     def _fail_after_peers(self, error: BaseException) -> NoReturn:
         """Exit because a collective failed: another rank has the cause, and will report it."""
-        if "imed out" in str(error) or "imeout" in str(error):
+        if is_timeout(error):
             self._is_suspended = True  # a rank that waited for so long is not the one that hangs
             self._diagnose_hang(f"no answer within the collective timeout: {describe(error)}")
         self._wait_for_failure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from checkpointing import SnapshotBuffers
 from ddp_train import wrap_in_ddp
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.sharing import Share
-from processes.launch import Process
+from processes.launch import Process, nccl_in_use
 from reporting.sampling import Sampler, SamplingOptions, generate_tokens
 from run_config import ModelConfig, TrainConfig
 from tests.support.models import random_model
@@ -195,6 +196,8 @@ def test_layers_compiled_separately_have_eager_gradients_over_nccl() -> None:
     loss = ByLayer(step.state.model, step.train)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        assert re.fullmatch(r"NCCL [\d.]+, PyTorch's ProcessGroupNCCL2?",
+                            nccl_in_use(torch.device("cuda")))
         shared = DistributedDataParallel(loss, device_ids=[0], gradient_as_bucket_view=True)
         _, token_ids, targets = next(rising_tokens())
         with autocast("bf16", step.process.device):

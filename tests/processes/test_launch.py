@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -83,16 +85,20 @@ def test_only_a_torchrun_that_is_one_of_several_is_ended(
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 60), ("cuda:0", 600 + 120)])
-def test_nccl_waits_longer_than_the_watchdog(
-    monkeypatch: pytest.MonkeyPatch, device: str, seconds: int
+def test_nccl_waits_longer_than_the_watchdog_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, device: str, seconds: int
 ) -> None:
     """Its own timeout would end the process without a line that says which rank hung."""
+    world = SimpleNamespace(_get_backend=lambda _: type("ProcessGroupNCCL2", (), {})())
+    monkeypatch.setattr(launch.dist, "group", SimpleNamespace(WORLD=world))
     found: list[timedelta] = []
     monkeypatch.setattr(launch, "join_process_group",
                         lambda *_, timeout: found.append(timeout))
     monkeypatch.setattr(launch.dist, "new_group", lambda **_: None)
     monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
     train = TrainConfig(**TINY_TRAIN, collective_timeout_seconds=60)
-    with launch.process_group(Process(0, 0, 1, torch.device(device)), None, train):
+    with launch.process_group(Process(0, 0, 2, torch.device(device)), None, train):
         pass
+    said = r"NCCL \d+\.\d+\.\d+, PyTorch's ProcessGroupNCCL2\n" if device == "cuda:0" else ""
+    assert re.fullmatch(said, capsys.readouterr().out)
     assert found == [timedelta(seconds=seconds)]

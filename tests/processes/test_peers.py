@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from basics.machine import process_namespace
 from processes import peers as peers_module
-from processes.peers import Peers, PeerStore
+from processes.peers import Peers, PeerStore, is_timeout
 from tests.support.workplace import PROJECT_DIR
 
 
@@ -98,11 +98,20 @@ LAUNCH = torch.AcceleratorError("CUDA error: the launch timed out and was termin
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.2]:3")
 
 
+# Of PyTorch's second implementation of NCCL's backend.
+NCCL2_TIMEOUTS = ["Operation timed out after 720000 ms", "NCCL operation timed out",
+                  "timeout - timeout watchdog detected operation timeout"]
+NCCL2_ERRORS = ["error - timeout watchdog detected operation error",
+                "error - nccl hit async error: remote process exited or there was a network error",
+                "NCCL communicator was aborted after a previous error"]
+
+
 @pytest.mark.parametrize(("error", "world_size", "is_caused"), [
     (LAUNCH, 1, False), (LAUNCH, 2, False), (CLOSED, 1, False), (CLOSED, 2, True),
     (dist.DistBackendError("NCCL error: unhandled cuda error"), 2, True),
     (RuntimeError("Timed out waiting 30000ms for recv operation to complete"), 2, True),
     (RuntimeError("Timed out"), 1, False),
+    *((RuntimeError(text), 2, True) for text in NCCL2_TIMEOUTS + NCCL2_ERRORS),
     (RuntimeError("NCCL error: out of memory"), 2, False), (OSError("Connection reset"), 2, False),
 ])
 def test_what_other_processes_have_caused(
@@ -110,6 +119,11 @@ def test_what_other_processes_have_caused(
 ) -> None:
     """A GPU's own error, and any error of the only process, is reported as it is."""
     assert Peers(0, world_size, store).caused(error) is is_caused
+
+
+def test_an_error_of_nccls_that_is_no_timeout_is_no_hang() -> None:
+    assert all(is_timeout(RuntimeError(text)) for text in NCCL2_TIMEOUTS)
+    assert not any(is_timeout(RuntimeError(text)) for text in NCCL2_ERRORS)
 
 
 def test_the_rank_with_the_least_progress_hung(store: PeerStore) -> None:
