@@ -21,6 +21,7 @@ from reporting.speed import GPUS, flops_per_token
 from run_config import Run, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
+PACKAGES_BYTES = 6e9  # nearly all of it PyTorch with CUDA
 
 
 @click.command(epilog=f"GPUs: {', '.join(gpu.name for gpu in GPUS)}.")
@@ -73,5 +74,6 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
         f" {chinchilla * parameters:,} tokens)",
         f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
         f" {per_token * num_tokens:.3g} FLOP in total, without validation",
-        f"a checkpoint takes {gb(bytes_of_checkpoint(run))} on disk",
+        f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below), {gb(2 * num_tokens)}"
+        f" or more for the tokens, {gb(PACKAGES_BYTES)} for the packages",
     ]

@@ -40,7 +40,8 @@ def test_original_run_has_its_published_figures() -> None:
     output = plan("8xa100m40")
     assert "163,009,536 parameters; 3,260,190,720 tokens, 20.0 per parameter" in output
     assert "854.4 MFLOP per token" in output
-    assert "a checkpoint takes 1.96 GB" in output
+    assert ("disk: 1.96 GB a checkpoint (how many: below), 6.52 GB or more for the tokens,"
+            " 6.00 GB for the packages\n") in output
     row = next(row for row in batch_rows(output) if row[0] == "8x A100-40")
     assert row[1] == "13 x 1"
     assert row[3:5] == ["104", "30,614"]  # global batch, steps
