@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -14,31 +15,34 @@ from basics.errors import UserError, cannot_be_written
 from basics.failpoints import failpoint
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
+SPLITS = ("train", "validation")
 
 
-def provide_dataset(dataset_dir: Path, name: str) -> None:
+def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS) -> None:
     """Prepare or download a dataset if it is not on this machine. One process of each node.
+
+    Args:
+        splits: that are needed; others are not downloaded.
 
     Raises:
         UserError: there is no such dataset, or it cannot be downloaded or written.
     """
-    if is_complete(dataset_dir):
+    if is_complete(dataset_dir, splits):
         return
     if name == STDLIB_DATASET:
         _prepare_stdlib(dataset_dir)
     elif "/" in name:
         from preparation.hub import fetch_dataset
 
-        fetch_dataset(dataset_dir, name)
+        fetch_dataset(dataset_dir, name, splits)
     else:
         raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
                         f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json")
 
 
-def is_complete(dataset_dir: Path) -> bool:
-    """Return whether both token files exist under their final names."""
-    return all((dataset_dir / f"{split}.safetensors").is_file()
-               for split in ("train", "validation"))
+def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
+    """Return whether token files exist under their final names."""
+    return all((dataset_dir / f"{split}.safetensors").is_file() for split in splits)
 
 
 def _prepare_stdlib(dataset_dir: Path) -> None:

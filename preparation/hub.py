@@ -53,8 +53,8 @@ LEFTOVER_SECONDS = 600  # a partial file that was not written for so long is aba
 T = TypeVar("T")
 
 
-def fetch_dataset(dataset_dir: Path, repository: str) -> None:
-    """Download a token dataset. One process of each node; nodes may share the directory.
+def fetch_dataset(dataset_dir: Path, repository: str, splits: Sequence[str]) -> None:
+    """Download splits of a token dataset. One process of each node; nodes may share the directory.
 
     Files get their final names when complete; complete files are not downloaded again.
 
@@ -70,9 +70,8 @@ def fetch_dataset(dataset_dir: Path, repository: str) -> None:
         Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
         with lock:
             present = {file.rfilename for file in info.siblings or ()}
-            # The tokenizer first: a dataset with both token files counts as complete.
-            for name in (*{TOKENIZER_FILE} & present, "train.safetensors",
-                         "validation.safetensors"):
+            # The tokenizer first: a dataset with all token files counts as complete.
+            for name in (*{TOKENIZER_FILE} & present, *(f"{s}.safetensors" for s in splits)):
                 _download(repository, name, revision=info.sha, local_dir=dataset_dir)
     except OSError as error:
         raise cannot_be_written(dataset_dir, error) from None

@@ -280,7 +280,7 @@ def test_a_hub_that_repeats_the_token_does_not_get_it_printed(
         monkeypatch.setenv("HF_TOKEN", TOKEN if place == "environment" else "")
         assert get_token() == TOKEN
         with redirect_stderr(said), redirect_stdout(said), pytest.raises(UserError) as caught:
-            fetch_dataset(tmp_path / "data", hub.repository)
+            fetch_dataset(tmp_path / "data", hub.repository, ["train"])
         with redirect_stderr(said):
             print_traceback(caught.value)
             print_error(caught.value.line())

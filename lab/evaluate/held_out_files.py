@@ -110,10 +110,10 @@ def _different_datasets(which: str) -> UserError:
 
 
 def _open(options: Tokens, dataset: str) -> TokenFile:
-    """Open the token file; download or prepare it first if it is missing."""
+    """Open the token file; download it or prepare the dataset first if it is missing."""
     if not re.fullmatch(DATASET_NAME, dataset):
         raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
     dataset_dir = options.datasets_dir / dataset
     check_inside(dataset_dir, options.datasets_dir, "--datasets-dir")
-    provide_dataset(dataset_dir, dataset)
+    provide_dataset(dataset_dir, dataset, [options.split])
     return TokenFile(dataset_dir / f"{options.split}.safetensors")

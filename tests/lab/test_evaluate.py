@@ -169,6 +169,19 @@ def test_a_model_on_the_hub_is_downloaded_and_evaluated(trained: Workplace, tmp_
     assert hub.downloads("model.safetensors") and not hub.downloads("pytorch_model.bin")
 
 
+def test_only_the_split_that_is_measured_is_downloaded(trained: Workplace, tmp_path: Path) -> None:
+    files = {f"{split}.safetensors": (trained.datasets_dir / f"tiny/{split}.safetensors")
+             .read_bytes() for split in ("train", "validation")}
+    options = "--dataset", "someone/tokens", "--tokens", "64"
+    with serving(Hub(files, repository="someone/tokens")) as hub:
+        environment = hub.environment(tmp_path / "home")
+        succeeded(lab_evaluate(trained, "tiny", *options, **environment))
+        assert hub.downloads("validation.safetensors") and not hub.downloads("train.safetensors")
+        succeeded(lab_evaluate(trained, "tiny", *options, "--split", "train", **environment))
+        assert [len(hub.downloads(name)) for name in files] == [1, 1]
+    shutil.rmtree(trained.datasets_dir / "someone")
+
+
 def test_another_architecture_is_refused_before_its_weights_are_downloaded(
     trained: Workplace, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from basics.errors import UserError
 from preparation import cutting, readers
 from preparation.cutting import BadShard, cut_document
 from preparation.encoding import TokenizerPlace, encode_task
+from preparation.ensure_dataset import SPLITS
 from preparation.hub import fetch_dataset
 from preparation.pipeline import prepare_dataset
 from preparation.planning import PrepareOptions
@@ -168,7 +169,7 @@ def test_the_tokenizer_is_downloaded_with_its_dataset_before_it_counts_as_comple
     files = contents(out)
     with serving(Hub(files, repository="someone/own")) as hub, used_in_this_process(
             hub, tmp_path / "home"):
-        fetch_dataset(tmp_path / "downloaded", "someone/own")
+        fetch_dataset(tmp_path / "downloaded", "someone/own", SPLITS)
     for name in ("tokenizer.json", "train.safetensors", "validation.safetensors"):
         assert (tmp_path / "downloaded" / name).read_bytes() == files[name]
     order = [path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
