@@ -113,7 +113,7 @@ class PreparedRun:
         meta = self.resume_from.meta
         found = found or Identity(name=meta.identity)
         newest = list_checkpoints(self.run.checkpoints_dir)[-1:]
-        leaves = self.options.checkpoint and any(
+        leaves = self.options.checkpoint not in (None, LATEST) and any(
             each.meta.global_step > meta.global_step for each in newest)
         if found.includes(meta.identity, meta.global_step) and not leaves:
             return found

@@ -128,7 +128,7 @@ def test_damage_of_the_newest_checkpoint_is_no_step_back(run: Run) -> None:
     save(run, A, 9, 19)
     weights = list_checkpoints(run.checkpoints_dir)[1].path / "model.safetensors"
     weights.write_bytes(bytes(len(weights.read_bytes())))
-    step, (warning,) = launch(run)
+    step, (warning,) = launch(run, checkpoint="latest")
     assert step == 9 and "is used instead" in warning and read_identity(run.run_dir) == A
 
 
