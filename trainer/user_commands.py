@@ -22,6 +22,7 @@ from checkpointing import best_of, list_checkpoints
 from processes.deadlines import Deadlines
 from processes.launch import Process
 from processes.run_lock import HANDOVER
+from processes.stop_signals import stop_signals
 from reporting.clock import SPENT_VARIABLE
 from reporting.metrics_file import fsync_records
 from reporting.summary import (
@@ -270,7 +271,7 @@ def _stop_signals() -> Iterator[list[int]]:
     """Yield the stop signals that arrive inside, instead of ending this process."""
     received: list[int] = []
     before = {number: signal.signal(number, lambda number, _: received.append(number))
-              for number in STOP_SIGNALS}
+              for number in stop_signals()}
     try:
         yield received
     finally:

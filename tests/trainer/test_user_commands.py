@@ -270,6 +270,14 @@ def test_a_finished_run_repeats_after_checkpoint_before_when_done(
     assert (tmp_path / "done").exists()
 
 
+def test_under_nohup_a_closed_terminal_does_not_end_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run_command("kill -HUP $PPID; exit 3", {}) == (3, 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_an_empty_command_and_one_with_a_search_are_refused(workplace: Workplace) -> None:
     workplace.add_run()
     workplace.add_dataset()
