@@ -240,10 +240,10 @@ class Trainer:
         if losses is not None and self.process.is_main:
             self.reports.console.report_validation(
                 global_step, losses, phase.seconds, bytes_per_token=self.data.bytes_per_token)
+            self.reports.write_samples(global_step)  # before: after a kill both are repeated
             self.saver.add_validation(Validation(
                 loss=finite_or_none(losses.loss), raw_loss=finite_or_none(losses.raw_loss),
                 seconds=self.clock.read(), usd=self.clock.usd()))
-            self.reports.write_samples(global_step)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A lock on a directory that ends with the process that holds it."""
+"""Locks on a directory and on a file, which end with the process that holds them."""
 
 from __future__ import annotations
 
@@ -97,6 +97,24 @@ def is_lock_of(directory: Path, descriptor: int) -> bool:
     opened = os.fstat(descriptor)
     return any(path.exists() and os.path.samestat(path.stat(), opened)
                for path in (directory, directory / LOCK_NAME))
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Keep other processes that call this from appending to a file, or replacing it, meanwhile.
+
+    A missing file is made. Where the file system has no locks, nobody is kept.
+    """
+    opened: list[int] = []
+    try:
+        with suppress(OSError):
+            while len(opened) < TRIES and not (opened and is_lock_of(path, opened[-1])):
+                opened.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+                fcntl.flock(opened[-1], fcntl.LOCK_EX)  # it may be replaced before
+        yield
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
 
 
 def _lock(path: Path, flags: int) -> int:

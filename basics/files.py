@@ -35,19 +35,24 @@ def read_regular_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     Raises:
         OSError: it is a link, a pipe or a directory, or larger than `max_bytes`.
     """
+    with open(open_regular(path), "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise OSError(errno.EFBIG, f"has {size:,} bytes")
+        return file.read(max_bytes)
+
+
+def open_regular(path: Path) -> int:
+    """Open an untrusted file for reading.
+
+    Raises:
+        OSError: it is a link, a pipe or a directory, or cannot be read.
+    """
     # Without O_NONBLOCK, a pipe that nobody writes to would block.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is not a plain file")
-        if found.st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(max_bytes)
-    finally:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a plain file")
+    return descriptor
 
 
 def check_tensor_header(path: Path) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from basics.errors import UserError
-
-MAX_BYTES = 2**20  # far more than a config needs
+from basics.files import MAX_BYTES, read_regular_file
 
 
 def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, Any]:
@@ -32,6 +31,15 @@ def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, A
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds a {type(values).__name__}; wanted a JSON object {{...}}")
     return values
+
+
+def found_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in an untrusted file; empty if there is none that can be read."""
+    try:
+        values = json.loads(read_regular_file(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def to_json(values: Any, **options: Any) -> str:

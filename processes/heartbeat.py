@@ -12,7 +12,6 @@ its process is alive, and could also be left behind.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import socket
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 
 from basics.errors import print_line
 from basics.files import read_regular_file, write_atomically
-from basics.json_files import to_json
+from basics.json_files import found_object, to_json
 from processes.deadlines import Deadlines
 
 HEARTBEAT = "heartbeat.json"
@@ -44,12 +43,9 @@ def write_heartbeat(path: Path, *, phase: str, step: int | None) -> str:
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
     """Return the last heartbeat; empty if there is none that can be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        beat = json.loads(_text(run_dir))
-        if isinstance(beat, dict) and all(type(beat.get(key)) in (str, int)
-                                          for key in ("pid", "host", "time")):
-            return beat
-    return {}
+    beat = found_object(run_dir / HEARTBEAT)
+    keys = ("pid", "host", "time")
+    return beat if all(type(beat.get(key)) in (str, int) for key in keys) else {}
 
 
 def claim(run_dir: Path) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from basics.errors import UserError
-from basics.files import fsync, read_regular_file, recover, write_atomically, write_held
+from basics.directory_lock import only_writer
+from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError
+from basics.files import MAX_BYTES, fsync, read_regular_file, recover, write_atomically, write_held
 from basics.json_files import to_json
 
 MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # per file: about four million steps
@@ -35,41 +35,37 @@ THROTTLING = "gpu_throttling"
 MAX_GPUS, MAX_TEXT_LENGTH = 2**8, 200
 OF_MACHINE = ("mfu", "host_ram_gib", "host_load", "disk_free_gib", "energy_kwh", *BY_GPU,
               THROTTLING)  # differ between runs of the same training
-NO_SUMMARY = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
-              OverflowError)  # what reading a missing or damaged one may raise
 
 
 def check_records(path: Path) -> None:
     """Refuse to resume a run whose metrics are not a file that a run has written.
 
     Raises:
-        UserError: it is a link, a pipe or a directory, or far too large.
+        UserError: it is a link, a pipe or a directory, or far too large, or cannot be read.
     """
-    try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{path}: is not a plain file; move it away")
-        with path.open("rb") as file:
-            pieces = iter(lambda: file.read(2**20), b"")
-            is_long = (found.st_size > MAX_RECORDS_BYTES
-                       or sum(piece.count(b"\n") for piece in pieces) > MAX_RECORDS)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); move it away") from None
-    if is_long:
-        raise UserError(f"{path}: has {found.st_size:,} bytes, more than any run has; move it away")
+    if _read(path, max_bytes=MAX_RECORDS_BYTES).count("\n") > MAX_RECORDS:
+        raise UserError(f"{path}: has more lines than any run writes; move it away")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the valid records of a `metrics.jsonl`.
+    """Read the valid records of a `metrics.jsonl`; none if there is no such file.
 
     Lines cut short by a kill are left out, and records with numbers that are out of bounds.
+
+    Raises:
+        UserError: it cannot be read.
     """
+    return valid_records(_read(path, max_bytes=MAX_RECORDS_BYTES))
+
+
+def _read(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     try:
-        return valid_records(read_regular_file(path, max_bytes=MAX_RECORDS_BYTES))
-    except OSError:  # none yet, or refused by `check_records` at launch
-        return []
+        return read_regular_file(path, max_bytes=max_bytes)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); make it readable, or move it"
+                        " away", FAILED if error.errno in TRANSIENT else BAD_INPUT) from None
 
 
 def valid_records(text: str) -> list[dict[str, Any]]:
@@ -117,27 +113,22 @@ def _is_number(value: Any, least: float, most: float) -> bool:
     return type(value) in (int, float) and least <= value <= most
 
 
-def spent_before(metrics_path: Path, summary_path: Path) -> tuple[float, float]:
-    """Return the seconds and dollars that a run has spent, by its metrics and its summary."""
-    records = read_metrics(metrics_path)
-    seconds = [record.get("seconds") for record in records]
-    usd = [record.get("usd") for record in records]
-    try:
-        summary = json.loads(read_regular_file(summary_path))
-        seconds.append(sum(summary["seconds"].values()))
-        usd.append((summary["usd"] or {"total": 0.0})["total"])
-    except NO_SUMMARY:
-        pass  # none yet, or damaged: the metrics suffice
-    return tuple(max((n for n in numbers if _is_number(n, 0, 1e12)), default=0.0)
-                 for numbers in (seconds, usd))
+def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[float, float, float]:
+    """Return the seconds, dollars and kWh that a run has used, by its records and its summary.
 
-
-def energy_before(metrics_path: Path, summary_path: Path) -> float:
-    """Return the kWh that a run has used, by its metrics and its summary; 0 if none is known."""
-    found = [record.get("energy_kwh") for record in read_metrics(metrics_path)]
-    with suppress(*NO_SUMMARY):
-        found.append(json.loads(read_regular_file(summary_path))["energy_kwh"])
-    return max((kwh for kwh in found if _is_number(kwh, 0, 1e12)), default=0.0)
+    Raises:
+        UserError: the summary cannot be read.
+    """
+    known: dict[str, Any] = {}
+    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError,
+                  OverflowError):  # none yet, or damaged: the records suffice
+        summary = json.loads(_read(summary_path))
+        known["energy_kwh"] = summary.get("energy_kwh")
+        known["seconds"] = sum(summary["seconds"].values())
+        known["usd"] = (summary["usd"] or {"total": 0.0})["total"]
+    return tuple(max((found[key] for found in [*records, known]
+                      if _is_number(found.get(key), 0, 1e12)), default=0.0)
+                 for key in ("seconds", "usd", "energy_kwh"))
 
 
 def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool = False) -> None:
@@ -146,17 +137,19 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
     Args:
         lacks_validation: drop the validation and samples before that step too: they are repeated.
     """
-    recover(path)
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path) if record["global_step"] < first_step
-            and not (lacks_validation and record["global_step"] == first_step - 1
-                     and record.keys() & {"validation_loss", "prompt"})]
-    write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
+    with only_writer(path):  # `lab evaluate` may append meanwhile
+        recover(path)
+        kept = [record for record in read_metrics(path) if record["global_step"] < first_step
+                and not (lacks_validation and record["global_step"] == first_step - 1
+                         and record.keys() & {"validation_loss", "prompt"})]
+        write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
 
 
-def fsync_records(path: Path) -> None:
-    """Call fsync on a run's metrics, if there are any."""
-    write_held(path)
-    with suppress(FileNotFoundError):
-        fsync(path)
+def fsync_records(run_dir: Path) -> None:
+    """Call fsync on a run's metrics and samples, if there are any."""
+    write_held(run_dir / "metrics.jsonl")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with suppress(FileNotFoundError):
+            fsync(run_dir / name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from basics.errors import STOP_SIGNALS
-from basics.files import read_regular_file, write_atomically
-from basics.json_files import to_json
+from basics.files import write_atomically
+from basics.json_files import found_object, to_json
 from reporting.clock import (
     CHART,
     CHECKPOINT,
@@ -61,6 +60,7 @@ class RunEnd:
     machine: dict[str, Any]
     tokenizer: str | None = None  # its name, if it is known
     energy_kwh: float | None = None  # of the GPUs of rank 0's machine, over all launches
+    failure: str = ""  # what is wrong with a run whose steps are all taken
 
 
 def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
     return {
         "run": run.name,
-        "status": FINISHED if is_finished else "stopped",
-        "reason": reason and reason.text,
+        "status": "failed" if end.failure else FINISHED if is_finished else "stopped",
+        "reason": end.failure or (reason and reason.text),
         "stopped_by": reason and reason.kind,
         "global_step": end.global_step,
         "num_steps": end.num_steps,
@@ -104,10 +104,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
 
 def has_status(run: Run, status: str) -> bool:
     """Return whether a run's `summary.json` exists and has this status."""
-    try:
-        return json.loads(read_regular_file(run.summary_path))["status"] == status
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return False
+    return read_summary(run).get("status") == status
 
 
 def is_training(run: Run) -> bool:
@@ -130,11 +127,7 @@ def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None
 
 def read_summary(run: Run) -> dict[str, Any]:
     """Return what a run's `summary.json` says; empty if it cannot be read."""
-    try:
-        summary = json.loads(read_regular_file(run.summary_path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+    return found_object(run.summary_path)
 
 
 def record_when_done(run: Run, command: str, status: int | None) -> None:
@@ -143,9 +136,10 @@ def record_when_done(run: Run, command: str, status: int | None) -> None:
     Args:
         status: None before its end.
     """
-    summary = read_summary(run) | {"when_done": {"command": command, "status": status}}
-    with suppress(OSError):  # a full disk: the command is run all the same
-        write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=True)
+    if summary := read_summary(run):  # else it cannot be read now: it stays as it is
+        summary["when_done"] = {"command": command, "status": status}
+        with suppress(OSError):  # a full disk: the command is run all the same
+            write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=True)
 
 
 def when_done_status(summary: dict[str, Any]) -> int | None:
@@ -165,19 +159,16 @@ def final_status(run: Run, status: int) -> int:
     Args:
         status: torchrun's; it is 0 also if a signal to one process has stopped the run.
     """
-    try:
-        summary = json.loads(read_regular_file(run.summary_path))
-        stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()
-                           if summary["reason"] == name), 0)
-        if summary["status"] == "running":  # the processes were killed
-            signal_name = STOP_SIGNALS.get(status - 128)  # a second signal: they exited at once
-            summary |= {"status": "stopped", "reason": signal_name} if signal_name else {
-                "status": "failed", "reason": f"ended with status {status}"}
-            with suppress(OSError):
-                write_atomically(run.summary_path, to_json(summary, indent=2) + "\n")
-        return status or stopped_by
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return status
+    summary = read_summary(run)
+    stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()
+                       if summary.get("reason") == name), 0)
+    if summary.get("status") == "running":  # the processes were killed
+        signal_name = STOP_SIGNALS.get(status - 128)  # a second signal: they exited at once
+        summary |= {"status": "stopped", "reason": signal_name} if signal_name else {
+            "status": "failed", "reason": f"ended with status {status}"}
+        with suppress(OSError):
+            write_atomically(run.summary_path, to_json(summary, indent=2) + "\n")
+    return status or stopped_by
 
 
 def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:

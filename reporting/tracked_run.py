@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from basics.files import read_regular_file, write_atomically
+from basics.files import open_regular, read_regular_file, write_atomically
 from reporting.metric_names import metrics_of, shown_step
 from reporting.metrics_file import valid_records
 
@@ -128,8 +127,11 @@ class RecordReader:
         Raises:
             OSError: it is not a plain file, or a new launch has replaced it.
         """
-        if self._descriptor < 0 and not self._open():
-            return []
+        if self._descriptor < 0:
+            try:
+                self._descriptor = open_regular(self._path)
+            except FileNotFoundError:
+                return []
         size = PIECE_BYTES if end is None else min(PIECE_BYTES, end - self.offset)
         piece = os.pread(self._descriptor, size, self.offset)
         whole = piece[:piece.rfind(b"\n") + 1]
@@ -143,16 +145,6 @@ class RecordReader:
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-
-    def _open(self) -> bool:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            self._descriptor = os.open(self._path, flags)
-        except FileNotFoundError:
-            return False
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            raise OSError(f"{self._path.name} is not a plain file")
-        return True
 
     def _check_same_file(self) -> None:
         found = self._path.stat(follow_symlinks=False)

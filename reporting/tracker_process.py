@@ -7,7 +7,6 @@ holds nothing up: another start, the next launch, or `lab export-metrics` sends 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import select
@@ -23,12 +22,12 @@ from typing import Any
 
 from basics.errors import UserError, describe, one_line, visible
 from basics.failpoints import failpoint
-from basics.files import read_regular_file
 from processes.helper_process import failure_of, kill, start_module
 from processes.run_lock import end_with_parent
 from reporting.chart_process import LOWEST
 from reporting.metric_names import final_figures
 from reporting.metrics_file import check_records
+from reporting.summary import read_summary
 from reporting.tracked_run import STATE_NAME, Feed, Sent, Start, TrackedRun
 from reporting.tracker_backends import Place, open_tracker, wandb_mode
 from run_config import Run, check_inside, load_run
@@ -204,11 +203,9 @@ def place_of(run: Run, tracked: TrackedRun, *, output_dir: Path | None = None,
 
 def read_end(run: Run) -> tuple[str, dict[str, float]]:
     """Return the status and figures of a run's summary; no figures if it has not ended."""
-    with suppress(OSError, ValueError, RecursionError):
-        summary = json.loads(read_regular_file(run.summary_path))
-        if isinstance(summary, dict) and (figures := final_figures(summary)):
-            return visible(str(summary.get("status")))[:20], figures
-    return "", {}
+    summary = read_summary(run)
+    figures = final_figures(summary)
+    return (visible(str(summary.get("status")))[:20], figures) if figures else ("", {})
 
 
 def wait_for_word() -> bool:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from tests.support.checkpoints import MODEL, damage, describe, save, state
 from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import prune, remove_partial_checkpoints, set_aside
-from trainer.resuming import changed_validation, check_identity, check_weights_fit
+from trainer.resuming import check_identity, check_weights_fit, resume_warnings
 from trainer.startup import PreparedRun, check_format, prepare_run
 
 NORM = "final_norm.bias"
@@ -432,8 +432,48 @@ def test_a_checkpoint_may_have_fewer_fingerprints_than_the_run(workplace: Workpl
     workplace.add_run(model={"drop_rate": 0.3}, train={"start_train_token": 16})
     checkpoint = save(workplace.root, 3)
     data = checkpoint.meta.data | {"start_train_token": "16", "validation_sequences": "6"}
-    check_identity(checkpoint, load_run(workplace.runs_dir, "tiny"), data)
-    assert changed_validation(checkpoint, data) == []
+    run = load_run(workplace.runs_dir, "tiny")
+    check_identity(checkpoint, run, data)
+    assert resume_warnings(checkpoint, run, recorded([3]), data=data, num_steps=9) == []
+
+
+def recorded(steps: Iterable[int], learning_rate: float = 0.01) -> list[dict]:
+    return [{"global_step": step, "train_loss": None, "learning_rate": learning_rate}
+            for step in steps]
+
+
+@pytest.mark.parametrize(("steps", "missing"), [
+    ([9, 19, 29, 39], ""), ([4, 14, 16, 26, 36, 39], ""), ([], "1 to 40"), ([9, 19], "21 to 40"),
+    ([29, 39], "1 to 20"), ([9, 14, 39], "16 to 30"), ([14, 39, 49], "1 to 5, 16 to 30"),
+    ([10, 21, 32, 38], "1 to 1, 12 to 12, 23 to 23, ..."),
+])
+def test_missing_records_are_one_warning_that_names_the_steps(
+    workplace: Workplace, steps: list[int], missing: str
+) -> None:
+    workplace.add_run()
+    found = resume_warnings(save(workplace.root, 39), load_run(workplace.runs_dir, "tiny"),
+                            recorded(steps), data={}, num_steps=90)
+    assert len(found) == bool(missing)
+    assert not missing or f"metrics.jsonl: the records of steps {missing} are missing;" in found[0]
+
+
+@pytest.mark.parametrize(("train", "was", "num_steps", "raised"), [
+    ({"schedule": "linear"}, 0.0, 80, "(linear, now 80 steps) raises the learning rate from 0 to"
+                                      " 0.0049"),
+    ({"schedule_learning_rate": True}, 0.001, 80, "(cosine, now 80 steps) raises"),
+    ({"schedule": "wsd"}, 0.0, 80, "(wsd, now 80 steps) raises the learning rate from 0 to 0.01;"),
+    ({"schedule": "wsd"}, 0.01, 80, ""),  # before its decay
+    ({"schedule": "linear"}, 0.0, 40, ""),  # it is finished
+    ({"schedule": "linear"}, 0.01 * 40 / 79, 80, ""),  # in its middle
+    ({"schedule": "linear", "learning_rate": 0.005}, 0.01 * 40 / 79, 80, ""),
+])
+def test_a_schedule_that_begins_again_is_one_warning(
+    workplace: Workplace, train: dict, was: float, num_steps: int, raised: str
+) -> None:
+    workplace.add_run(train=train)
+    found = resume_warnings(save(workplace.root, 39), load_run(workplace.runs_dir, "tiny"),
+                            recorded([9, 19, 29, 39], was), data={}, num_steps=num_steps)
+    assert len(found) == bool(raised) and (not raised or raised in found[0])
 
 
 def test_a_failed_write_leaves_no_checkpoint_and_the_last_one_whole(

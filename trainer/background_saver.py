@@ -79,6 +79,11 @@ class BackgroundSaver:
         return self._validation is not None
 
     @property
+    def has_finite_loss(self) -> bool:
+        """Whether the newest state's validation loss is finite, or unknown."""
+        return self._validation is None or self._validation.loss is not None
+
+    @property
     def is_behind(self) -> bool:
         """Whether something has not been written. Call it after `wait` or `retry`."""
         return self._unsaved is not None or self._lacks_validation()
@@ -153,7 +158,7 @@ class BackgroundSaver:
             raise UserError(f"{what} was not saved: {broken} is not finite; resume from the one"
                             " before, perhaps with a lower learning_rate", NON_FINITE)
         try:
-            fsync_records(self._checkpoints_dir.parent / "metrics.jsonl")
+            fsync_records(self._checkpoints_dir.parent)
             self._newest = save_checkpoint(self._checkpoints_dir, snapshot, meta)
         except OSError as error:
             self._failure = f"{what} could not be written ({error.strerror or error})"
@@ -166,7 +171,7 @@ class BackgroundSaver:
     def _save_validation(self, checkpoint: Checkpoint) -> bool:
         what = f"the validation loss of step {checkpoint.meta.global_step + 1:,}"
         try:
-            fsync_records(self._checkpoints_dir.parent / "metrics.jsonl")
+            fsync_records(self._checkpoints_dir.parent)
             self._newest = add_validation(checkpoint, self._validation)
         except (OSError, ValueError) as error:
             self._failure = f"{what} could not be written ({getattr(error, 'strerror', error)})"

@@ -18,7 +18,6 @@ from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, 
 from reporting.console import Console, batch_arithmetic
 from reporting.loss_window import ClosedWindow, LossWindow
 from reporting.machine_meter import MachineMeter
-from reporting.metrics_file import energy_before
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
@@ -72,8 +71,7 @@ class Reports:
                                  f" {aside_dir}")
             if resume_from is not None:
                 self.console.say(f"resuming from {resume_from.path}")
-            self.meter.start(0.0 if self.prepared.options.fresh else energy_before(
-                self.run.metrics_path, self.run.summary_path))
+            self.meter.start(self.prepared.energy_kwh)
             self.beside.copy()
         for line in (*(f"warning: {warning}" for warning in warnings),
                      *batch_arithmetic(self.plan, num_steps)):
@@ -219,8 +217,8 @@ class Reports:
         Then wait for the processes beside training.
 
         Raises:
-            UserError: the last checkpoint or the records could not be written, or are not in the
-                second copy; then the run keeps its status.
+            UserError: the last validation loss is not finite; the last checkpoint or the records
+                could not be written, or are not in the second copy; then the run keeps its status.
         """
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
             self.saver.prune()
@@ -231,6 +229,8 @@ class Reports:
             self.beside.finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         self.meter.stop()
+        failure = "" if global_step < num_steps - 1 or self.saver.has_finite_loss else (
+            "the last validation loss is not finite")
         unwritten = self.console.finish(RunEnd(
             first_step=self.prepared.first_step,
             global_step=global_step,
@@ -244,6 +244,7 @@ class Reports:
             | self.step.facts(),
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
+            failure=failure,
         ))
         self._has_ended = not (unwritten or self.saver.is_behind)
         uncopied = self.beside.finish()
@@ -253,6 +254,9 @@ class Reports:
             raise UserError(f"{unwritten}; free disk space in {self.run.run_dir} and run the same"
                             " command again: it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
+        if failure:
+            raise UserError(f"{failure}; resume from an earlier checkpoint with a lower"
+                            " learning_rate", NON_FINITE)
         self._print_sample()
         if uncopied:
             raise not_copied(self.prepared.copy_dir, uncopied)

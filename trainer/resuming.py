@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -9,10 +12,13 @@ from basics.errors import UserError
 from basics.files import check_tensor_header
 from checkpointing import Checkpoint
 from gpt import GPTModel
+from reporting.loss_window import REPORT_INTERVAL
 from run_config import ModelConfig, Run
 from tokens.batch_plan import BatchPlan
+from trainer.schedule import learning_rate_at, schedule_of
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that may change in mid-run
+RAISED = 1.1  # ratio of two learning rates; `fit_budget` changes them a little
 STARTS = ("start_train_token", "start_val_token")  # changed ones would read data twice
 
 
@@ -90,10 +96,33 @@ def check_identity(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
                             f" {was}); restore them, or start over with --fresh")
 
 
-def changed_validation(checkpoint: Checkpoint, data: dict[str, str]) -> list[str]:
-    """Warn if a validation has another length than before, as another split can cause."""
+def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, Any]], *,
+                    data: dict[str, str], num_steps: int) -> list[str]:
+    """Return what is no error, but differs from the launches that trained the checkpoint.
+
+    Args:
+        records: of `metrics.jsonl`. One of steps covers at most `REPORT_INTERVAL`; each checkpoint
+            has one.
+        data: as of `check_identity`.
+    """
+    warnings, last_step = [], checkpoint.meta.global_step
     found = data.get("validation_sequences")
     was = checkpoint.meta.data.get("validation_sequences", found)
-    return [] if was == found else [
-        f"a validation has {found} sequences now, up to {checkpoint.name} it had {was}: best"
-        " compares losses of both lengths"]
+    if was != found:  # as another split can cause
+        warnings.append(f"a validation has {found} sequences now, up to {checkpoint.name} it had"
+                        f" {was}: best compares losses of both lengths")
+    rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
+             if "train_loss" in record and record["global_step"] <= last_step}
+    gaps = [f"{before + 2:,} to {after - REPORT_INTERVAL + 1:,}" for before, after in pairwise(
+        [-1, *sorted(rates), last_step + REPORT_INTERVAL]) if after - before > REPORT_INTERVAL]
+    if gaps:
+        warnings.append(f"{run.metrics_path}: the records of steps {', '.join(gaps[:3])}"
+                        f"{', ...' * (len(gaps) > 3)} are missing; charts lack them")
+    rate, next_rate = (learning_rate_at(run.train, step, num_steps=num_steps)
+                       for step in (last_step, last_step + 1))
+    if last_step + 1 < num_steps and rate > RAISED * rates.get(last_step, rate):
+        warnings.append(f"{run.train_path}: the schedule ({schedule_of(run.train)}, now"
+                        f" {num_steps:,} steps) raises the learning rate from"
+                        f" {rates[last_step]:.2g} to {next_rate:.2g}; README.md says how to train"
+                        " on")
+    return warnings

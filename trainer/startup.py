@@ -29,7 +29,7 @@ from processes.command_line import Options
 from processes.launch import Process
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock
-from reporting.metrics_file import check_records, spent_before
+from reporting.metrics_file import check_records, read_metrics, spent_before
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status
 from reporting.tracker_process import check_tracker
@@ -43,7 +43,7 @@ from trainer.fetching import fetch
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
-from trainer.resuming import changed_validation, check_identity, check_position, check_weights_fit
+from trainer.resuming import check_identity, check_position, check_weights_fit, resume_warnings
 from trainer.second_copy import complete
 from trainer.step import build_training_state
 
@@ -59,6 +59,7 @@ class PreparedRun:
     options: Options
     summary_says_finished: bool  # summary.json says so
     warnings: tuple[str, ...] = ()
+    energy_kwh: float = 0.0  # of earlier launches
 
     def for_device(self, device: torch.device) -> PreparedRun:
         """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
@@ -158,7 +159,6 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     resume_from = step("resuming", lambda: check_resume_point(
         run, name, data, thoroughly=is_first_reader) if name else None)
     if resume_from is not None:
-        warnings += changed_validation(resume_from, data.fingerprints)
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
     if run.train.init_from and resume_from is None:  # later the other processes find it here too
@@ -169,7 +169,13 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
                            tuple(warnings))
     if not options.fresh:
-        clock.count_lost(*step("spent", lambda: spent_before(run.metrics_path, run.summary_path)))
+        records = step("records", lambda: read_metrics(run.metrics_path))
+        *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))
+        clock.count_lost(*spent)
+        prepared = replace(prepared, energy_kwh=energy_kwh)
+    if resume_from is not None:
+        prepared = replace(prepared, warnings=(*prepared.warnings, *resume_warnings(
+            resume_from, run, records, data=data.fingerprints, num_steps=prepared.num_steps)))
     clock.usd_per_hour = run.train.usd_per_hour
     step("checkpoint format", lambda: check_format(prepared))
     step("budget", lambda: check_budget(prepared, clock))

@@ -66,7 +66,7 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
         return
     _free_memory()
     with suppress(OSError):
-        fsync_records(run.metrics_path)
+        fsync_records(run.run_dir)
     record_when_done(run, command, None)
     failpoint("when-done")
     print_line(f"{PREFIX}running {one_line(command)}")

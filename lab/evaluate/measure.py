@@ -6,6 +6,7 @@ import datetime
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from basics.directory_lock import only_writer
 from basics.errors import UserError, print_error
 from basics.files import append_whole
 from basics.json_files import to_json
@@ -160,7 +161,8 @@ def _record(target: Target, measured: dict[str, object], share: Share) -> None:
               "trained_tokens": target.checkpoint.meta.tokens} | measured
     record["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     try:
-        append_whole(target.run.evaluations_path, to_json(record) + "\n")
+        with only_writer(target.run.evaluations_path):  # a launch may replace it meanwhile
+            append_whole(target.run.evaluations_path, to_json(record) + "\n")
     except OSError as error:
         print_error(f"warning: result not saved: {target.run.evaluations_path}:"
                     f" {error.strerror or error}")

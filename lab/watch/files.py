@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from basics.files import open_regular
 from reporting.metrics_file import MAX_RECORDS_BYTES
 
 
@@ -38,15 +37,8 @@ def read_part(path: Path, start: int, *, max_bytes: int) -> bytes:
     """Read bytes of a file from `start` on, at most so many.
 
     Raises:
-        OSError: it is a link, a pipe or a directory, or cannot be read.
+        OSError: as `open_regular`.
     """
-    # Without O_NONBLOCK, a pipe that nobody writes to would block.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "is not a plain file")
-        with open(descriptor, "rb", closefd=False) as file:
-            file.seek(start)
-            return file.read(max_bytes)
-    finally:
-        os.close(descriptor)
+    with open(open_regular(path), "rb") as file:
+        file.seek(start)
+        return file.read(max_bytes)

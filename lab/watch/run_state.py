@@ -6,16 +6,14 @@ older version. A value that cannot be read is None. Needs no torch.
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from basics.errors import UserError
-from basics.files import MAX_BYTES, read_regular_file
+from basics.json_files import found_object
 from lab.compare.run_figures import Record, number
 from lab.compare.run_results import (
     HEARTBEAT_TIMEOUT,
@@ -120,7 +118,7 @@ def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
 def read_state(runs_dir: Path, name: str) -> RunState:
     """Read the state of one run; the name is one of `launched_runs`."""
     run_dir = runs_dir / name
-    summary, beat = _object(run_dir / "summary.json"), _object(run_dir / "heartbeat.json")
+    summary, beat = (found_object(run_dir / file) for file in ("summary.json", "heartbeat.json"))
     age = seconds_since(run_dir, "heartbeat.json")
     status = _status(run_dir, summary, age)
     latest = latest_of(run_dir / "metrics.jsonl")
@@ -202,14 +200,6 @@ def _warnings(run_dir: Path, status: str, latest: Latest, age: float | None) -> 
     return tuple(found)
 
 
-def _object(path: Path) -> Record:
-    try:
-        values = json.loads(read_regular_file(path, max_bytes=MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def _part(values: Record, name: str) -> Record:
     found = values.get(name)
     return found if isinstance(found, dict) else {}
@@ -221,8 +211,5 @@ def _whole(value: object) -> int | None:
 
 
 def _has_content(path: Path) -> bool:
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_size > 0
+    found = identity_of(path)
+    return found is not None and found.is_plain and found.size > 0

@@ -331,6 +331,20 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(workplace: Workplace) -> No
         run_dir / "metrics.jsonl").read_text() + (run_dir / "summary.json").read_text()
 
 
+def test_a_run_that_ends_with_a_validation_that_is_not_finite_has_failed(
+    workplace: Workplace
+) -> None:
+    """Its weights are finite, and fewer steps were skipped than may be."""
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train={"learning_rate": 1e30, "min_train_tokens": 10 * 64})
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "1")
+    assert result.returncode == 3
+    assert "the last validation loss is not finite; resume" in last_line_of_ours(result)
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["skipped_steps"]) == ("failed", 9)
+    assert summary["reason"] == "the last validation loss is not finite"
+
+
 def test_validation_longer_than_the_collective_timeout_ends_nothing(
     workplace: Workplace, undisturbed: Path
 ) -> None:

@@ -344,7 +344,7 @@ def test_invalid_records_are_skipped(tmp_path: Path, content: bytes) -> None:
     good = b'{"global_step": 0, "seconds": 3.5}\n'
     metrics.write_bytes(content + b"\n" + good)
     summary.write_bytes(content)
-    assert spent_before(metrics, summary) == (3.5, 0.0)
+    assert spent_before(read_metrics(metrics), summary) == (3.5, 0.0, 0.0)
     remove_metrics_from(metrics, 1)
     assert read_metrics(metrics)[-1] == json.loads(good)
     draw_charts(tmp_path, read_metrics(metrics))
@@ -354,7 +354,8 @@ def test_a_run_resumes_with_damaged_records(resumable: tuple[Workplace, Path]) -
     workplace, _ = resumable
     for file in ("metrics.jsonl", "summary.json"):
         (workplace.runs_dir / "tiny" / file).write_bytes(b"\xff{" + b'{"a":' * 10**5)
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
+    output = succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1")).stdout
+    assert output.count("metrics.jsonl: the records of steps 1 to 3 are missing") == 1
     assert [r["global_step"] for r in read_lines(workplace.runs_dir / "tiny/metrics.jsonl")] == [3]
 
 

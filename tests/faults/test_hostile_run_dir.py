@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from basics.errors import UserError
 from basics.failpoints import MARKS, VARIABLE
 from basics.files import write_atomically
 from processes.run_lock import LockedError, lock_run, release_run
+from reporting import metrics_file
 from reporting.charts import draw_charts
 from reporting.metrics_file import MAX_RECORDS, check_records, read_metrics
 from tests.support.in_process import contents, refused
@@ -46,7 +48,25 @@ def place_in(workplace: Workplace, name: str) -> Path:
 @pytest.mark.parametrize("file", RECORDS)
 def test_records_that_are_no_plain_files_are_refused(tiny: Workplace, file: str, kind: str) -> None:
     KINDS[kind](place_in(tiny, file))
-    assert f"{file}: is not a plain file; move it away" in refused(tiny, "tiny")
+    line = refused(tiny, "tiny")
+    assert f"{file}: cannot be read (" in line and line.endswith(", or move it away\n")
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json"])
+def test_records_that_cannot_be_read_are_refused(
+    tiny: Workplace, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """A run must not begin without what it has spent."""
+    place_in(tiny, file).write_text("{}\n")
+    read = metrics_file.read_regular_file
+
+    def read_others(path: Path, **options: int) -> str:
+        if path.name == file:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return read(path, **options)
+
+    monkeypatch.setattr(metrics_file, "read_regular_file", read_others)
+    assert f"{file}: cannot be read (Too many open files); m" in refused(tiny, "tiny")
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "set-aside"])
@@ -76,7 +96,7 @@ def test_links_that_are_no_links_are_refused(tiny: Workplace, link: str, kind: s
                          ids=["many lines", "many bytes"])
 def test_records_that_are_too_large_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match="more than any run has; move it away"):
+    with pytest.raises(UserError, match=r"metrics.jsonl: .* move it away"):
         check_records(tmp_path / "metrics.jsonl")
 
 

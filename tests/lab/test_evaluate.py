@@ -4,9 +4,12 @@ import dataclasses
 import math
 import os
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +28,7 @@ from lab.evaluate.models import Chosen
 from lab.evaluate.sharing import Share
 from processes.launch import Process
 from processes.startup_agreement import Agreement
+from reporting import metrics_file
 from tests.support.hub_server import Hub, serving
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
@@ -447,3 +451,25 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_blocks(
     one = choose_slice(file, "mine", start_token=0, num_tokens=16)
     assert evaluate(Target("x", model, "bytes"), file, one, microbatch_size=3,
                     share=ALONE).loss_interval is None
+
+
+def test_a_result_that_comes_while_a_launch_replaces_the_file_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    path.write_text('{"global_step": 4}\n{"global_step": 9}\n')
+    checkpoint = SimpleNamespace(name="x", meta=SimpleNamespace(global_step=3, tokens=1))
+    target = SimpleNamespace(name="tiny", checkpoint=checkpoint,
+                             run=SimpleNamespace(evaluations_path=path))
+    evaluation = threading.Thread(target=measure._record, args=(target, {"loss": 1.5}, ALONE))
+    write = metrics_file.write_atomically
+
+    def write_late(*arguments: Any, **options: Any) -> None:
+        evaluation.start()
+        evaluation.join(0.3)  # it has opened the old file, and waits if it is to
+        write(*arguments, **options)
+
+    monkeypatch.setattr(metrics_file, "write_atomically", write_late)
+    metrics_file.remove_metrics_from(path, 5)
+    evaluation.join()
+    assert [record["global_step"] for record in read_lines(path)] == [4, 3]

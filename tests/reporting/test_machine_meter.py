@@ -13,7 +13,7 @@ from processes import launch
 from processes.launch import Process, gpu_uuids
 from reporting import machine_meter
 from reporting.machine_meter import EnergyMeter, MachineMeter, gpu_values
-from reporting.metrics_file import OF_MACHINE, energy_before
+from reporting.metrics_file import OF_MACHINE, read_metrics, spent_before
 from tests.support.fake_nvml import H100, FakeNvml
 from tests.support.fake_time import FakeTime
 from tests.support.runs import summary_of
@@ -206,13 +206,17 @@ def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(
                                      '{"energy_kwh": -1}', '{"energy_kwh": 0.5}'])
 def test_earlier_energy_is_the_most_that_was_written(tmp_path: Path, summary: str) -> None:
     metrics, summary_path = tmp_path / "metrics.jsonl", tmp_path / "summary.json"
-    assert energy_before(metrics, summary_path) == 0.0
+
+    def energy() -> float:
+        return spent_before(read_metrics(metrics), summary_path)[2]
+
+    assert energy() == 0.0
     metrics.write_text('{"global_step": 1, "energy_kwh": 0.75}\n{"global_step": 2}\n'
                        '{"global_step": 3, "energy_kwh": 1e300}\n')
     summary_path.write_text(summary)
-    assert energy_before(metrics, summary_path) == 0.75
+    assert energy() == 0.75
     summary_path.write_text('{"energy_kwh": 1.25}')
-    assert energy_before(metrics, summary_path) == 1.25
+    assert energy() == 1.25
 
 
 def with_gpus(workplace: Workplace, *arguments: str) -> str:

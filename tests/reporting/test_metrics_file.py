@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from basics.errors import UserError
 from basics.json_files import to_json
+from reporting import metrics_file
 from reporting.clock import PhaseClock
 from reporting.loss_window import LossWindow
-from reporting.metrics_file import read_metrics, remove_metrics_from
+from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 
 
 def test_nan_never_enters_json() -> None:
@@ -26,6 +30,27 @@ def test_repeated_steps_and_a_partial_line_are_removed(tmp_path: Path) -> None:
     remove_metrics_from(path, 10)
     assert path.read_text() == '{"global_step": 4}\n{"global_step": 9}\n'
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EIO, 1), (errno.ESTALE, 1),
+                                                (errno.EMFILE, 2), (errno.EACCES, 2)])
+def test_records_that_cannot_be_read_are_an_error_and_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    path, text = tmp_path / "metrics.jsonl", '{"global_step": 4, "seconds": 9.0}\n'
+    assert read_metrics(path) == [] and spent_before([], path) == (0.0, 0.0, 0.0)
+    path.write_text(text)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(metrics_file, "read_regular_file", fail)
+    for read in (lambda: read_metrics(path), lambda: remove_metrics_from(path, 3),
+                 lambda: spent_before([], path)):
+        with pytest.raises(UserError, match=r"metrics.jsonl: cannot be read \(") as caught:
+            read()
+        assert caught.value.status == status
+    assert path.read_text() == text
 
 
 def test_consecutive_skipped_steps_are_counted_across_reports() -> None:

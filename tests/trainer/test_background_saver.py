@@ -191,7 +191,16 @@ def test_an_earlier_launchs_checkpoint_is_validated(tmp_path: Path) -> None:
     before.wait()
     (newest,) = list_checkpoints(tmp_path)
     saver = BackgroundSaver(tmp_path, newest=newest)
-    assert not saver.is_validated
+    assert not saver.is_validated and saver.has_finite_loss
     saver.add_validation(Validation(loss=0.75))
     saver.wait()
-    assert list_checkpoints(tmp_path)[0].loss == 0.75 and saver.num_checkpoints == 0
+    (validated,) = list_checkpoints(tmp_path)
+    assert validated.loss == 0.75 and saver.num_checkpoints == 0
+
+
+@pytest.mark.parametrize("loss", [0.75, None])
+def test_a_loss_that_is_not_finite_is_known_in_a_later_launch(
+    tmp_path: Path, loss: float | None
+) -> None:
+    newest = Checkpoint(tmp_path, meta(4), Validation(loss=loss))
+    assert BackgroundSaver(tmp_path, newest=newest).has_finite_loss == (loss is not None)

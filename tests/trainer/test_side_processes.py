@@ -110,8 +110,8 @@ class Ending:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, uncopied: str, unwritten: str) -> None:
         self.statuses: list[str] = []
         self.reports = Reports.__new__(Reports)
-        saver = SimpleNamespace(retry=lambda: None, is_behind=False, facts=dict,
-                                take_failure=lambda: "", wait=lambda **_: None)
+        saver = SimpleNamespace(retry=lambda: None, is_behind=False, has_finite_loss=True,
+                                facts=dict, take_failure=lambda: "", wait=lambda **_: None)
         console = SimpleNamespace(finish=lambda _: unwritten, say=lambda _: None,
                                   write_status=lambda *status: self.statuses.append(status[0]))
         vars(self.reports).update(
