@@ -71,6 +71,14 @@ def num_gpus() -> int:
     return count
 
 
+def unused_gpus() -> list[str]:
+    """Return a warning of GPUs of this machine that no process uses; empty if all are used."""
+    found, used = num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [] if used >= found else [
+        f"{used} of the {found} GPUs of this machine are used: set --nproc_per_node to {found}, or"
+        " hide the others with CUDA_VISIBLE_DEVICES"]
+
+
 def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> int:
     """Run a script under torchrun on this machine; return the status of the first that failed.
 

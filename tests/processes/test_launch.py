@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from basics.errors import UserError
 from processes import launch
+from processes.command_line import Options
 from processes.launch import Process, end_torchrun, share_cpu_cores, this_process
-from run_config import TrainConfig
+from run_config import TrainConfig, load_run
 from tests.support.workplace import TINY_TRAIN, Workplace, forked, succeeded
+from trainer.startup import PreparedRun
 
 CPU = torch.device("cpu")
 
@@ -51,6 +53,22 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match="local rank 2 has no GPU of its own; this machine has 2"):
         this_process()
+
+
+@pytest.mark.parametrize(("used", "warns"), [(None, True), ("4", True), ("8", False)])
+def test_gpus_that_no_process_uses_are_warned_of(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, used: str | None, warns: bool
+) -> None:
+    workplace.add_run()
+    run = load_run(workplace.runs_dir, "tiny")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", used or "")
+    if used is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    prepared = PreparedRun(run, run.train, None, None, Options("tiny"), False).for_device(CPU)
+    wanted = f"{used or 1} of the 8 GPUs of this machine are used: set --nproc_per_node to 8,"
+    assert [line.startswith(wanted) for line in prepared.warnings] == ([True] if warns else [])
 
 
 def test_reports_are_averaged_over_processes(tmp_path: Path) -> None:
