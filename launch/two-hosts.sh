@@ -4,7 +4,7 @@
 #     launch/two-hosts.sh FIRST_HOST RUN [OPTION...]
 #
 # FIRST_HOST is the name or address under which all of them reach one of them, at port 29400 and at
-# those that NCCL chooses. runs/ must be shared between them. NUM_HOSTS=4 for four.
+# those that NCCL and gloo choose. runs/ must be shared between them. NUM_HOSTS=4 for four.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 first_host=${1:?name the first host: launch/two-hosts.sh FIRST_HOST RUN}

@@ -6,10 +6,12 @@ import gc
 import logging
 import os
 import platform
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import psutil
@@ -25,6 +27,7 @@ from run_config import Precision, TrainConfig
 
 # The others wait for rank 0 while it validates and saves, however long that takes.
 CONTROL_TIMEOUT = timedelta(days=2)
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable
 NCCL_MARGIN_SECONDS = 120.0  # between the hang timeout and NCCL's
 
 
@@ -67,6 +70,14 @@ def num_gpus() -> int:
         raise UserError(f"this machine has GPUs, but PyTorch {torch.__version__} cannot use them:"
                         f" {cause}; {remedy}")
     return torch.cuda.device_count()
+
+
+def unused_gpus() -> list[str]:
+    """Return a warning of GPUs of this machine that no process uses; empty if all are used."""
+    found, used = num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return [] if used >= found else [
+        f"{used} of the {found} GPUs of this machine are used: set --nproc_per_node to {found}, or"
+        " hide the others with CUDA_VISIBLE_DEVICES"]
 
 
 def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> int:
@@ -180,6 +191,8 @@ def join_process_group(process: Process, store: dist.Store, *, timeout: timedelt
     Args:
         store: for the rendezvous; with keys that nothing else uses.
     """
+    if spans_nodes():
+        _choose_interface(process, store, timeout)
     on_gpu = process.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(process.device)
@@ -187,6 +200,32 @@ def join_process_group(process: Process, store: dist.Store, *, timeout: timedelt
         "nccl" if on_gpu else "gloo", store=store, timeout=timeout, rank=process.rank,
         world_size=process.world_size, device_id=process.device if on_gpu else None,
     )
+
+
+def _choose_interface(process: Process, store: dist.Store, timeout: timedelta) -> None:
+    """Have gloo use the interface that leads to the other nodes, if no other is set. Every rank.
+
+    By itself it takes the address of this machine's name, often a loopback address in /etc/hosts.
+    MASTER_ADDR may be one too, on the node that has it: there the address of another node counts.
+    """
+    store.set(f"address/{process.rank}", _own_address(os.environ["MASTER_ADDR"]))
+    keys = [f"address/{rank}" for rank in range(process.world_size)]
+    store.wait(keys, timeout)
+    addresses = [store.get(key).decode() for key in keys]
+    other = next((found for found in addresses if not ip_address(found).is_loopback), None)
+    own = other and _own_address(other)
+    for name, found in psutil.net_if_addrs().items():
+        if own in [each.address for each in found]:
+            os.environ.setdefault(GLOO_INTERFACE, name)
+
+
+def _own_address(target: str) -> str:
+    """Return this machine's address on the way to another one. Sends nothing."""
+    for family, kind, protocol, _, place in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, kind, protocol) as way:
+            way.connect(place)
+            return way.getsockname()[0]
+    return "127.0.0.1"
 
 
 def share_cpu_cores(process: Process) -> None:

@@ -28,7 +28,7 @@ from checkpointing import (
 from gpt import num_parameters
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
-from processes.launch import Process
+from processes.launch import Process, unused_gpus
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock
 from reporting.metrics_file import check_records, read_metrics, spent_before
@@ -66,7 +66,7 @@ class PreparedRun:
         train = resolve_for_device(self.run.train, device)
         check_attention(self.run.model, train, device)
         return replace(self, train=train, warnings=(
-            *self.warnings, *risky_options(self.run.model, train, device)))
+            *self.warnings, *unused_gpus(), *risky_options(self.run.model, train, device)))
 
     @property
     def plan(self) -> BatchPlan:

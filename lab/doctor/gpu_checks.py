@@ -77,9 +77,10 @@ def check_gpus(subject: Subject, facts: Facts) -> Finding:
     if by_torch is not None and by_torch != seen:
         return problem(f"{text}; PyTorch sees {by_torch}", "restart the machine if its driver was"
                        " renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus")
-    if seen and subject.num_processes > seen:
-        return problem(f"{text} for {subject.num_processes} processes",
-                       f"set --nproc_per_node to {seen}")
+    if seen and subject.num_processes != seen:
+        judge = problem if subject.num_processes > seen else warning
+        return judge(f"{text}; number of processes: {subject.num_processes}",
+                     f"set --nproc_per_node to {seen}")
     if (hidden := len(subject.all_gpus) - seen) > 0:
         return warning(f"{text}; {hidden} of {len(subject.all_gpus)} are hidden by"
                        " CUDA_VISIBLE_DEVICES", "unset it to train on all of them")

@@ -120,7 +120,7 @@ def check_host_name(_: Subject) -> Finding | None:
         socket.getaddrinfo(name, None)
     except OSError:
         return problem(f"{name} has no address: torchrun waits for it for 5 minutes, and fails",
-                       f'add "127.0.1.1 {name}" to /etc/hosts')
+                       f'add "ADDRESS {name}" to /etc/hosts, with the address that others reach')
     return ok(name)
 
 

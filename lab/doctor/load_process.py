@@ -238,7 +238,10 @@ def _reading(device: torch.device) -> dict[str, Any]:
 
 
 def all_reduce(spec: Spec, process: Process) -> dict[str, Any]:
-    """Add up a tensor over all processes, check the sum, and measure the time. Every rank."""
+    """Add up a tensor over all processes, check the sum, and measure the time. Every rank.
+
+    With GPUs also once over gloo, which training uses too.
+    """
     import torch
     import torch.distributed as dist
 
@@ -260,6 +263,8 @@ def all_reduce(spec: Spec, process: Process) -> dict[str, Any]:
     for _ in range(number):
         dist.all_reduce(tensor)
     taken = Moment(process.device).seconds_since(began) / number
+    dist.all_reduce(torch.zeros(1), group=dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=spec.seconds)))
     # One that has exited cannot send what the others may still wait for.
     store.set(f"done/{spec.rank}", "")
     store.wait([f"done/{rank}" for rank in range(spec.world_size)],

@@ -215,8 +215,9 @@ def check_all_reduce(results: Sequence[Result]) -> Finding | None:
         return None
     advice = "set NCCL_DEBUG=INFO and train a few steps: it names the connection that fails"
     for result in results:
-        if "all_reduce" in result.errors:
-            return problem(f"failed on rank {result.rank}: {result.errors['all_reduce']}", advice)
+        if error := result.errors.get("all_reduce"):
+            return problem(f"failed on rank {result.rank}: {error}", advice if "gloo" not in error
+                           else "set GLOO_SOCKET_IFNAME to the interface between the machines")
     found = [result.found["all_reduce"] for result in results if "all_reduce" in result.found]
     if len(found) < len(results):
         missing = [result for result in results if "all_reduce" not in result.found]

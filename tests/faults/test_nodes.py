@@ -27,6 +27,7 @@ from tests.support.runs import (
     with_deadlines,
 )
 from tests.support.workplace import (
+    NAMESPACE,
     PROJECT_DIR,
     Workplace,
     children_of,
@@ -55,19 +56,23 @@ class Cluster:
             node.add_dataset()
 
     def start(self, run: str = "tiny", *, environment: dict[str, str] | None = None,
-              max_restarts: int = 0) -> None:
+              max_restarts: int = 0, namespaces: list[str] | None = None) -> None:
         with socket.socket() as taken:  # the system gives this port to no other process
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
-        self.started = []
-        for name, datasets_dir in zip(NODES, self.datasets_dirs, strict=True):
+        self.started, address = [], "10.83.0.1" if namespaces else "127.0.0.1"
+        for number, (name, datasets_dir) in enumerate(zip(NODES, self.datasets_dirs, strict=True)):
+            place = {"local_addr": f"10.83.0.{number + 1}", "rdzv_configs": {
+                "is_host": number == 0}} if namespaces else {}
+            inside = {NAMESPACE: namespaces[number]} if namespaces else {}
             folder = self.runs.root / f"output-{name}-{time.monotonic_ns()}"
             folder.mkdir()
             self.started.append(start_forked(
                 "ddp_train.py", [run, "--runs-dir", str(self.runs.runs_dir),
                                  "--datasets-dir", str(datasets_dir)],
-                num_processes=1, environment=environment, folder=folder, min_nodes=2, max_nodes=2,
-                run_id="cluster", rdzv_endpoint=f"127.0.0.1:{port}", max_restarts=max_restarts))
+                num_processes=1, environment=(environment or {}) | inside, folder=folder,
+                min_nodes=2, max_nodes=2, run_id="cluster", rdzv_endpoint=f"{address}:{port}",
+                max_restarts=max_restarts, **place))
 
     def end(self) -> list[CompletedProcess[str]]:
         return [ended(*started) for started in self.started]
@@ -245,6 +250,18 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
+def test_two_machines_find_the_interface_between_them(
+    namespaces: list[str], tmp_path: Path, undisturbed: Path
+) -> None:
+    """Nothing says which it is, and the name of this machine may have another one's address."""
+    cluster = Cluster(tmp_path)
+    cluster.add_dataset()
+    cluster.runs.add_run()
+    for result in cluster.train(namespaces=namespaces):
+        succeeded(result)
+    assert_is_complete(cluster, undisturbed)
+
+
 def start_in_namespaces(namespaces: list[str], cluster: Cluster,
                         **environment: str) -> list[subprocess.Popen[str]]:
     """Run torchrun as on two machines, each in a namespace."""
@@ -254,7 +271,7 @@ def start_in_namespaces(namespaces: list[str], cluster: Cluster,
          "--rdzv-id=tiny", f"--rdzv-conf=is_host={int(number == 1)}", "--local-addr",
          f"10.83.0.{number}", "ddp_train.py", "tiny",
          "--runs-dir", str(cluster.runs.runs_dir), "--datasets-dir", str(datasets_dir)],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "cable"} | environment, cwd=PROJECT_DIR,
+        env=os.environ | environment, cwd=PROJECT_DIR,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for number, (name, datasets_dir) in enumerate(
             zip(namespaces, cluster.datasets_dirs, strict=True), start=1)]

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from basics.gpu_readings import GpuReading
 from lab.doctor import gpu_checks, load_process, load_tests
@@ -19,6 +21,7 @@ from lab.doctor.check import OK, PROBLEM, SKIPPED, WARNING, Finding, Subject
 from lab.doctor.gpu_checks import in_use, numbers, runs_on, visible_gpus
 from lab.doctor.load_process import Spec
 from lab.doctor.load_result import Result
+from processes.launch import Process
 from run_config import load_run
 from tests.support.workplace import PROJECT_DIR, Workplace
 
@@ -102,7 +105,8 @@ CASES = {
     "one is lost": ("GPUs", {"gpus": (*GPUS[:3], GpuReading())}, {}, PROBLEM, "does not answer"),
     "two kinds": ("GPUs", {"gpus": (*GPUS[:3], replace(GPU, name="NVIDIA L4"))}, {}, WARNING,
                   "1 x NVIDIA L4"),
-    "too many processes": ("GPUs", {"num_processes": 8}, {}, PROBLEM, "8 processes"),
+    "too many processes": ("GPUs", {"num_processes": 8}, {}, PROBLEM, "processes: 8"),
+    "too few processes": ("GPUs", {"num_processes": 1}, {}, WARNING, "processes: 1"),
     "no GPU": ("GPUs", {"gpus": (), "all_gpus": (), "nvml_failure": "Driver Not Loaded"},
                {"num_gpus": 0}, WARNING, "none (Driver Not Loaded)"),
     "all hidden": ("GPUs", {"gpus": (), "num_processes": 1}, {"num_gpus": 0},
@@ -212,6 +216,9 @@ def without_exchange(began: float, **about: Any) -> list[Result]:
 def test_an_exchange_that_fails_or_hangs_is_a_problem() -> None:
     failed = without_exchange(time.time(), errors={"all_reduce": "DistBackendError: NCCL"})
     assert judged("all-reduce", failed).verdict == PROBLEM
+    assert "NCCL_DEBUG" in judged("all-reduce", failed).advice
+    failed = without_exchange(time.time(), errors={"all_reduce": "RuntimeError: [../gloo/tcp]"})
+    assert "GLOO_SOCKET_IFNAME" in judged("all-reduce", failed).advice
     late = without_exchange(0.0, ended="no answer within 25 s", is_late=True)
     hangs = judged("all-reduce", [replace(each, waited=20) for each in late])
     assert hangs.verdict == PROBLEM and "has not ended after 20 s" in hangs.text
@@ -278,6 +285,19 @@ def test_a_process_tells_what_it_finds_part_by_part(tmp_path: Path,
     assert found.errors == {"attention": "ZeroDivisionError: division by zero"}
     assert set(found.began) == {"import", "torch", "device", "attention", "matmul"}
     assert found.found["matmul"]["flops"] > 0 and found.found["torch"]["version"]
+
+
+def test_the_exchange_is_tried_over_gloo_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training with NCCL waits in a group of gloo, whose connections are others."""
+    groups, all_reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: (
+        groups.append(dist.get_backend(group) if group else None), all_reduce(tensor, group=group)))
+    alone = Process(0, 0, 1, torch.device("cpu"))
+    found = load_process.all_reduce(spec(tmp_path, store=str(tmp_path / "store")), alone)
+    dist.destroy_process_group()
+    assert found["is_right"] and groups[-1] == "gloo" and set(groups[:-1]) == {None}
 
 
 @pytest.mark.parametrize("changes", [{"num_gpus": 3}, {"is_loading": False}])

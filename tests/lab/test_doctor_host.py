@@ -115,7 +115,8 @@ def test_a_host_name_without_an_address_is_a_problem(place: Workplace,
     assert host_checks.check_host_name(about).verdict == OK
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     found = host_checks.CHECKS["host name"](about)
-    assert found.verdict == PROBLEM and found.advice == 'add "127.0.1.1 box" to /etc/hosts'
+    assert found.verdict == PROBLEM and found.advice == (
+        'add "ADDRESS box" to /etc/hosts, with the address that others reach')
     monkeypatch.setenv("RANK", "0")
     assert host_checks.check_host_name(about) is None
 

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from basics.errors import UserError
 from processes import launch
+from processes.command_line import Options
 from processes.launch import Process, end_torchrun, share_cpu_cores, this_process
-from run_config import TrainConfig
+from run_config import TrainConfig, load_run
 from tests.support.workplace import TINY_TRAIN, Workplace, forked, succeeded
+from trainer.startup import PreparedRun
 
 CPU = torch.device("cpu")
 
@@ -50,6 +53,22 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match="local rank 2 has no GPU of its own; this machine has 2"):
         this_process()
+
+
+@pytest.mark.parametrize(("used", "warns"), [(None, True), ("4", True), ("8", False)])
+def test_gpus_that_no_process_uses_are_warned_of(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, used: str | None, warns: bool
+) -> None:
+    workplace.add_run()
+    run = load_run(workplace.runs_dir, "tiny")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", used or "")
+    if used is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    prepared = PreparedRun(run, run.train, None, None, Options("tiny"), False).for_device(CPU)
+    wanted = f"{used or 1} of the 8 GPUs of this machine are used: set --nproc_per_node to 8,"
+    assert [line.startswith(wanted) for line in prepared.warnings] == ([True] if warns else [])
 
 
 def test_reports_are_averaged_over_processes(tmp_path: Path) -> None:
@@ -102,3 +121,36 @@ def test_nccl_waits_longer_than_the_watchdog_and_is_named(
     said = r"NCCL \d+\.\d+\.\d+, PyTorch's ProcessGroupNCCL2\n" if device == "cuda:0" else ""
     assert re.fullmatch(said, capsys.readouterr().out)
     assert found == [timedelta(seconds=seconds)]
+
+
+@pytest.mark.parametrize(("towards_master", "set_by_user", "chosen"), [
+    ("127.0.1.1", None, "eth1"),  # on the node whose name MASTER_ADDR is
+    ("10.0.0.1", None, "eth1"), ("10.0.0.1", "ib0", "ib0"),
+    ("127.0.0.1 alone", None, None),  # all nodes are on this machine
+])
+def test_gloo_uses_the_interface_that_leads_to_other_nodes(
+    monkeypatch: pytest.MonkeyPatch, towards_master: str, set_by_user: str | None,
+    chosen: str | None
+) -> None:
+    towards_master, _, is_alone = towards_master.partition(" ")
+    others = "127.0.0.1" if is_alone else "10.0.0.2"
+    store = dist.HashStore()
+    store.set("address/1", others)
+    ways = {"head": towards_master, "10.0.0.1": "10.0.0.1", "10.0.0.2": "10.0.0.1"}
+    monkeypatch.setattr(launch, "_own_address", ways.__getitem__)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {
+        name: [SimpleNamespace(address=address)]
+        for name, address in (("lo", "127.0.0.1"), ("eth0", "10.9.0.1"), ("eth1", "10.0.0.1"))})
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda *_, **__: None)
+    for name, value in (("GROUP_WORLD_SIZE", "2"), ("MASTER_ADDR", "head")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", set_by_user or "")
+    if set_by_user is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    launch.join_process_group(Process(0, 0, 2, CPU), store, timeout=timedelta(seconds=20))
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
+
+
+def test_the_way_to_this_machine_itself_is_one_of_its_addresses() -> None:
+    assert launch._own_address("127.0.0.1") == "127.0.0.1"
+    assert launch._own_address("localhost") in ("127.0.0.1", "::1")
