@@ -93,8 +93,9 @@ def main(**options: Any) -> None:
     OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
 
     SOURCE is a directory, a file or a quoted pattern of parquet, JSON lines (.jsonl, .jsonl.gz,
-    .jsonl.zst) or .txt files; or a dataset on the Hugging Face hub (HuggingFaceFW/fineweb); or
-    python-stdlib, the source code and documentation of Python's standard library.
+    .jsonl.zst, .json.gz) or .txt files; or a dataset on the Hugging Face hub
+    (HuggingFaceFW/fineweb); or python-stdlib, the source code and documentation of Python's
+    standard library. A single .txt file is divided by its tokens.
 
     If the command is killed, run it again: it continues where it stopped.
 
@@ -191,7 +192,7 @@ def exit_with(line: str, *, status: int) -> NoReturn:
 def start_fork_server(tokenizer: str) -> None:
     """Start the process that workers are forked from; it imports while this process does too."""
     multiprocessing.set_forkserver_preload(
-        ["preparation.gpt2_workers" if tokenizer == "gpt2" else "preparation.encoding"])
+        ["preparation.fork_server", *["preparation.gpt2_workers"] * (tokenizer == "gpt2")])
     # The fork server inherits SIG_IGN: only this process handles Ctrl-C.
     previous_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.forkserver.ensure_running()

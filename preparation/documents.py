@@ -24,7 +24,7 @@ from preparation.readers import (
 )
 from preparation.tasks import Task, Texts
 
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # all but .txt only if named or matched by a pattern
 SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
 TEXT_FILES_PER_SHARD = 1000
@@ -67,7 +67,7 @@ class Source:
     text_column: str = ""
     revision: str = ""
     asked_revision: str = ""
-    licence: str = "unknown"
+    licence: str | list[str] = "unknown"
     languages: list[str] = field(default_factory=lambda: ["en"])
     hub_name: str | None = None
     raw_dir: Path | None = None  # download directory of the shards
@@ -79,6 +79,11 @@ class Source:
         shards = (self.whole or self).shards
         has_texts = any(isinstance(shard, TextFilesShard) for shard in shards)
         return max(sum(shard.num_files for shard in shards) // 100, int(has_texts))
+
+    def is_one_text(self) -> bool:
+        """Return whether this is a single text file: its tokens are divided, not its documents."""
+        return len(self.shards) == 1 and isinstance(self.shards[0], TextFilesShard) and (
+            self.shards[0].num_files == 1)
 
     def origin(self) -> Origin:
         return Origin(title=self.hub_name or Path(self.name).resolve().name,

@@ -1,9 +1,8 @@
-"""Preloaded by the fork server, so that worker processes share one GPT-2 tokenizer."""
+"""Preloaded by the fork server too, so that worker processes share one GPT-2 tokenizer."""
 
 import gc
 from contextlib import suppress
 
-import preparation.encoding  # noqa: F401
 from basics.errors import UserError
 from tokens.tokenizer import load_tokenizer
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from filelock import FileLock
 from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_download
@@ -114,14 +114,20 @@ def hub_source(repository: str, choice: Choice, *, text_column: str, raw_files: 
                        file.lfs.sha256 if file.lfs else file.blob_id, file.size, text_column,
                        raw_files)
               for file in (files[path] for path in choice.of_split(inside, place, configs))]
-    languages = card.language if card and card.language else ["en"]
+    licences = _names(card and card.license, "unknown")
     return Source(
         choice.label(repository), shards, text_column=text_column, revision=info.sha,
-        licence=card.license if card and card.license else "unknown",
-        languages=[languages] if isinstance(languages, str) else list(languages),
+        licence=licences if len(licences) > 1 else licences[0],
+        languages=_names(card and card.language, "en"),
         hub_name=repository, raw_dir=raw_files.dir,
         keeps_raw=raw_files.are_kept,
     )
+
+
+def _names(listed: Any, default: str) -> list[str]:
+    """Return what a dataset's card lists under a key: a text, or several."""
+    values = listed if isinstance(listed, list) else [listed]
+    return [str(value) for value in values if value] or [default]
 
 
 def _files(repository: str, subset: str, revision: str) -> list[RepoFile]:

@@ -40,9 +40,8 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prog
                     if path.exists())
     try:
         with Journal(output_dir) as journal:  # used as a lock: an import is not resumed
-            journal.refuse_unfinished()
+            journal.begin_anew()
             check_disk_space(journal.dir, num_bytes, "tokens")
-            journal.dataset_dir.mkdir(exist_ok=True)
             counts = {split: _import_split(paths[split],
                                            journal.dataset_dir / f"{split}.safetensors",
                                            tokenizer, tokenizer_choice) for split in paths}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +59,9 @@ def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
     progress = _left_out(parts, skip_bad_shards=skip_bad_shards)
     try:
         with Journal(output_dir) as journal:  # used as a lock: a join is not resumed
-            journal.refuse_unfinished()
+            journal.begin_anew()
             check_disk_space(journal.dir, 2 * sum(
                 part.file.progress.train.num_tokens for part in parts), "tokens")
-            shutil.rmtree(journal.dataset_dir, ignore_errors=True)
-            journal.dataset_dir.mkdir()
             progress = _write(parts, journal.dataset_dir, progress, num_documents)
             journal.publish(output_dir)
     except OSError as error:

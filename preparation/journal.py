@@ -97,7 +97,7 @@ class Origin(_Line):
     """What the dataset card says about a source."""
 
     title: str
-    licence: str
+    licence: str | list[str]
     languages: list[str]
     hub_name: str | None = None
 
@@ -178,11 +178,17 @@ class Journal:
         request = self.request
         return request is not None and (bool(request.part) or request.num_documents is None)
 
-    def refuse_unfinished(self) -> None:
-        """Raise UserError if there is a preparation here that can be continued."""
+    def begin_anew(self) -> None:
+        """Make an empty directory for a dataset whose work is not continued after a kill.
+
+        Raises:
+            UserError: there is a preparation here that can be continued.
+        """
         if self.request is not None or self.counted:
             raise UserError(f"{self.dir}: contains an unfinished preparation; name another"
                             " output, or delete that directory")
+        shutil.rmtree(self.dataset_dir, ignore_errors=True)
+        self.dataset_dir.mkdir()
 
     def note_count(self, facts: ShardFacts) -> None:
         """Record the counts of one shard, before there is a request with all of them."""

@@ -10,6 +10,7 @@ from basics.errors import UserError
 from preparation.document_table import DocumentTable, TokenStream
 from preparation.encoding import Encoded
 from preparation.journal import Journal, Progress, Request, SplitCount
+from preparation.planning import num_training_documents
 from preparation.token_file_writer import TokenFileWriter
 
 
@@ -104,6 +105,14 @@ class StreamOutput(Output):
     def close(self) -> None:
         super().close()
         self._table.close()
+
+    def divide(self, progress: Progress, validation_fraction: float) -> Progress:
+        """Make two documents of a single one, of its first and its last tokens."""
+        totals = _totals(progress)
+        first = [num_training_documents(total, validation_fraction) for total in totals.tolist()]
+        self._table.truncate(0)
+        self._table.add(np.array([first, totals]))
+        return progress.model_copy(update={"num_documents": 2})
 
     def split(self, progress: Progress, *, num_train: int) -> Progress:
         """Copy the validation documents to their file; return the counts of both.

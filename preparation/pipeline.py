@@ -213,10 +213,12 @@ class _Preparation:
 
     def _split(self, output: StreamOutput) -> None:
         """Divide the documents into splits, now that their number is known."""
-        num_documents = self._progress.num_documents
-        check_num_documents(num_documents, self._source.name)
-        progress = output.split(self._progress, num_train=num_training_documents(
-            num_documents, self._options.validation_fraction))
+        progress, fraction = self._progress, self._options.validation_fraction
+        if self._source.is_one_text() and progress.num_characters:
+            progress = output.divide(progress, fraction)
+        check_num_documents(progress.num_documents, self._source.name)
+        progress = output.split(progress, num_train=num_training_documents(
+            progress.num_documents, fraction))
         check_not_empty(progress, self._source.name)
         output.sync()
         self._journal.add(progress)  # from now on, the training file may be shorter

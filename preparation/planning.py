@@ -54,6 +54,8 @@ def check_output_dir(output_dir: Path) -> Path:
 def num_training_documents(num_documents: int, validation_fraction: float) -> int:
     """Return the number of training documents; both splits get at least one document.
 
+    The same of tokens, if there is one document.
+
     Source: the slice `train[:99%]` of Hugging Face's datasets: rounded, half to even.
     """
     share = 1 - Fraction(str(validation_fraction))
@@ -90,7 +92,9 @@ def plan_request(source: Source, options: PrepareOptions, journal: Journal, *,
         if options.max_documents is not None and num_documents >= options.max_documents:
             num_documents = options.max_documents
             break
-    if num_documents is not None and options.part is None:
+    if source.is_one_text():
+        num_documents = None  # all of it is read before it is divided
+    elif num_documents is not None and options.part is None:
         check_num_documents(num_documents, source.name)
     return Request(source=source.name, revision=source.revision, text_column=source.text_column,
                    tokenizer=tokenizer_name, validation_fraction=options.validation_fraction,

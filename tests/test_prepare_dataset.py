@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,10 +75,16 @@ def test_after_a_kill_the_same_command_continues_to_the_same_bytes(
 ) -> None:
     out, journal = tmp_path / "out", tmp_path / ".out.partial" / "journal.jsonl"
     command = [*SLOW_COMMAND, str(corpus), str(out), "--workers", "2"]
-    process = start(command)
-    wait_for_lines(journal, 4, process)  # the request and three shards
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    with tempfile.TemporaryDirectory() as temporary:  # a short name: it is that of a socket
+        process = start(command, TMPDIR=temporary)
+        wait_for_lines(journal, 4, process)  # the request and three shards
+        assert [name[:5] for name in os.listdir(temporary)] == ["pymp-"]
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        deadline = time.monotonic() + 30
+        while os.listdir(temporary):
+            assert time.monotonic() < deadline, "a temporary directory was left behind"
+            time.sleep(0.05)
     assert not out.exists()
     result = succeeded(prepare(str(corpus), str(out)))
     assert re.match(r"continuing after document \d+ of 1,760\n", result.stderr)
@@ -105,11 +112,11 @@ def test_parts_that_are_killed_and_repeated_join_to_the_bytes_of_one_machine(
     assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
     """Start a slow preparation that can be interrupted with Ctrl-C."""
     return subprocess.Popen(
-        command, cwd=PROJECT_DIR, env=os.environ | {"PAUSE_SECONDS": "0.3"}, text=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        command, cwd=PROJECT_DIR, env=os.environ | {"PAUSE_SECONDS": "0.3"} | environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from basics.errors import UserError
+from preparation import readers
 from preparation.documents import find_documents
 from preparation.pipeline import prepare_dataset
 from preparation.standard_library import python_stdlib
@@ -17,6 +18,8 @@ from tests.support.preparation import (
     BYTES,
     DOCUMENTS,
     decoded,
+    stopping_after,
+    tokens_in,
     write_parquet,
     write_source,
 )
@@ -67,9 +70,29 @@ def test_file_names_of_any_bytes_and_broken_links(tmp_path: Path) -> None:
         find_documents(folder)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_single_text_file_is_divided_by_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    text = "naïve words, " * 300
+    (tmp_path / "one.txt").write_text(text)
+    if is_cut:  # into several tasks, as a large file is; and killed before its end
+        monkeypatch.setattr(readers, "WHOLE_BYTES", 100)
+        monkeypatch.setattr(readers, "TASK_BYTES", 1000)
+    for num_writes in [*range(12), None] if is_cut else [None]:
+        if not (tmp_path / "out").exists():
+            with stopping_after(num_writes):
+                prepare_dataset(find_documents(tmp_path / "one.txt"), tmp_path / "out", BYTES)
+    tokens = tokens_in(tmp_path / "out")
+    together = [*text.encode(), 256]
+    assert tokens["train"].tolist() + tokens["validation"].tolist() == together
+    assert len(tokens["train"]) == round(len(together) * 0.99)
+
+
 @pytest.mark.parametrize(("make", "message"), [
     (lambda d: None, "no documents; wanted files ending in"),
-    (lambda d: (d / "one.txt").write_text("x"), "1 document found; wanted at least 2"),
+    (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
+    (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
     (lambda d: (d / "a.parquet").write_bytes(b"PAR1 no"), "a.parquet: not a complete parquet file"),
     (lambda d: pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"]}), d / "a.parquet"),
      "has no column 'text'; name one of its columns .*: body"),

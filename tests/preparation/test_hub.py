@@ -142,7 +142,7 @@ def lines_hub() -> Iterator[Hub]:
     """A dataset of three JSON lines files, one of them compressed."""
     lines = ["".join(json.dumps({"text": text}) + "\n" for text in part).encode()
              for part in PARTS]
-    files = {"000.jsonl": lines[0], "001.jsonl.gz": gzip.compress(lines[1]), "002.jsonl": lines[2]}
+    files = {"000.jsonl": lines[0], "001.json.gz": gzip.compress(lines[1]), "002.jsonl": lines[2]}
     with serving(Hub(files)) as hub:
         yield hub
 
@@ -160,14 +160,29 @@ def test_json_lines_on_the_hub_are_downloaded_once(lines_hub: Hub, tmp_path: Pat
 
 
 def test_a_damaged_file_of_json_lines_can_be_left_out(lines_hub: Hub, tmp_path: Path) -> None:
-    lines_hub.files["001.jsonl.gz"] = lines_hub.files["001.jsonl.gz"][:-20]
+    lines_hub.files["001.json.gz"] = lines_hub.files["001.json.gz"][:-20]
     failed = prepare_from(lines_hub, tmp_path)
     assert failed.returncode == 2 and failed.stderr.count("Error: ") == 1
-    assert "001.jsonl.gz: damaged or cannot be read" in failed.stderr
+    assert "001.json.gz: damaged or cannot be read" in failed.stderr
     assert not (tmp_path / "out").exists()
     result = succeeded(prepare_from(lines_hub, tmp_path, "--skip-bad-shards"))
     assert "600 documents" in result.stdout
-    assert "files left out because they could not be read: 1 (001.jsonl.gz)" in result.stdout
+    assert "files left out because they could not be read: 1 (001.json.gz)" in result.stdout
+
+
+@pytest.mark.parametrize(("card", "licence", "languages"), [
+    ({"license": ["mit", "cc0-1.0"], "language": ["en", False]}, ["mit", "cc0-1.0"], ["en"]),
+    ({"license": ["mit"], "language": "de"}, "mit", ["de"]),
+    ({"license": {"name": "own"}, "language": 7}, "{'name': 'own'}", ["7"]),
+    ({"license": [], "language": None}, "unknown", ["en"]),
+])
+def test_a_card_may_list_licences_and_name_them_oddly(
+    lines_hub: Hub, tmp_path: Path, card: dict[str, object], licence: object, languages: list[str]
+) -> None:
+    lines_hub.card = card
+    succeeded(prepare_from(lines_hub, tmp_path, "--max-documents", "9"))
+    found = DatasetCard.load(tmp_path / "out/README.md").data
+    assert (found.license, found.language) == (licence, languages)
 
 
 def test_only_needed_json_lines_are_downloaded(lines_hub: Hub, tmp_path: Path) -> None:

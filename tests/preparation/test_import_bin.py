@@ -92,6 +92,17 @@ def test_files_with_a_wrong_size_version_or_token_id(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_an_import_that_was_killed_leaves_nothing_to_the_next_one(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
+                                         "val.bin": TOKENS.tobytes()})
+    left = tmp_path / ".out.partial/dataset/tokenizer.json"
+    left.parent.mkdir(parents=True)
+    left.write_text("of another tokenizer")
+    import_tokens(source, tmp_path / "out", "bytes")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md", "train.safetensors", "validation.safetensors"]
+
+
 def test_two_imports_to_one_output_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
                                          "val.bin": TOKENS.tobytes()})
