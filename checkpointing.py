@@ -38,7 +38,7 @@ from basics.manifest import (
     read_manifest,
     write_manifest,
 )
-from basics.run_identity import read_identity
+from basics.run_identity import Name, read_identity
 from basics.tensor_files import header_of, read_tensors
 from gpt import GPTModel, num_parameters
 from run_config import ModelConfig
@@ -69,7 +69,7 @@ class LossScale(_Record):
 class CheckpointMeta(_Record):
     """`meta.json`: the position in the run. All sums are over the whole run, not one launch."""
 
-    identity: str = Field(default="", max_length=32)  # of the run: see `basics/run_identity.py`
+    identity: Name = ""  # of the run: see `basics/run_identity.py`
     global_step: int = Field(ge=0, lt=2**40)
     tokens: int = Field(ge=0, lt=2**60)
     loss: float | None  # decides `best` in runs without validation; None if not finite
@@ -294,7 +294,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False,
     Args:
         thoroughly: read every byte and compare digests, about a second a GB.
         model: of the run that would resume. A checkpoint of a larger one, which could say that it
-            has terabytes, is not read: `check_identity` refuses it.
+            has terabytes, is not read: `check_same_run` refuses it.
     """
     damage = find_damage(path)
     if not damage:

@@ -79,7 +79,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current)
     with watchdog.start():  # a node may be lost while another one downloads
         prepared = prepare_run(options, process, clock, agreement)
-        agreement.require_same("run", prepared.identity())
+        agreement.require_same("run", prepared.agreed_values())
         prepared.say_if_finished(process)
         if not prepared.is_finished:
             train(prepared, watchdog, clock, agreement)

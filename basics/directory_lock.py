@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from basics.errors import UserError, cannot_be_written
 
 TRIES = 10  # to lock what is removed again and again; some file systems show other inodes each time
+WRITER_SECONDS, POLL_SECONDS = 5.0, 0.05  # for the lock on a file that is being written
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
@@ -103,17 +105,25 @@ def is_lock_of(directory: Path, descriptor: int) -> bool:
 def only_writer(path: Path) -> Iterator[None]:
     """Keep other processes that call this from appending to a file, or replacing it, meanwhile.
 
-    A missing file is made. Where the file system has no locks, nobody is kept.
+    A missing file is made. Where the file system has no locks, nobody is kept, and nobody waits for
+    longer than `WRITER_SECONDS`.
     """
-    opened: list[int] = []
+    until, descriptor, is_locked = time.monotonic() + WRITER_SECONDS, -1, False
     try:
         with suppress(OSError):
-            while len(opened) < TRIES and not (opened and is_lock_of(path, opened[-1])):
-                opened.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666))
-                fcntl.flock(opened[-1], fcntl.LOCK_EX)  # it may be replaced before
+            while not is_locked and time.monotonic() < until:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_locked = is_lock_of(path, descriptor)  # it may have been replaced before
+                except BlockingIOError:
+                    time.sleep(POLL_SECONDS)
+                finally:
+                    if not is_locked:
+                        os.close(descriptor)
         yield
     finally:
-        for descriptor in opened:
+        if is_locked:
             os.close(descriptor)
 
 

@@ -76,6 +76,8 @@ def append_whole(path: Path, text: str, *, may_wait: bool = False) -> None:
     Args:
         may_wait: do not rewrite a large file at each call; `write_held` writes what waits.
     """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "is a link")
     with _held_lock:
         if path not in _held:
             try:

@@ -6,7 +6,8 @@ import re
 
 from basics.errors import one_line, visible
 
-MARKUP = re.compile(r"[\\`\[\]|]")
+# What makes a link of a bare address too: ://, www. and @.
+MARKUP = re.compile(r"[\\`\[\]|@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
 def escaped(text: str) -> str:

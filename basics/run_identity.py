@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, cannot_be_written
 from basics.files import read_regular_file, write_atomically
 
 IDENTITY = "identity.json"
@@ -30,8 +30,8 @@ class Identity(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Name = Field(default_factory=lambda: uuid.uuid4().hex)
-    earlier: dict[Name, Annotated[int, Field(ge=0, lt=2**40)]] = Field(default={}, max_length=1000)
+    name: Name = Field(default_factory=lambda: uuid.uuid4().hex[:12])
+    earlier: dict[Name, Annotated[int, Field(ge=0, lt=2**40)]] = {}
 
     def includes(self, name: str, global_step: int) -> bool:
         """Return whether a checkpoint belongs to the run, by the name that it was saved under."""
@@ -40,8 +40,9 @@ class Identity(BaseModel):
     def after_step_back(self, name: str, global_step: int) -> Identity:
         """Return a new identity that goes on from a checkpoint."""
         is_known = name == self.name or name in self.earlier
+        branch = min(global_step, self.earlier.get(name, global_step)) if is_known else 0
         before = {known: last for known, last in self.earlier.items()
-                  if is_known and last < global_step and known != name}
+                  if last < branch and known != name}
         return Identity(earlier=before | {name: global_step})
 
 
@@ -57,15 +58,18 @@ def read_identity(run_dir: Path) -> Identity | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "damaged"
-        raise UserError(f"{path}: cannot be read ({reason}); restore it, or remove it and name a"
-                        " checkpoint") from None
+        number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
+        raise UserError(f"{path}: cannot be read ({reason or 'damaged'}); restore it, or remove"
+                        " it and name a checkpoint",
+                        FAILED if number in TRANSIENT else BAD_INPUT) from None
 
 
-def write_identity(run_dir: Path, identity: Identity) -> None:
-    """Write the identity of a run, unless it is there already. Raises: UserError."""
-    if identity != read_identity(run_dir):
+def write_identity(run_dir: Path, identity: Identity) -> bool:
+    """Write the identity of a run; return whether it had another one. Raises: UserError."""
+    before = read_identity(run_dir)
+    if identity != before:
         try:
             write_atomically(run_dir / IDENTITY, identity.model_dump_json() + "\n", durable=True)
         except OSError as error:
             raise cannot_be_written(run_dir, error) from None
+    return before not in (None, identity)

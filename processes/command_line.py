@@ -114,8 +114,8 @@ def _refuse(options: dict[str, Any], reason: str) -> None:
 @click.option("--prefetch", is_flag=True,
               help="Fetch and verify all that a launch needs, and compile; no training.")
 @click.option("--after-checkpoint", metavar="COMMAND",
-              help="Run COMMAND by sh -c beside training after each checkpoint, such as"
-                   " 'rsync -a {run_dir}/ HOST:{run}/'; {checkpoint} is the newest one.")
+              help="Run COMMAND by sh -c beside training after each checkpoint, to copy {run_dir};"
+                   " {run}, {checkpoint} and {identity} are known too.")
 @click.option("--when-done", metavar="COMMAND",
               help="Run COMMAND by sh -c after the end of the run or of its budget; not after a"
                    " failure, a signal or --max-steps.")

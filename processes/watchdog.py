@@ -64,7 +64,7 @@ class Watchdog(AbstractContextManager):
         self._step: int | None = None  # once it trains
         self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step
-        self._is_suspended = self._has_dumped = self._has_reported = False
+        self._is_suspended = self._has_dumped = self._has_reported = self._has_hung_up = False
         self._stopped_at, self.stop_by, self._fail_by, self._publish_at = -NEVER, NEVER, NEVER, 0.0
         self._exiting, self._done = threading.Lock(), threading.Event()
 
@@ -206,9 +206,9 @@ class Watchdog(AbstractContextManager):
     def _receive(self, number: int) -> None:
         """Handle a signal: the first stops the run after this step, a second one at once."""
         is_second = bool(self.stop_signal)  # read first: the main thread may set both meanwhile
-        is_repeated = self.stop_signal == signal.SIGHUP or (  # the terminal is gone: none is meant
-            time.monotonic() < self._stopped_at + self.deadlines.repeated_signal)
-        if number not in STOP_SIGNALS or is_repeated:
+        self._has_hung_up |= number == signal.SIGHUP  # the terminal is gone: no second one is meant
+        is_repeated = time.monotonic() < self._stopped_at + self.deadlines.repeated_signal
+        if number not in STOP_SIGNALS or is_second and (is_repeated or self._has_hung_up):
             return
         if is_second:
             os._exit(128 + number)

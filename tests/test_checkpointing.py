@@ -32,7 +32,7 @@ from tests.support.checkpoints import MODEL, damage, describe, save, state
 from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import prune, remove_partial_checkpoints, set_aside
-from trainer.resuming import check_identity, check_weights_fit, resume_warnings
+from trainer.resuming import check_same_run, check_weights_fit, resume_warnings
 from trainer.startup import PreparedRun, prepare_run
 
 NORM = "final_norm.bias"
@@ -162,14 +162,14 @@ def test_a_checkpoint_of_another_run_is_refused(
     checkpoint = save(workplace.root, 3)
     run = load_run(workplace.runs_dir, "tiny")
     with pytest.raises(UserError, match=message) as caught:
-        check_identity(checkpoint, run, changes.get("data", checkpoint.meta.data))
+        check_same_run(checkpoint, run, changes.get("data", checkpoint.meta.data))
     assert "--fresh" in str(caught.value)
 
 
 def test_dropout_may_change_in_mid_run(workplace: Workplace) -> None:
     workplace.add_run(model={"drop_rate": 0.3})
     checkpoint = save(workplace.root, 3)
-    check_identity(checkpoint, load_run(workplace.runs_dir, "tiny"), checkpoint.meta.data)
+    check_same_run(checkpoint, load_run(workplace.runs_dir, "tiny"), checkpoint.meta.data)
 
 
 def test_the_configs_weight_decay_counts_after_loading(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_claims_a_larger_model_than_the_run_has_is_not_read(
     monkeypatch.setattr("basics.manifest._sha256", lambda path: hashed.append(path.name))
     for found in (newest_whole(tmp_path, model)[0], find_checkpoint(tmp_path, "best", model),
                   find_checkpoint(tmp_path, path.name, model)):
-        assert found.meta.model.emb_dim == 65536  # which `check_identity` refuses
+        assert found.meta.model.emb_dim == 65536  # which `check_same_run` refuses
     assert hashed == []
 
 
@@ -408,7 +408,7 @@ def test_a_checkpoint_may_have_fewer_fingerprints_than_the_run(workplace: Workpl
     checkpoint = save(workplace.root, 3)
     data = checkpoint.meta.data | {"start_train_token": "16", "validation_sequences": "6"}
     run = load_run(workplace.runs_dir, "tiny")
-    check_identity(checkpoint, run, data)
+    check_same_run(checkpoint, run, data)
     assert resume_warnings(checkpoint, run, recorded([3]), data=data, num_steps=9) == []
 
 

@@ -136,8 +136,9 @@ class BackgroundSaver:
         try:
             if self._keep is not None:
                 prune(self._checkpoints_dir, keep=self._keep, protected=self._protected)
-        except OSError as error:
-            self._failure = f"older checkpoints could not be removed ({error.strerror or error})"
+        except (OSError, UserError) as error:
+            reason = getattr(error, "strerror", None) or error
+            self._failure = f"older checkpoints could not be removed ({reason})"
 
     def _run(self, previous: Future[None] | None) -> None:
         """Write whatever is not on disk yet. In the thread."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -139,11 +141,12 @@ def compile_error(work: Callable[[], object]) -> str:
     reason = _compile_error(work)
     if reason:
         shared, damage = os.environ.get(CACHE_VARIABLE, "PyTorch's cache"), reason
-        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
+        own = os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
         os.environ.pop("TRITON_CACHE_DIR", None)  # a directory inside the other one
         _forget_compiled_code()
         reason = _compile_error(work)
-        if not reason:
+        if not reason and os.environ.get("RANK", "0") == "0":
             print_line(f"warning: {shared}: has damaged compiled code ({damage}), which was"
                        " compiled again elsewhere; remove that directory while no run is starting")
     return reason

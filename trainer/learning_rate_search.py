@@ -99,7 +99,7 @@ def find_learning_rate(options: Options, process: Process, agreement: Agreement,
         prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
         run = prepared.run
         agreement.run("steps", lambda: _check_length(run, prepared.plan))
-        agreement.require_same("run", prepared.identity())
+        agreement.require_same("run", prepared.agreed_values())
         prepared = agreement.run("device", lambda: prepared.for_device(process.device))
         if process.is_main:
             print_line(_begin_line(run))

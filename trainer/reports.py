@@ -68,9 +68,10 @@ class Reports:
         num_steps, warnings = self.prepared.num_steps, [*self.run.warnings, *self.prepared.warnings]
         if self.process.is_main:
             self.identity = self.prepared.run_identity()
-            write_identity(self.run.run_dir, self.identity)  # first: a kill may come between
+            if write_identity(self.run.run_dir, self.identity):  # first: a kill may come between
+                self.beside.after_checkpoint.start()  # the copy learns of it before it has more
             if aside_dir := clean_up(self.run.run_dir, from_step=first_step):
-                self.console.say(f"earlier checkpoints from step {first_step + 1:,} on are now in"
+                self.console.say("earlier checkpoints that the run does not go on from are now in"
                                  f" {aside_dir}")
             if resume_from is not None:
                 self.console.say(f"resuming from {resume_from.path}")

@@ -59,7 +59,7 @@ def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
         )
 
 
-def check_identity(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
+def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
     """Refuse to resume with another model, seed or data: it would be another run.
 
     Args:
@@ -100,7 +100,7 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
     Args:
         records: of `metrics.jsonl`. One of steps covers at most `REPORT_INTERVAL`; each checkpoint
             has one.
-        data: as of `check_identity`.
+        data: as of `check_same_run`.
     """
     warnings, last_step = [], checkpoint.meta.global_step
     found = data.get("validation_sequences")

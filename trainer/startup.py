@@ -44,7 +44,7 @@ from trainer.compilation import risky_options
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
-from trainer.resuming import check_identity, check_position, check_weights_fit, resume_warnings
+from trainer.resuming import check_position, check_same_run, check_weights_fit, resume_warnings
 from trainer.step import build_training_state
 
 
@@ -112,14 +112,13 @@ class PreparedRun:
             return Identity() if found is None or self.options.fresh else found
         meta = self.resume_from.meta
         found = found or Identity(name=meta.identity)
-        newest = list_checkpoints(self.run.checkpoints_dir)[-1:]
-        leaves = self.options.checkpoint not in (None, LATEST) and any(
-            each.meta.global_step > meta.global_step for each in newest)
-        if found.includes(meta.identity, meta.global_step) and not leaves:
+        # Later checkpoints may be elsewhere, so each one that is named begins something new.
+        is_named = self.options.checkpoint not in (None, LATEST)
+        if found.includes(meta.identity, meta.global_step) and not is_named:
             return found
         return found.after_step_back(meta.identity, meta.global_step)
 
-    def identity(self) -> object:
+    def agreed_values(self) -> object:
         """Return the values that must be equal on all processes."""
         checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
@@ -271,7 +270,7 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
     except UserError as error:
         raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
                         " another machine of the run") from None
-    check_identity(checkpoint, run, data.fingerprints)
+    check_same_run(checkpoint, run, data.fingerprints)
     check_weights_fit(checkpoint, run.model)
     check_position(checkpoint, data.plan)
     return checkpoint

@@ -18,6 +18,7 @@ import torch
 
 from basics.errors import FAILED, STOP_SIGNALS, UserError, describe, one_line, print_line
 from basics.failpoints import failpoint
+from basics.run_identity import read_identity
 from checkpointing import best_of, list_checkpoints
 from processes.deadlines import Deadlines
 from processes.launch import Process
@@ -117,7 +118,8 @@ class AfterCheckpoint:
             self._is_behind = False
             try:
                 facts = run_facts(self._run, read_summary(self._run))
-                with log.open("w") as output:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+                with open(os.open(log, flags, 0o666), "w") as output:  # no link, no pipe
                     self._process = start(self._command, facts, output, ["nice", "-n", "19"])
             except Exception as error:  # it must not end training
                 self._failure = describe(error)
@@ -148,7 +150,12 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     command, run = prepared.options.when_done, prepared.run
     if prepared.is_finished and process.is_main:
         seconds, again = Deadlines.read().after_checkpoint, prepared.options.after_checkpoint
-        if failure := AfterCheckpoint(again, run).finish(lambda: seconds):
+        with _stop_signals() as received:
+            failure = AfterCheckpoint(again, run).finish(lambda: 0.0 if received else seconds)
+        if received:
+            raise UserError(f"{STOP_SIGNALS[received[0]]} ended --after-checkpoint",
+                            128 + received[0])
+        if failure:
             raise after_checkpoint_failed(failure)
     if command is None or not process.is_main:
         return
@@ -203,9 +210,13 @@ def run_facts(run: Run, summary: dict[str, Any]) -> dict[str, str]:
     """Return what the command learns of a run, as environment variables; unknown ones are empty."""
     checkpoints = list_checkpoints(run.checkpoints_dir)
     best, newest = best_of(checkpoints), checkpoints[-1] if checkpoints else None
+    if newest and "global_step" not in summary:  # it trains
+        summary = summary | newest.meta.model_dump(include={"global_step", "tokens", "train_loss"})
+        summary["validation_loss"] = newest.validation and newest.validation.loss
     loss = summary.get("validation_loss")
+    identity = read_identity(run.run_dir)
     facts = {
-        "RUN": run.name, "RUN_DIR": run.run_dir.absolute(),
+        "RUN": run.name, "RUN_DIR": run.run_dir.absolute(), "IDENTITY": identity and identity.name,
         "STATUS": summary.get("status"), "REASON": summary.get("reason"),
         "STEP": summary.get("global_step", -1) + 1, "NUM_STEPS": summary.get("num_steps"),
         "TOKENS": summary.get("tokens"),
@@ -223,13 +234,13 @@ def start(command: str, facts: dict[str, str], output: IO[str] | int,
     """Start a command by `sh -c`, in a process group that can be ended as a whole.
 
     Its environment is that of the launch, as far as it is known, and the facts; `{run}`,
-    `{run_dir}` and `{checkpoint}` in the command become the facts of that name.
+    `{run_dir}`, `{checkpoint}` and `{identity}` in the command become the facts of that name.
     """
     kept = {name: value for name, value in os.environ.items()
             if name not in PRIVATE and not name.startswith("TORCHELASTIC_")}
     if kept.get("OMP_NUM_THREADS") == "1":  # torchrun sets that
         del kept["OMP_NUM_THREADS"]
-    command = re.sub(r"(?<!\$)\{(run|run_dir|checkpoint)\}",
+    command = re.sub(r"(?<!\$)\{(run|run_dir|checkpoint|identity)\}",
                      lambda found: shlex.quote(facts[f"DDP_TRAIN_{found[1].upper()}"]), command)
     return subprocess.Popen(
         [*prefix, "sh", "-c", command], stdin=subprocess.DEVNULL, stdout=output,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from basics.errors import UserError, one_line
+from basics.errors import UserError, one_line, print_error
 from lab.compare.run_figures import Figures, Record, Written, figures_of, number, read_text
 from run_config import GROUPS, ModelConfig, TrainConfig, load_config
 
@@ -108,8 +108,10 @@ def shown(value: Any) -> str:
 def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
     """Read the runs with these names, or all runs that have been launched.
 
+    Where no names are given, a run whose files cannot be read is left out, with a warning.
+
     Raises:
-        UserError: there is no such run, or it has not been launched.
+        UserError: there is no such run, or it has not been launched, or its files cannot be read.
     """
     try:
         found = {path.name: path for path in sorted(runs_dir.iterdir()) if path.is_dir()}
@@ -124,7 +126,15 @@ def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
         if name not in launched:
             raise UserError(f"{found[name]}: has not been trained yet; train it with: uv run"
                             f" ddp_train.py {name}")
-    return [read_result(found[name]) for name in dict.fromkeys(names or launched)]
+    results = []
+    for name in dict.fromkeys(names or launched):
+        try:
+            results.append(read_result(found[name]))
+        except UserError as error:
+            if names:
+                raise
+            print_error(f"warning: left out: {one_line(str(error))}")
+    return results
 
 
 def read_result(run_dir: Path) -> Result:
@@ -180,7 +190,10 @@ def slice_of(test: Record) -> str:
 
 
 def _was_launched(run_dir: Path) -> bool:
-    return any(read_text(run_dir / name).strip() for name in ("metrics.jsonl", "summary.json"))
+    try:
+        return any(read_text(run_dir / name).strip() for name in ("metrics.jsonl", "summary.json"))
+    except UserError:  # too large: whoever reads it says so
+        return True
 
 
 def _status(run_dir: Path, written: Written) -> str:

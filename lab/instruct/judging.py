@@ -34,7 +34,7 @@ class Judge:
     """A language model behind an OpenAI-compatible endpoint. Thread-safe."""
 
     def __init__(self, client_options: dict[str, Any], model: str) -> None:
-# Followed to another host, a redirect would take the questions and answers there.
+        # Followed to another host, a redirect would take the questions and answers there.
         client = DefaultHttpxClient(follow_redirects=False, event_hooks={"response": [_cut]},
                                     headers={"Accept-Encoding": "identity"})
         self.client, self.model = OpenAI(**client_options, http_client=client), model

@@ -61,9 +61,11 @@ def test_a_run_goes_on_as_what_it_is(run: Run) -> None:
     identity = read_identity(run.run_dir)
     assert launch(run) == (-1, []) and read_identity(run.run_dir) == identity  # nothing saved yet
     save(run, identity, 9, 19)
-    for named in (None, "latest", "best"):
+    for named in (None, "latest"):
         assert launch(run, checkpoint=named) == (19, [])
         assert read_identity(run.run_dir) == identity
+    assert launch(run, checkpoint="best") == (19, [])  # later ones may be elsewhere
+    assert read_identity(run.run_dir).earlier == {identity.name: 19}
 
 
 def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(run: Run) -> None:
@@ -113,6 +115,19 @@ def test_two_steps_back_keep_the_whole_line(run: Run) -> None:
     assert again.includes(line.name, 39) and not again.includes(line.name, 40)
     assert again.includes(again.name, 10**6) and not again.includes("another", 0)
     assert B.after_step_back(A.name, 5).earlier == {A.name: 5}  # from another run's
+    # From a checkpoint that the first step back has left: what came of the other branch goes.
+    aside = again.after_step_back(A.name, 25)
+    assert aside.earlier == {A.name: 25} and not aside.includes(line.name, 21)
+
+
+def test_a_step_back_with_nothing_later_here_leaves_what_is_elsewhere(run: Run) -> None:
+    write_identity(run.run_dir, A)
+    save(run, A, 9)  # all that was brought back
+    nine = list_checkpoints(run.checkpoints_dir)[0].name
+    assert launch(run, checkpoint=nine) == (9, [])
+    save(run, read_identity(run.run_dir), 14)
+    save(run, A, 39)  # the rest comes later
+    assert launch(run)[0] == 14 and steps(run) == [9, 14]
 
 
 def test_another_runs_checkpoint_is_used_if_it_is_named(run: Run) -> None:

@@ -296,16 +296,22 @@ def test_a_signal_in_the_start_up_ends_the_process_and_leaves_torchrun(alone: Wa
         alone._exit_for_signal()
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("first", "second"), [
+    (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGTERM),
+    (signal.SIGINT, signal.SIGHUP)])
 def test_what_follows_a_closed_terminal_is_no_second_signal(
-    alone: Watchdog, seconds: list[float], first: int
+    alone: Watchdog, seconds: list[float], first: int, second: int
 ) -> None:
     """One who presses Ctrl-C twice does not want to wait; a torchrun that ends says nothing."""
     alone.heartbeat(3)
     alone._receive(first)
     seconds[0] = 2.0
-    with nullcontext() if first == signal.SIGHUP else pytest.raises(Ended, match="^143$"):
-        alone._receive(signal.SIGTERM)
+    hung_up = signal.SIGHUP in (first, second)
+    with nullcontext() if hung_up else pytest.raises(Ended, match="^143$"):
+        alone._receive(second)
+    seconds[0] = 4.0
+    with nullcontext() if hung_up else pytest.raises(Ended, match="^143$"):
+        alone._receive(signal.SIGTERM)  # of a torchrun that ends
     assert alone.stop_signal == first
 
 

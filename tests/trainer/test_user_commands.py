@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from basics.errors import UserError
+from basics.run_identity import Identity, write_identity
 from processes.launch import Process
 from run_config import Run, load_run
 from tests.support.checkpoints import ONE_PROCESS, save
@@ -118,7 +120,7 @@ def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
     best, newest = (save(run_dir / "checkpoints", step, loss) for step, loss in ((4, 1.0), (9, 2)))
     run = load_run(workplace.runs_dir, "tiny")
     assert run_facts(run, ENDED) == {
-        "DDP_TRAIN_RUN": "tiny", "DDP_TRAIN_RUN_DIR": str(run_dir),
+        "DDP_TRAIN_RUN": "tiny", "DDP_TRAIN_RUN_DIR": str(run_dir), "DDP_TRAIN_IDENTITY": "",
         "DDP_TRAIN_STATUS": "finished", "DDP_TRAIN_REASON": "", "DDP_TRAIN_STEP": "10",
         "DDP_TRAIN_NUM_STEPS": "10", "DDP_TRAIN_TOKENS": "640", "DDP_TRAIN_LOSS": "2.25",
         "DDP_TRAIN_CHECKPOINT": str(newest.path), "DDP_TRAIN_BEST": str(best.path),
@@ -243,6 +245,33 @@ def test_an_after_checkpoint_beyond_its_limit_is_ended_with_all_that_it_started(
     assert beats
 
 
+@pytest.mark.parametrize("make", [lambda log, victim: log.symlink_to(victim),
+                                  lambda log, victim: os.mkfifo(log)], ids=["link", "pipe"])
+def test_the_log_of_after_checkpoint_is_no_link_and_no_pipe(
+    saved: Run, tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    make(saved.run_dir / "after-checkpoint.log", victim)
+    assert finish(AfterCheckpoint("echo theirs", saved)).startswith("OSError: ")
+    assert victim.read_text() == "mine"
+
+
+def test_after_checkpoint_knows_how_far_a_run_is_that_trains(
+    saved: Run, tmp_path: Path
+) -> None:
+    write_identity(saved.run_dir, Identity(name="abc"))
+    (saved.run_dir / "summary.json").write_text('{"status": "running", "num_steps": 10}')
+    save(saved.checkpoints_dir, 6, loss=2.5)
+    write_identity(saved.run_dir, Identity(name="abc", earlier={"": 6}))
+    facts = run_facts(saved, json.loads((saved.run_dir / "summary.json").read_text()))
+    assert (facts["DDP_TRAIN_STEP"], facts["DDP_TRAIN_LOSS"], facts["DDP_TRAIN_IDENTITY"]) == (
+        "7", "2.5", "abc")
+    said = tmp_path / "said"
+    assert finish(AfterCheckpoint(f"echo {{run}}-{{identity}} > {said}", saved)) == ""
+    assert said.read_text() == "tiny-abc\n"
+
+
 def test_an_after_checkpoint_that_cannot_be_started_stops_nothing(
     saved: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,12 +289,16 @@ def test_a_finished_run_repeats_after_checkpoint_before_when_done(
     (workplace.runs_dir / "tiny/summary.json").write_text(json.dumps(ENDED))
     run = load_run(workplace.runs_dir, "tiny")
     options = SimpleNamespace(when_done=f"touch {tmp_path}/done",
-                              after_checkpoint=f"test -e {tmp_path}/room")
+                              after_checkpoint="exit 1")
     prepared = SimpleNamespace(run=run, options=options, is_finished=True)
     with pytest.raises(UserError, match="--after-checkpoint: ended with status 1") as caught:
         run_when_done(prepared, ONE_PROCESS, stop_signal=0)
     assert caught.value.status == 1 and not (tmp_path / "done").exists()
-    (tmp_path / "room").touch()
+    options.after_checkpoint = "kill -TERM $PPID; sleep 60"  # of the process that trains
+    with pytest.raises(UserError, match="SIGTERM ended --after-checkpoint") as caught:
+        run_when_done(prepared, ONE_PROCESS, stop_signal=0)
+    assert caught.value.status == 143 and not (tmp_path / "done").exists()
+    options.after_checkpoint = "true"
     run_when_done(prepared, ONE_PROCESS, stop_signal=0)
     assert (tmp_path / "done").exists()
 
