@@ -21,6 +21,11 @@ STOP_SIGNALS = {int(number): number.name
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
              errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
              errno.ECONNABORTED}
+ADVICE = {  # after a write that failed
+    errno.ENOSPC: "make room", errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.ENOENT: "its directory was deleted or unmounted", errno.EIO: "look at the disk",
+}
 MAX_LINE_LENGTH = 190  # characters of a printed message
 OBEYED = re.compile(  # controls but newline and tab, changes of direction, lone surrogates
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -45,10 +50,16 @@ class UserError(Exception):
 
 def cannot_be_written(place: Path, error: OSError) -> UserError:
     """Describe a failed write; a full disk, and a place out of reach, have their own status."""
-    line = f"{place}: cannot be written: {error.strerror or str(error)[:80]}"
+    line = f"{place}: cannot be written: {why_not_written(error)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{line}; make room, or name another place", DISK_FULL)
+        return UserError(f"{line}, or name another place", DISK_FULL)
     return UserError(line, FAILED if error.errno in TRANSIENT else BAD_INPUT)
+
+
+def why_not_written(error: OSError) -> str:
+    """Return why a write failed, and what helps where that is known."""
+    reason, advice = error.strerror or str(error)[:80], ADVICE.get(error.errno)
+    return f"{reason}; {advice}" if advice else reason
 
 
 def exit_status(error: BaseException) -> int:
@@ -59,9 +70,11 @@ def exit_status(error: BaseException) -> int:
 
 
 def as_os_error(error: Exception) -> OSError:
-    """Map a file writer's error to OSError, with ENOSPC if the disk is full."""
+    """Map a file writer's error to OSError; libraries in Rust say which one it was."""
     if isinstance(error, OSError):
         return error
+    if found := re.search(r"\(os error (\d+)\)", str(error)):
+        return OSError(int(found[1]), os.strerror(int(found[1])))
     code = errno.ENOSPC if "No space left" in str(error) else errno.EIO
     return OSError(code, os.strerror(code) if code == errno.ENOSPC else str(error)[:120])
 

@@ -174,7 +174,9 @@ def find_documents(source: str | Path, *, text_column: str = "text",
     root, found = _look_for(Path(source))
     paths = {path.relative_to(root).as_posix(): path for path in sorted(found)
              if kind_of(path.name) and (path.is_file() or not path.exists())}
-    inside = _inside(choice, paths, Path(source))
+    if choice.subset and not Path(source).is_dir():
+        raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
+    inside = choice.of_subset(paths, str(source))
     for name in inside:
         if not paths[name].exists():
             raise UserError(f"{paths[name]}: is a broken link; repair or delete it")
@@ -198,13 +200,6 @@ def find_documents(source: str | Path, *, text_column: str = "text",
         shards.extend(TextFilesShard.of(group, root)
                       for group in _text_groups(chosen))
     return Source(choice.label(printable(Path(source))), shards, text_column=text_column)
-
-
-def _inside(choice: Choice, names: Iterable[str], source: Path) -> dict[str, str]:
-    """Return the files of the subset, with their paths inside it. Raises: UserError."""
-    if choice.subset and not source.is_dir():
-        raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
-    return choice.of_subset(names, str(source))
 
 
 def _text_groups(paths: Sequence[Path]) -> Iterator[list[Path]]:

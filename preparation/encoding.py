@@ -8,13 +8,12 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -23,7 +22,7 @@ import tiktoken
 from basics.errors import UserError
 from preparation.cutting import BadFile, BadShard, Piece, joined
 from preparation.tasks import Task
-from tokens.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from tokens.tokenizer import END_OF_TEXT, Tokenizer
 from tokens.tokenizer_file import FileTokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
@@ -31,6 +30,7 @@ TASKS_PER_WORKER = 3
 MAX_BYTES = 2**26  # of text, for all workers together
 MAX_BYTES_PER_WORKER = 6 * 2**20  # used instead if it allows more, with many workers
 BATCH_CHARACTERS = 2**19  # encoded in one call
+LoadTokenizer = Callable[[], Tokenizer]  # is sent to the workers
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,9 @@ class Encoded:
         return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes, bad_files)
 
 
-@dataclass(frozen=True)
-class TokenizerPlace:
-    """A tokenizer's name and, if it has one, its file: for the workers, which load it."""
-
-    name: str
-    path: Path | None = None
-
-    def load(self) -> Tokenizer:
-        return load_tokenizer(self.name, self.path)
-
-
-def encode_task(task: Task, place: TokenizerPlace) -> Encoded | BadShard:
+def encode_task(task: Task, load: LoadTokenizer) -> Encoded | BadShard:
     """Tokenise a task; return the error if it cannot be read."""
-    tokenizer = place.load()
+    tokenizer = load()
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
     ends: list[tuple[int, int, int]] = []
@@ -135,14 +124,14 @@ class EndOfShard:
 class Encoder:
     """Encodes tasks in worker processes, or in this process if there is only one worker."""
 
-    def __init__(self, place: TokenizerPlace, *, num_workers: int) -> None:
-        self._place, self._num_workers = place, num_workers
+    def __init__(self, load: LoadTokenizer, *, num_workers: int) -> None:
+        self._load, self._num_workers = load, num_workers
         self._max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
         self._pool: ProcessPoolExecutor | None = None
         if num_workers > 1:
             context = multiprocessing.get_context("forkserver")  # workers share imported modules
             self._pool = ProcessPoolExecutor(num_workers, mp_context=context,
-                                             initializer=_start_worker, initargs=(place,))
+                                             initializer=_start_worker, initargs=(load,))
 
     def __enter__(self) -> Encoder:
         """Start the workers. Ctrl-C waits for them: while they start, it would print tracebacks."""
@@ -198,9 +187,9 @@ class Encoder:
 
     def _submit(self, task: Task) -> Future[Encoded | BadShard]:
         if self._pool is not None:
-            return self._pool.submit(encode_task, task, self._place)
+            return self._pool.submit(encode_task, task, self._load)
         future: Future[Encoded | BadShard] = Future()
-        future.set_result(encode_task(task, self._place))
+        future.set_result(encode_task(task, self._load))
         return future
 
 
@@ -212,10 +201,10 @@ def _result(item: Future[Encoded | BadShard] | EndOfShard) -> Encoded | BadShard
     return item if isinstance(item, EndOfShard) else item.result()
 
 
-def _start_worker(place: TokenizerPlace) -> None:
+def _start_worker(load: LoadTokenizer) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    place.load()
+    load()
 
 
 def _exit_with_parent() -> None:

@@ -172,12 +172,6 @@ class Journal:
         is_part = self.request is not None and self.request.part
         return (self.dataset_dir if is_part else self.dir) / "documents.bin"
 
-    @property
-    def has_table(self) -> bool:
-        """Whether documents are divided into splits when all have been read."""
-        request = self.request
-        return request is not None and (bool(request.part) or request.num_documents is None)
-
     def begin_anew(self) -> None:
         """Make an empty directory for a dataset whose work is not continued after a kill.
 
@@ -225,7 +219,7 @@ class Journal:
         counts = {split: self.progress.of(split).num_tokens for split in ("train", "validation")}
         wanted = {self.token_path(split): DATA_START + 2 * num_tokens
                   for split, num_tokens in counts.items() if num_tokens}
-        if self.has_table and self.progress.num_documents:
+        if self.progress.num_documents:
             wanted[self.table_path] = DOCUMENT_BYTES * self.progress.num_documents
         if any(not path.exists() or path.stat().st_size < size for path, size in wanted.items()):
             self.progress = Progress()

@@ -1,8 +1,6 @@
-"""Where the tokens of a preparation go: to the files of the splits, or to one file, split later."""
+"""Where the tokens of a preparation go: to one file, which is split when all are there."""
 
 from __future__ import annotations
-
-from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -14,77 +12,20 @@ from preparation.planning import num_training_documents
 from preparation.token_file_writer import TokenFileWriter
 
 
-class Output(ABC):
-    """Token files that are being written."""
-
-    def __init__(self, journal: Journal, splits: tuple[str, ...]) -> None:
-        self._writers = {
-            split: TokenFileWriter(journal.token_path(split),
-                                   num_tokens=journal.progress.of(split).num_tokens)
-            for split in splits}
-
-    @abstractmethod
-    def write(self, encoded: Encoded, progress: Progress) -> Progress:
-        """Append documents; return the progress with the counts of the token files."""
-
-    def leave_out(self, num_documents: int, progress: Progress) -> None:  # noqa: B027
-        """Note documents that cannot be read."""
-
-    def truncate(self, progress: Progress) -> None:
-        """Remove everything that was written after this progress."""
-        for split, writer in self._writers.items():
-            writer.truncate(progress.of(split).num_tokens)
-
-    def sync(self) -> None:
-        """Write everything so far to the disk, with fsync."""
-        for writer in self._writers.values():
-            writer.sync()
-
-    def finish(self, progress: Progress, metadata: dict[str, str]) -> None:
-        """Write the headers of the token files, and close them."""
-        for split, writer in self._writers.items():
-            writer.finish(progress.of(split).metadata() | metadata)
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
-
-class SplitOutput(Output):
-    """Training documents, then validation documents: their numbers are known."""
-
-    def __init__(self, journal: Journal, *, num_train: int) -> None:
-        super().__init__(journal, ("train", "validation"))
-        self._num_train = num_train
-
-    def write(self, encoded: Encoded, progress: Progress) -> Progress:
-        num_train = min(max(self._num_train - progress.num_documents, 0), len(encoded.ends))
-        boundary = encoded.sizes.tolist()  # tokens, bytes, characters
-        if progress.num_documents + len(encoded.ends) >= self._num_train:
-            boundary = encoded.ends[num_train - 1].tolist() if num_train else [0, 0, 0]
-        num_bad = sum(place < num_train for place, _ in encoded.bad_files)
-        num_in = {"train": num_train - num_bad,
-                  "validation": len(encoded.ends) - num_train - len(encoded.bad_files) + num_bad}
-        parts = {"train": encoded.tokens[:boundary[0]], "validation": encoded.tokens[boundary[0]:]}
-        bytes_in = {"train": boundary[1], "validation": int(encoded.sizes[1]) - boundary[1]}
-        counts = {}
-        for split, tokens in parts.items():
-            self._writers[split].add(tokens)
-            counts[split] = progress.of(split).with_more(
-                tokens, num_documents=num_in[split], num_text_bytes=bytes_in[split])
-        return progress.model_copy(update=counts)
-
-
-class StreamOutput(Output):
-    """All documents in one file, with a table of their ends: their number is not known yet."""
+class Output:
+    """Token files that are being written, with a table of where the documents end."""
 
     def __init__(self, journal: Journal) -> None:
         is_part = journal.request is not None and journal.request.part
-        super().__init__(journal, ("train",) if is_part else ("train", "validation"))
+        self._writers = {
+            split: TokenFileWriter(journal.token_path(split),
+                                   num_tokens=journal.progress.of(split).num_tokens)
+            for split in (("train",) if is_part else ("train", "validation"))}
         self._table = DocumentTable(journal.table_path,
                                     num_documents=journal.progress.num_documents)
 
     def write(self, encoded: Encoded, progress: Progress) -> Progress:
+        """Append documents; return the progress with the counts of the token files."""
         self._table.add(encoded.ends + _totals(progress))
         self._writers["train"].add(encoded.tokens)
         return progress.model_copy(update={"train": progress.train.with_more(
@@ -92,19 +33,28 @@ class StreamOutput(Output):
             num_text_bytes=int(encoded.sizes[1]))})
 
     def leave_out(self, num_documents: int, progress: Progress) -> None:
+        """Note documents that cannot be read."""
         self._table.add(np.tile(_totals(progress), (num_documents, 1)))
 
     def truncate(self, progress: Progress) -> None:
-        super().truncate(progress)
+        """Remove everything that was written after this progress."""
+        for split, writer in self._writers.items():
+            writer.truncate(progress.of(split).num_tokens)
         self._table.truncate(progress.num_documents)
 
     def sync(self) -> None:
-        super().sync()
-        self._table.sync()
+        """Write everything so far to the disk, with fsync."""
+        for file in (*self._writers.values(), self._table):
+            file.sync()
+
+    def finish(self, progress: Progress, metadata: dict[str, str]) -> None:
+        """Write the headers of the token files, and close them."""
+        for split, writer in self._writers.items():
+            writer.finish(progress.of(split).metadata() | metadata)
 
     def close(self) -> None:
-        super().close()
-        self._table.close()
+        for file in (*self._writers.values(), self._table):
+            file.close()
 
     def divide(self, progress: Progress, validation_fraction: float) -> Progress:
         """Make two documents of a single one, of its first and its last tokens."""

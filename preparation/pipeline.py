@@ -6,6 +6,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from basics.errors import DISK_FULL, UserError, cannot_be_written
@@ -13,15 +14,9 @@ from basics.files import write_atomically
 from preparation.cutting import BadShard
 from preparation.dataset_card import write_card
 from preparation.documents import Shard, Source
-from preparation.encoding import Encoded, Encoder, EndOfShard, TokenizerPlace
+from preparation.encoding import Encoded, Encoder, EndOfShard
 from preparation.journal import Journal, Progress
-from preparation.outputs import (
-    Output,
-    SplitOutput,
-    StreamOutput,
-    check_not_empty,
-    token_metadata,
-)
+from preparation.outputs import Output, check_not_empty, token_metadata
 from preparation.parts import share_of, write_part
 from preparation.planning import (
     PrepareOptions,
@@ -35,7 +30,7 @@ from preparation.planning import (
 from preparation.progress_display import ProgressDisplay
 from preparation.readers import TASK_BYTES, uncut
 from preparation.tasks import Task
-from tokens.tokenizer import ChosenTokenizer, choose_tokenizer, file_beside
+from tokens.tokenizer import ChosenTokenizer, choose_tokenizer, file_beside, load_tokenizer
 from tokens.tokenizer_file import parse_tokenizer
 
 
@@ -88,19 +83,19 @@ class _Preparation:
             self._limit = options.max_documents
         self._progress = journal.progress
         self._is_bad = False  # the current shard
-        self._output = _open_output(journal)
+        self._output = Output(journal)
 
     def run(self) -> Progress:
         """Tokenise all remaining shards, then write the headers and the dataset card."""
         is_small = sum(shard.num_bytes for shard in self._shards) < 2 * TASK_BYTES
         num_workers = 1 if is_small else self._options.num_workers
-        place = TokenizerPlace(self._tokenizer.name,
-                               file_beside(self._journal.dataset_dir, self._tokenizer.name))
+        name = self._tokenizer.name
+        path = file_beside(self._journal.dataset_dir, name)
         try:
-            if place.path is not None:  # the workers read the copy that belongs to the dataset
-                write_atomically(place.path, self._tokenizer.content, durable=True)
+            if path is not None:  # the workers read the copy that belongs to the dataset
+                write_atomically(path, self._tokenizer.content, durable=True)
             with (
-                Encoder(place, num_workers=num_workers) as encoder,
+                Encoder(partial(load_tokenizer, name, path), num_workers=num_workers) as encoder,
                 ProgressDisplay(self._request, self._progress.num_documents) as display,
             ):
                 for result in encoder.encode(self._tasks()):
@@ -204,34 +199,25 @@ class _Preparation:
             self._output.finish(self._progress, token_metadata(self._request, self._progress))
             write_part(self._journal.dataset_dir, self._source, self._request, self._progress)
             return
-        if isinstance(self._output, StreamOutput) and not self._progress.validation.num_tokens:
-            self._split(self._output)
-        check_not_empty(self._progress, self._source.name)
+        if not self._progress.validation.num_tokens:
+            self._split()
         self._output.finish(self._progress, token_metadata(self._request, self._progress))
         write_card(self._journal.dataset_dir, self._source.origin(), self._request,
                    self._progress)
 
-    def _split(self, output: StreamOutput) -> None:
+    def _split(self) -> None:
         """Divide the documents into splits, now that their number is known."""
         progress, fraction = self._progress, self._options.validation_fraction
         if self._source.is_one_text() and progress.num_characters:
-            progress = output.divide(progress, fraction)
+            progress = self._output.divide(progress, fraction)
         check_num_documents(progress.num_documents, self._source.name)
-        progress = output.split(progress, num_train=num_training_documents(
+        progress = self._output.split(progress, num_train=num_training_documents(
             progress.num_documents, fraction))
         check_not_empty(progress, self._source.name)
-        output.sync()
+        self._output.sync()
         self._journal.add(progress)  # from now on, the training file may be shorter
-        output.truncate(progress)
+        self._output.truncate(progress)
         self._progress = progress
-
-
-def _open_output(journal: Journal) -> Output:
-    request = journal.request
-    if journal.has_table or request is None or request.num_documents is None:
-        return StreamOutput(journal)
-    return SplitOutput(journal, num_train=num_training_documents(request.num_documents,
-                                                                 request.validation_fraction))
 
 
 class _Fetch:

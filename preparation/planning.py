@@ -92,9 +92,7 @@ def plan_request(source: Source, options: PrepareOptions, journal: Journal, *,
         if options.max_documents is not None and num_documents >= options.max_documents:
             num_documents = options.max_documents
             break
-    if source.is_one_text():
-        num_documents = None  # all of it is read before it is divided
-    elif num_documents is not None and options.part is None:
+    if num_documents is not None and options.part is None and not source.is_one_text():
         check_num_documents(num_documents, source.name)
     return Request(source=source.name, revision=source.revision, text_column=source.text_column,
                    tokenizer=tokenizer_name, validation_fraction=options.validation_fraction,
@@ -134,7 +132,7 @@ def check_disk(request: Request, journal: Journal, source: Source) -> None:
     """Check for enough disk space, as far as the size of the text is known. Raises: UserError."""
     num_text_bytes = sum(facts.num_text_bytes or 0 for facts in request.shards)
     bytes_per_token = MAX_BYTES_PER_TOKEN.get(request.tokenizer, OWN_MAX_BYTES_PER_TOKEN)
-    wanted = 2 * num_text_bytes / bytes_per_token
+    wanted = 2 * num_text_bytes / bytes_per_token * (1 + request.validation_fraction)
     num_documents = sum(facts.num_documents or 0 for facts in request.shards)
     if request.max_documents is not None and request.num_documents and num_documents:
         wanted *= request.num_documents / num_documents

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from basics.errors import visible
+from basics.errors import visible, why_not_written
 from basics.failpoints import failpoint
 from basics.files import append_whole, write_atomically, write_held
 from basics.json_files import to_json
@@ -180,7 +180,7 @@ class Console:
                 failpoint("summary")
                 write_atomically(self.run.summary_path, to_json(summary, indent=2) + "\n")
             except OSError as error:
-                failure = f"summary.json could not be written ({error.strerror})"
+                failure = f"summary.json could not be written ({why_not_written(error)})"
         for line in summary_lines(summary, self.run):
             self.say(line)
         return failure
@@ -199,8 +199,8 @@ class Console:
         self._unwritten += to_json(record) + "\n"
         failure = self._write_records()
         if failure and not self._is_behind:  # printed once, until a write succeeds
-            self.say(f"warning: {failure}; training continues and tries again: free disk space"
-                     f" in {self.run.run_dir}")
+            self.say(f"warning: {failure} in {self.run.run_dir}; training continues and tries"
+                     " again")
         self._is_behind = bool(failure)
 
     def _write_records(self, *, is_last: bool = False) -> str:
@@ -212,7 +212,7 @@ class Console:
             if is_last:
                 write_held(self.run.metrics_path)
         except OSError as error:
-            return f"metrics.jsonl could not be written ({error.strerror})"
+            return f"metrics.jsonl could not be written ({why_not_written(error)})"
         self._unwritten = ""
         return ""
 

@@ -328,7 +328,8 @@ def test_a_failure_after_the_rename_costs_no_checkpoint(
     assert writer.take_failure() == {
         "save.links:full": "the checkpoint of step 2 is saved, but latest and best could not be"
                            " renewed (No space left on device)",
-        "save.prune:full": "older checkpoints could not be removed (No space left on device)",
+        "save.prune:full": "older checkpoints could not be removed (No space left on device;"
+                           " make room)",
     }[fault]
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from basics.checkpoint_names import partial_files
-from basics.errors import NON_FINITE, UserError
+from basics.errors import NON_FINITE, UserError, as_os_error, why_not_written
 from basics.failpoints import failpoint
 from basics.tensor_files import first_non_finite
 from checkpointing import (
@@ -137,7 +137,7 @@ class BackgroundSaver:
             if self._keep is not None:
                 prune(self._checkpoints_dir, keep=self._keep, protected=self._protected)
         except (OSError, UserError) as error:
-            reason = getattr(error, "strerror", None) or error
+            reason = why_not_written(error) if isinstance(error, OSError) else error
             self._failure = f"older checkpoints could not be removed ({reason})"
 
     def _run(self, previous: Future[None] | None) -> None:
@@ -162,7 +162,7 @@ class BackgroundSaver:
             fsync_records(self._checkpoints_dir.parent)
             self._newest = save_checkpoint(self._checkpoints_dir, snapshot, meta)
         except OSError as error:
-            self._failure = f"{what} could not be written ({error.strerror or error})"
+            self._failure = f"{what} could not be written ({why_not_written(error)})"
             return False
         self._unsaved = None
         self.num_checkpoints += 1
@@ -175,7 +175,7 @@ class BackgroundSaver:
             fsync_records(self._checkpoints_dir.parent)
             self._newest = add_validation(checkpoint, self._validation)
         except (OSError, ValueError) as error:
-            self._failure = f"{what} could not be written ({getattr(error, 'strerror', error)})"
+            self._failure = f"{what} could not be written ({why_not_written(as_os_error(error))})"
             return False
         self._note_remark(what)
         return True

@@ -166,8 +166,8 @@ class Reports:
     def warn_of_failed_write(self) -> None:
         """Warn if the last checkpoint could not be written."""
         if failure := self.saver.take_failure():
-            self.console.say(f"warning: {failure}; free disk space in {self.run.checkpoints_dir}:"
-                             " each later checkpoint tries again")
+            self.console.say(f"warning: {failure} in {self.run.checkpoints_dir}: each later"
+                             " checkpoint tries again")
 
     def _check_skipped_steps(self, global_step: int) -> None:
         num_skipped = self.window.longest_skipped
@@ -253,8 +253,8 @@ class Reports:
         if self.saver.is_behind:
             unwritten = self.saver.take_failure()
         if unwritten:
-            raise UserError(f"{unwritten}; free disk space in {self.run.run_dir} and run the same"
-                            " command again: it resumes from the last whole one", DISK_FULL)
+            raise UserError(f"{unwritten} in {self.run.run_dir}; then run the same command again:"
+                            " it resumes from the last whole one", DISK_FULL)
         self.warn_of_failed_write()
         if failure:
             raise UserError(f"{failure}; resume from an earlier checkpoint with a lower"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from basics.errors import UserError, visible
+from basics.errors import UserError, visible, why_not_written
 from basics.json_output import print_json
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def _write_errors_reported(path: Path, option: str) -> Iterator[None]:
         yield
     except OSError as error:  # some errors, such as a full disk, have no file name
         raise UserError(f"{error.filename or path}: cannot be written"
-                        f" ({error.strerror or error}); free disk space, or set another place with"
-                        f" {option}") from None
+                        f" ({why_not_written(error)}); or set another place with {option}"
+                        ) from None
 
 
 def _results(runs_dir: Path, names: tuple[str, ...], *, published: bool) -> list[Result]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from basics.errors import UserError
+from basics.errors import UserError, cannot_be_written
 from lab.instruct.comparison import HIGHEST_SCORE, Comparison
 
 LINE_START = b'{"key":"'  # of every line that this module writes
@@ -63,11 +63,7 @@ class Judgements:
             if is_new:
                 self.path.unlink()
         except OSError as error:
-            raise self._not_written(error) from None
-
-    def _not_written(self, error: OSError) -> UserError:
-        return UserError(f"{self.path}: cannot be written: {error.strerror or error}; free disk"
-                         " space, or name another file with --output")
+            raise cannot_be_written(self.path, error) from None
 
     def scores(self, comparison: Comparison) -> dict[str, float] | None:
         """Return the score of each model's answer; None if there is no judgement yet."""
@@ -86,6 +82,6 @@ class Judgements:
             with self.path.open("ab") as file:
                 file.write(("\n" + line if self._is_cut else line).encode())
         except OSError as error:
-            raise self._not_written(error) from None
+            raise cannot_be_written(self.path, error) from None
         self._is_cut = False
         self._by_key[judgement.key] = judgement

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.errors import UserError, visible
+from basics.errors import UserError, cannot_be_written, visible
 from basics.option_types import ABOVE_0, FiniteRange
 from lab.instruct.instructions import (
     AnsweredEntry,
@@ -154,8 +154,7 @@ def _check_writable(output: Path) -> None:
         if not os.access(output.parent, os.W_OK):
             raise OSError("no write permission for its directory")
     except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error.strerror or error}; name another"
-                        " file with --output") from None
+        raise cannot_be_written(output, error) from None
 
 
 @contextmanager
@@ -255,5 +254,4 @@ def _write(output: Path, record: dict[str, Any]) -> None:
     try:
         write_atomically(output, to_json(record, indent=2))
     except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error.strerror or error}; free disk"
-                        " space, or name another file with --output") from None
+        raise cannot_be_written(output, error) from None

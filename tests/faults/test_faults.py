@@ -212,8 +212,8 @@ def test_a_full_disk_costs_one_checkpoint(
 ) -> None:
     # The validation that follows tries again.
     result = succeeded(with_fault(workplace, f"{place}:full:hit=2;{place}:full:rank=0:hit=2"))
-    assert ("warning: the checkpoint of step 10 could not be written (No space left on device);"
-            in result.stdout)
+    assert ("warning: the checkpoint of step 10 could not be written (No space left on device;"
+            " make room) in ") in result.stdout
     steps = {path.name.split("-")[-1] for path in (run_dir / "checkpoints").iterdir()}
     assert {step for step in steps if step.isdigit()} == {"4", "11"}
     assert weights_of(run_dir) == weights_of(undisturbed)
@@ -225,9 +225,9 @@ def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "save.meta:full"})
     assert result.returncode == 4
-    assert result.stdout.count("could not be written (No space left on device)") >= 1
+    assert result.stdout.count("could not be written (No space left on device; make room)") >= 1
     line = last_line_of_ours(result)
-    assert "the checkpoint of step 12 could not be written" in line and "free disk space" in line
+    assert "the checkpoint of step 12 could not be written" in line and "make room" in line
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
 
 

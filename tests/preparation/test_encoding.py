@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import preparation.encoding
 from preparation.cutting import Piece
-from preparation.encoding import TokenizerPlace, encode_batch, encode_task
+from preparation.encoding import encode_batch, encode_task
 from preparation.tasks import Texts
 from tokens.tokenizer import END_OF_TEXT, load_tokenizer
 
@@ -36,7 +36,7 @@ def test_a_task_is_the_same_in_batches_of_any_size(monkeypatch: pytest.MonkeyPat
                                                    batch_characters: int) -> None:
     monkeypatch.setattr(preparation.encoding, "BATCH_CHARACTERS", batch_characters)
     pieces = [Piece("one two", False), Piece(" three", True), Piece("", True), Piece("x é", True)]
-    encoded = encode_task(Texts(pieces, 1), TokenizerPlace("gpt2"))
+    encoded = encode_task(Texts(pieces, 1), lambda: load_tokenizer("gpt2"))
     first, second, third, fourth = one_by_one([piece.text for piece in pieces], "gpt2")
     assert encoded.tokens.tolist() == [*first, *second, 50256, 50256, *third, *fourth, 50256]
     assert encoded.ends.tolist() == [[4, 13, 13], [5, 13, 13], [8, 17, 16]]
@@ -51,5 +51,5 @@ def test_texts_are_encoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(preparation.encoding, "encode_batch", counted)
     monkeypatch.setattr(preparation.encoding, "BATCH_CHARACTERS", 10)
-    encode_task(Texts([Piece("12345", True)] * 5, 1), TokenizerPlace("bytes"))
+    encode_task(Texts([Piece("12345", True)] * 5, 1), lambda: load_tokenizer("bytes"))
     assert calls == [2, 2, 1]

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from basics.errors import UserError
 from preparation import cutting, readers
 from preparation.cutting import BadShard, cut_document
-from preparation.encoding import TokenizerPlace, encode_task
+from preparation.encoding import LoadTokenizer, encode_task
 from preparation.ensure_dataset import SPLITS
 from preparation.hub import fetch_dataset
 from preparation.pipeline import prepare_dataset
@@ -40,8 +40,8 @@ LETTERS = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "tr
 LONG = "the cat 它是 " * 60 + " " * 300 + "xyz" * 200 + "\n\n" + "café 12 " * 90
 
 
-def place_of(directory: Path) -> TokenizerPlace:
-    return TokenizerPlace(choose_tokenizer(str(directory)).name, directory / "tokenizer.json")
+def place_of(directory: Path) -> LoadTokenizer:
+    return choose_tokenizer(str(directory)).load
 
 
 @pytest.fixture

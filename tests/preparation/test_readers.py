@@ -17,7 +17,7 @@ from basics.errors import UserError
 from preparation import cutting, readers
 from preparation.cutting import BadShard, cut_document
 from preparation.documents import find_documents
-from preparation.encoding import TokenizerPlace, encode_task
+from preparation.encoding import encode_task
 from preparation.readers import (
     JsonLines,
     Texts,
@@ -121,7 +121,8 @@ def test_characters_of_every_unicode_plane_are_read_from_every_format(tmp_path: 
     assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == texts
     assert documents(json_tasks(tmp_path / "a.jsonl", "text")) == texts
     assert documents(json_tasks(tmp_path / "b.jsonl", "text")) == texts
-    encoded = encode_task(Texts(list(cut_document(PLANES.encode())), 99), TokenizerPlace("gpt2"))
+    encoded = encode_task(Texts(list(cut_document(PLANES.encode())), 99),
+                          lambda: load_tokenizer("gpt2"))
     assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == PLANES
     assert encoded.sizes.tolist()[1:] == [len(PLANES.encode()), len(PLANES)]
 
@@ -193,7 +194,8 @@ def test_bytes_that_are_not_utf8_are_replaced_in_every_format(
 @pytest.mark.parametrize("character", [" ", "\n", "x", "🎉", "中"])
 def test_a_long_run_of_one_character_is_encoded(character: str) -> None:
     text = character * 600_000 + "a"  # more than the largest piece, 2 * LARGE_DOCUMENT
-    encoded = encode_task(Texts(list(cut_document(text.encode())), 99), TokenizerPlace("gpt2"))
+    encoded = encode_task(Texts(list(cut_document(text.encode())), 99),
+                          lambda: load_tokenizer("gpt2"))
     assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == text
 
 

@@ -80,7 +80,7 @@ def test_unwritten_records_are_status_4_and_the_next_launch_finishes(
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "summary:full"})
     assert result.returncode == 4
     line = last_line_of_ours(result)
-    assert "summary.json could not be written (No space left on device); free disk" in line
+    assert "summary.json could not be written (No space left on device; make room) in" in line
     assert summary_of(run_dir)["status"] == "failed"
     weights = weights_of(run_dir)
     result = with_fault(workplace, "record:full")

@@ -130,7 +130,7 @@ def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(
     writer.wait()
     assert writer.is_behind
     assert writer.take_failure() == (
-        "the checkpoint of step 2 could not be written (No space left on device)")
+        "the checkpoint of step 2 could not be written (No space left on device; make room)")
     assert writer.take_failure() == ""
     load_checkpoint(find_checkpoint(tmp_path, "latest"), state())
     assert not list(tmp_path.glob(".partial*"))
@@ -177,7 +177,7 @@ def test_a_validation_that_cannot_be_written_is_tried_again(
     saver.add_validation(Validation(loss=None))
     saver.wait()
     assert saver.is_behind and saver.take_failure() == (
-        "the validation loss of step 1 could not be written (No space left on device)")
+        "the validation loss of step 1 could not be written (No space left on device; make room)")
     monkeypatch.undo()
     saver.save(state(), meta(1))
     saver.wait()
