@@ -159,7 +159,7 @@ def test_the_example_run_can_be_planned(checkout: Path) -> None:
     _, row = (line for line in lines if line.startswith("3090 "))
     hours, low, high = (f"{float(text):.0f}" for text in re.findall(r"[\d.]+", row)[2:5])
     assert f"{hours} on an RTX 3090 ({low} to {high}; " in " ".join(README.split())
-    assert f"{2.48832e9 / 54_000 / 3600:.1f} at the speed that" in README
+    assert f"{2.48832e9 / 54_000 / 3600:.1f} at a published speed" in README
     assert "Within $20.00: " in lab_in(checkout, PLAN)
 
 

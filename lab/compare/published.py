@@ -33,6 +33,7 @@ def _result(row: dict[str, Any], test_slice: str) -> Result:
     is_in_fit = row.get("dataset") == "FineWeb" and row.get("checkpoint") != "latest"
     return Result(
         name=row["name"], status=PUBLISHED, figures=Figures(**known), notes=row.get("notes", ""),
+        size=row["model"],
         tests={test_slice: row["test_loss"]} if "test_loss" in row else {},
         memory_gib=row.get("gib_per_gpu"),
         loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from basics.errors import UserError, one_line, print_error
 from lab.compare.run_figures import Figures, Record, Written, figures_of, number, read_text
+from lab.plan.setting import size_name
 from run_config import GROUPS, ModelConfig, TrainConfig, load_config
 
 LONGEST_VALUE = 60  # characters of a setting
@@ -82,6 +83,7 @@ class Result:
     records: tuple[Record, ...] = ()
     memory_gib: float | None = None
     judged: Judged = Judged()
+    size: str = ""  # as `size_name` gives it; empty if it is not known
     loss_group: tuple[str, ...] = ()
     memory_group: tuple[str, ...] = ()
 
@@ -146,6 +148,7 @@ def read_result(run_dir: Path) -> Result:
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     return Result(
         name=one_line(run_dir.name), status=status, config=config, machine=machine,
+        size=_size(config),
         figures=figures_of(written, config), records=written.records,
         tests={slice_of(line): line["loss"] for line in tests},  # later lines win
         test_bits={slice_of(line): number(line.get("bits_per_byte")) for line in tests},
@@ -239,6 +242,14 @@ def _config(run_dir: Path, written: Written) -> dict[str, Any]:
             return {}
         config |= _with_defaults(config_type, resolved) if resolved else in_file
     return config
+
+
+def _size(config: dict[str, Any]) -> str:
+    try:
+        return size_name(ModelConfig.model_validate(
+            {key: config[key] for key in ModelConfig.model_fields if key in config}))
+    except ValidationError:
+        return ""
 
 
 def _with_defaults(config_type: type[BaseModel], resolved: Record) -> dict[str, Any]:

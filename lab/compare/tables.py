@@ -23,7 +23,7 @@ from lab.compare.tokens_to_loss import TokensToLoss
 
 MIN_WIDTHS = {"run": 20, "differs": 28}  # characters, of the columns whose text can be wrapped
 HIDDEN_FIRST = (  # in a terminal that is too narrow
-    "microbatch_size", "usd_per_megatoken_without_validation", "ift_score", "steps",
+    "model", "microbatch_size", "usd_per_megatoken_without_validation", "ift_score", "steps",
     "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss",
     "seconds_without_validation", "tokens", "seconds", "usd", "validation_loss",
     "global_batch_size",
@@ -112,6 +112,8 @@ COLUMNS = (
     Column("run", "run", lambda _, row: row.name, "left"),
     Column("differs", "differences", lambda _, row: row.differs or row.first.notes or None,
            "left"),
+    Column("model", "model", lambda comparison, row: row.first.size if len(
+        {each.first.size for each in comparison.rows}) > 1 else None, "left"),
     Column("global_batch_size", "global\nbatch", _figure("global_batch_size", _whole)),
     Column("microbatch_size", "micro-\nbatch", _figure("microbatch_size", _whole)),
     Column("tokens", "tokens", _figure("tokens", short_count)),
@@ -134,7 +136,7 @@ COLUMNS = (
     Column("usd_per_megatoken_without_validation", "US$ per\nMtoken,\nno val.",
            _figure("usd_per_megatoken_without_validation", "{:.4f}".format)),
 )
-CSV_FIGURES = tuple(column.key for column in COLUMNS if column.key not in MIN_WIDTHS)
+CSV_FIGURES = tuple(column.key for column in COLUMNS if column.key not in (*MIN_WIDTHS, "model"))
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,8 @@ def values_of(comparison: Comparison, row: Row, to_loss: TokensToLoss | None) ->
     reached = to_loss.cells[to_loss.rows.index(row)][0] if has_reference else None
     return {
         "run": ", ".join(result.name for result in row.results), "status": row.first.status,
-        "differs": row.differs or row.first.notes, "num_seeds": len(row.results),
+        "differs": row.differs or row.first.notes, "model": row.first.size,
+        "num_seeds": len(row.results),
         **{key: getattr(row.figures, key) for key in CSV_FIGURES},
         **asdict(row.judged),
         **{key.replace("loss", "loss_spread"): row.spread.get(key) for key in LOSS_NAMES},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from lab.plan.estimate import Estimate, bytes_of_checkpoint, num_checkpoints
+from lab.plan.estimate import Estimate, bytes_of_checkpoint, num_checkpoints, num_validations
 from lab.plan.memory import largest_microbatch, peak_memory
-from lab.plan.setting import num_parameters
+from lab.plan.setting import num_parameters, size_name
 from lab.plan.tables import settings_of, verdict
 from reporting.speed import CARDS_GIB, flops_per_token, usable_gib
 from run_config import Run
@@ -24,7 +24,7 @@ def plan_document(run: Run, estimates: list[Estimate], *, num_tokens: int,
     return {
         "schema": "plan/1",
         "run": run.name,
-        "parameters": num_parameters(run.model),
+        "model": size_name(run.model), "parameters": num_parameters(run.model),
         "tokens": num_tokens,
         "flops_per_token": flops_per_token(run.model),
         "checkpoint_bytes": bytes_of_checkpoint(run),
@@ -54,6 +54,7 @@ def _machine(run: Run, found: Estimate, budget: float | None) -> dict[str, Any]:
         "checkpoints": num_checkpoints(run, plan),
         "hours": asdict(found.hours), "usd": asdict(found.usd),
         "mfu": found.speed.mfu, "source": found.speed.source,
+        "validations": num_validations(run, plan),
         "validation_share": {"rank0": on_rank_0, "all": on_all},
         "budget": None if budget is None else verdict(found.usd, budget),
     }

@@ -127,7 +127,7 @@ def _validation_flops(run: Run, plan: BatchPlan, *, is_shared: bool) -> float:
     sequences = run.train.num_validation_sequences
     flops = sequences * plan.context_length * flops_per_token(run.model) * FORWARD_SHARE
     share = shared_validation(sequences, plan) if is_shared else 1
-    return _num_validations(run, plan) * flops * share
+    return num_validations(run, plan) * flops * share
 
 
 def _validation_shares(run: Run, plan: BatchPlan) -> tuple[float, float]:
@@ -136,7 +136,8 @@ def _validation_shares(run: Run, plan: BatchPlan) -> tuple[float, float]:
     return alone / (training + alone), shared / (training + shared)
 
 
-def _num_validations(run: Run, plan: BatchPlan) -> int:
+def num_validations(run: Run, plan: BatchPlan) -> int:
+    """Return how often a run validates."""
     return -(-plan.num_steps // run.train.validation_interval) if run.train.validates else 0
 
 

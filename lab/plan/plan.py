@@ -14,7 +14,7 @@ from basics.sizes import gb
 from lab.plan.document import plan_document
 from lab.plan.estimate import bytes_of_checkpoint, estimate
 from lab.plan.machines import known_machines, parse_machine
-from lab.plan.setting import num_parameters
+from lab.plan.setting import num_parameters, size_name
 from lab.plan.speed_sources import SpeedSources
 from lab.plan.tables import batch_lines, card_lines, cost_lines, memory_lines
 from reporting.speed import GPUS, flops_per_token
@@ -69,8 +69,8 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
     num_tokens = _num_tokens(run, tokens)
     chinchilla = CHINCHILLA_TOKENS_PER_PARAMETER
     return [
-        f"{run.name}: {parameters:,} parameters; {num_tokens:,} tokens,"
-        f" {num_tokens / parameters:.1f} per parameter (Chinchilla: {chinchilla}, or"
+        f"{run.name}: {size_name(run.model)}, {parameters:,} parameters; {num_tokens:,} tokens",
+        f"{num_tokens / parameters:.1f} tokens per parameter (Chinchilla: {chinchilla}, or"
         f" {chinchilla * parameters:,} tokens)",
         f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
         f" {per_token * num_tokens:.3g} FLOP in total, without validation",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from run_config import ModelConfig, Precision, TrainConfig
 
 FLOAT32 = 4
+GPT2_SIZES = {(12, 768): "GPT-2 small", (24, 1024): "GPT-2 medium", (36, 1280): "GPT-2 large",
+              (48, 1600): "GPT-2 XL"}  # by layers and width
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,15 @@ def num_parameters(model: ModelConfig) -> int:
     embeddings = (model.vocab_size + model.context_length) * C
     head = 0 if model.tie_weights else model.vocab_size * C
     return model.n_layers * (matrices + biases + norms) + embeddings + 2 * C + head
+
+
+def size_name(model: ModelConfig) -> str:
+    """Name a model by its size, the same wherever it is shown: "GPT-2 small, untied (163M)"."""
+    sizes = model.n_layers, model.emb_dim
+    name = GPT2_SIZES.get(sizes, "{} layers, {} wide".format(*sizes))
+    millions = num_parameters(model) / 1e6
+    return (f"{name}{'' if model.tie_weights else ', untied'}"
+            f" ({millions:,.{0 if millions >= 10 else 2}f}M)")
 
 
 def parameters_by_group(model: ModelConfig) -> dict[str, int]:

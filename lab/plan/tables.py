@@ -15,6 +15,7 @@ from lab.plan.estimate import (
     default_precision,
     most_checkpoints,
     num_checkpoints,
+    num_validations,
 )
 from lab.plan.memory import Memory, largest_microbatch, peak_memory
 from lab.plan.setting import Setting
@@ -115,9 +116,12 @@ def cost_lines(run: Run, estimates: list[Estimate], *, budget: float | None) -> 
     estimates = [found for found in estimates if found.plan is not None]
     if not estimates:
         return ["no machine in the table can train this run"]
-    heads = [*COST_HEADS, *(["validation:\nrank0 / all"] if run.train.validates else []),
+    validates = run.train.validates
+    heads = [*COST_HEADS,
+             *([f"validation every\n{run.train.validation_interval:,} steps"] if validates else []),
              "source", *([] if budget is None else [f"budget\n${amount(budget)}"])]
-    rows = [[*_cost_cells(found), *([_shares(found)] if run.train.validates else []),
+    rows = [[*_cost_cells(found),
+             *([f"{num_validations(run, found.plan):,}: {_shares(found)}"] if validates else []),
              found.speed.source, *([] if budget is None else [verdict(found.usd, budget)])]
             for found in estimates]
     source = heads.index("source")
@@ -162,8 +166,8 @@ def _notes(run: Run, estimates: list[Estimate]) -> list[str]:
         "most hours: at the MFU of the original system, with a slow disk: "
         + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
         "expected: the MFU in the table, by its source:", *sources,
-        *(["validation: its share of the time, on rank 0 alone / on all GPUs; this run's"
-           f' "validate_on": "{run.train.validate_on}" is counted']
+        *(["validation: how often, and its share of the time, on rank 0 alone / on all GPUs; this"
+           f' run\'s "validate_on": "{run.train.validate_on}" is counted']
           if run.train.validates else []),
     ]
     return [line for note in notes for line in _wrapped(note)]

@@ -147,8 +147,8 @@ def test_csv_row_has_all_figures_of_a_run(runs: Runs) -> None:
     runs.add("one", losses=(3.25, 3.125, 3.0625))
     row = csv_rows(runs.compare())["one"]
     assert {key: float(row[key]) for key in row if key not in (
-        "run", "status", "differs", "sorted_by", "is_within_spread", "test_slice") and row[key]
-    } == pytest.approx({
+        "run", "status", "differs", "model", "sorted_by", "is_within_spread", "test_slice")
+        and row[key]} == pytest.approx({
         "num_seeds": 1, "global_batch_size": 8, "microbatch_size": 2, "tokens": 1536, "steps": 12,
         "train_loss": 3.25, "validation_loss": 3.125, "test_loss": 3.0625, "seconds": 100,
         "seconds_without_validation": 90, "tokens_per_second": 17, "usd": 1,
@@ -176,6 +176,18 @@ def test_the_score_of_a_judge_stands_beside_the_losses(runs: Runs) -> None:
     row = csv_rows(comparison)["judged"]
     assert [row[f"ift_{key}"] for key in ("score", "judge", "date", "low", "high")] == [
         "21.5", "J", "2026-11-23", "18", "25"]
+
+
+def test_models_are_named_by_their_size_where_it_differs(runs: Runs) -> None:
+    small = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
+             "n_layers": 12}
+    runs.add("tied", model=small | {"tie_weights": True, "qkv_bias": True})
+    runs.add("untied", model=small)
+    comparison = runs.compare(published=True)
+    assert [cells_of(comparison, name)["model"] for name in (
+        "tied", "OpenAI GPT-2 small*", "untied", "8x A100 40 GiB*")] == [
+        "GPT-2 small (124M)"] * 2 + ["GPT-2 small, untied (163M)"] * 2
+    assert "model" not in cells_of(runs.compare("tied"), "tied")
 
 
 def test_differences_are_shown_relative_to_most_runs(runs: Runs) -> None:
@@ -527,6 +539,7 @@ def test_published_rows_are_marked_and_have_their_figures(runs: Runs) -> None:
         4.167]
     assert published["8x A100 40 GiB"] | {"differs": ""} == dict.fromkeys(rows["mine"], "") | {
         "run": "8x A100 40 GiB", "status": "published", "num_seeds": "1",
+        "model": "GPT-2 small, untied (163M)",
         "global_batch_size": "104", "microbatch_size": "13", "tokens": "3260190720",
         "test_loss": "3.674", "ift_score": "17.09", "seconds": "13904",
         "seconds_without_validation": "12404", "tokens_per_second": "254000",
@@ -645,7 +658,7 @@ def test_csv_always_has_the_same_columns(runs: Runs) -> None:
     output = runs.run("--csv").stdout
     rows = list(csv.DictReader(io.StringIO(output)))
     assert [row["run"] for row in rows] == ['a, "b"'] and rows[0]["validation_loss"] == "1234.5"
-    assert output.startswith("run,status,differs,num_seeds,global_batch_size,microbatch_size,"
+    assert output.startswith("run,status,differs,model,num_seeds,global_batch_size,microbatch_size,"
                              "tokens,steps,train_loss,validation_loss,test_loss,validation_bits_per_byte,"
                              "test_bits_per_byte,ift_score,")
     assert runs.run("--csv", "--published").stdout.splitlines()[0] == output.splitlines()[0]
@@ -697,7 +710,7 @@ def test_terminal_table_fits_and_names_its_hidden_columns(runs: Runs, width: int
     text = terminal_table(runs.compare(published=True), width=width)
     table, notes = text.split("\n\n")
     assert max(map(len, table.splitlines())) <= width
-    assert ("hidden columns: microbatch_size" in notes) == (width < 250)
+    assert ("hidden columns: model, microbatch_size" in notes) == (width < 250)
     assert "3.0200 ± 0.0100 (n=3)" in table
 
 

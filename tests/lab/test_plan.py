@@ -38,7 +38,9 @@ def estimate(run: Run, machine: Machine) -> Estimate:
 
 def test_original_run_has_its_published_figures() -> None:
     output = plan("8xa100m40")
-    assert "163,009,536 parameters; 3,260,190,720 tokens, 20.0 per parameter" in output
+    assert "GPT-2 small, untied (163M), 163,009,536 parameters; 3,260,190,720 tokens\n" in output
+    assert "\n20.0 tokens per parameter" in output and "50: 14% / 2.0%" in output
+    assert re.search(r"validation every.*\n.* 617 steps", output)
     assert "854.4 MFLOP per token" in output
     assert ("disk: 1.96 GB a checkpoint (how many: below), 6.52 GB or more for the tokens,"
             " 6.00 GB for the packages\n") in output
@@ -118,12 +120,13 @@ def test_validation_shares_are_shown_for_rank_0_and_for_all(
         "validation_batches": None, "validation_sequences": 80})
     output = plan("tiny", "--machine", "one=1xH100@3", runs_dir=workplace.runs_dir)
     shares = {row[0]: row[VALIDATION] for row in cost_rows(output)}
-    assert shares["8x H100"] == "21% / 3.2%" and shares["one"] == "3.2%"
+    assert shares["8x H100"] == "10: 21% / 3.2%" and shares["one"] == "10: 3.2%"
     found = estimate(load_run(workplace.runs_dir, "tiny"), parse_machine("x=8xH100@10"))
     assert found.validation == pytest.approx((80 / 3 / (100 + 80 / 3), 10 / 3 / (100 + 10 / 3)))
     training = found.plan.num_tokens * 854.44e6 / (8 * 989e12 * 0.39) / 3600
     assert found.hours.expected * (1 - found.validation[counted]) == pytest.approx(training, 1e-4)
-    assert f'"validate_on": "{where}" is counted' in output
+    assert f'"validate_on": "{where}" is counted' in " ".join(output.split())
+    assert "validation every" in output and " 10 steps" in output
 
 
 def test_a_run_without_validation_has_no_such_column(workplace: Workplace) -> None:
@@ -131,7 +134,7 @@ def test_a_run_without_validation_has_no_such_column(workplace: Workplace) -> No
         "min_train_tokens": 10**9, "validation_interval": None, "validation_batches": None,
         "checkpoint_interval": 100, "precision": "bf16"})
     output = plan("tiny", runs_dir=workplace.runs_dir)
-    assert "validation:" not in output and "validate_on" not in output
+    assert "validation every" not in output and "validate_on" not in output
     assert {row[-1] for row in cost_rows(output)} == {"public"}
 
 

@@ -31,9 +31,9 @@ def test_the_cost_table_has_its_heads_and_fits_a_terminal(
     output = plan("tiny", *machines, *arguments, runs_dir=workplace.runs_dir)
     assert max(map(len, output.splitlines())) <= WIDTH
     costs = output.split("\nmachine ")[2].splitlines()
-    assert costs[0].split() == ["US$", "hours,", "hours,", "US$,", "US$,", "MFU", "validation:",
-                                "source", *(["budget"] if arguments else [])]
-    said = "per hour expected fewest to most expected fewest to most rank0 / all"
+    assert costs[0].split() == ["US$", "hours,", "hours,", "US$,", "US$,", "MFU", "validation",
+                                "every", "source", *(["budget"] if arguments else [])]
+    said = "per hour expected fewest to most expected fewest to most 100 steps"
     assert costs[1].split() == [*said.split(), *(["$1.2e+07"] if arguments else [])]
     assert ("\n\nWithin $12,345,678.90: fits: " in output) == bool(arguments)
 

@@ -34,6 +34,7 @@ class Machine(_Part):
     usd: Low | None = None
     mfu: float | None = None
     source: str | None = None
+    validations: int | None = None
     validation_share: dict[Literal["rank0", "all"], float] | None = None
     budget: str | None = None
 
@@ -41,6 +42,7 @@ class Machine(_Part):
 class Plan(_Part):
     schema_: Literal["plan/1"]
     run: str
+    model: str
     parameters: int
     tokens: int
     flops_per_token: float
@@ -81,6 +83,7 @@ class Compared(_Part):
     run: str
     status: str
     differs: str
+    model: str
     num_seeds: int
     global_batch_size: float | None
     microbatch_size: float | None
