@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -46,6 +47,9 @@ class Agreement:
         try:
             self.name = _agree_on_name(self._open_root(), rank, world_size)
         except (dist.DistError, TimeoutError) as error:
+            if "EADDRINUSE" in str(error):
+                raise UserError(f"MASTER_PORT {os.environ['MASTER_PORT']}: another program uses"
+                                " this port; set another one") from None
             raise UserError(f"rank {rank} lost the others before it began: {describe(error)}",
                             FAILED) from None
         self._store = self.connect()

@@ -37,6 +37,19 @@ def fail_with(error: Exception) -> None:
     raise error
 
 
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("The server socket has failed to listen. port: 29577, code: -98, name: EADDRINUSE",
+     "MASTER_PORT 29577: another program uses this port; set another one"),
+    ("client socket has timed out", "rank 0 lost the others before it began: DistNetworkError"),
+])
+def test_without_torchruns_store_a_process_says_why(
+    monkeypatch: pytest.MonkeyPatch, text: str, wanted: str
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29577")
+    with pytest.raises(UserError, match=f"^{wanted}"):
+        Agreement(0, 1, lambda: fail_with(dist.DistNetworkError(text)))
+
+
 def test_every_rank_has_its_own_result_and_all_have_rank_0s() -> None:
     def work(agreement: Agreement, rank: int) -> tuple:
         return (agreement.run("own", lambda: rank),
