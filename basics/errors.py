@@ -73,10 +73,9 @@ def as_os_error(error: Exception) -> OSError:
     """Map a file writer's error to OSError; libraries in Rust say which one it was."""
     if isinstance(error, OSError):
         return error
-    if found := re.search(r"\(os error (\d+)\)", str(error)):
-        return OSError(int(found[1]), os.strerror(int(found[1])))
-    code = errno.ENOSPC if "No space left" in str(error) else errno.EIO
-    return OSError(code, os.strerror(code) if code == errno.ENOSPC else str(error)[:120])
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    code = int(found[1]) if found else errno.EIO
+    return OSError(code, os.strerror(code) if found else str(error)[:120])
 
 
 def print_error(line: str) -> None:

@@ -31,14 +31,7 @@ from huggingface_hub.utils import (
 )
 from tqdm import tqdm
 
-from basics.errors import (
-    FAILED,
-    UserError,
-    as_os_error,
-    cannot_be_written,
-    first_line,
-    one_line,
-)
+from basics.errors import FAILED, UserError, as_os_error, cannot_be_written, first_line, one_line
 from preparation.choosing import Choice, config_patterns
 from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts

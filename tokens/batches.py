@@ -178,8 +178,7 @@ def _check_vocabulary(run: Run, dataset_dir: Path, num_ids: int) -> None:
 
 
 def _check_stated_id(part: Microbatches) -> None:
-    """Refuse a largest id in a file's metadata that is too large; microbatches are checked later.
-    """
+    """Refuse a largest id in the metadata that is too large; microbatches are checked later."""
     stated = part.token_file.metadata.get("max_token_id", "")
     is_id = stated.isdecimal() and len(stated) <= 5  # of 16 bits; anything else states nothing
     if is_id and int(stated) >= part.vocab_size:

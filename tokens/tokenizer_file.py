@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,9 +217,8 @@ def main() -> None:
     """Try out the content on stdin within limits of memory and time."""
     for kind, limit in ((resource.RLIMIT_AS, MAX_TRIAL_BYTES),
                         (resource.RLIMIT_CPU, MAX_TRIAL_SECONDS)):
-        hard_limit = resource.getrlimit(kind)[1]
-        is_lower = hard_limit != resource.RLIM_INFINITY and hard_limit < limit
-        resource.setrlimit(kind, (hard_limit if is_lower else limit, hard_limit))
+        with suppress(ValueError):  # there is a lower one
+            resource.setrlimit(kind, (limit, limit))
     try:
         _try_out(sys.stdin.buffer.read())
     except ValueError as error:

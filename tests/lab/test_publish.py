@@ -379,7 +379,7 @@ def test_an_export_that_cannot_be_written_leaves_the_earlier_one(
     target, output = load_target("tiny", runs_dir=trained.runs_dir), tmp_path / "export"
     write_export(target, output, "tags: ddp-train")
     for error in (OSError(errno.ENOSPC, "No space left on device"),
-                  SafetensorError("Error while serializing: No space left on device")):
+                  SafetensorError("I/O error: No space left on device (os error 28)")):
         monkeypatch.setattr(export, "write_tensors", lambda *_, error=error: raise_(error))
         with pytest.raises(UserError, match="export: cannot be written: No space left") as caught:
             write_export(target, output, "tags: ddp-train")
