@@ -14,12 +14,21 @@ from basics.files import check_tensor_header
 Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it, and shape
 
 
-def read_header(path: Path) -> Header:
-    """Read what a file says of its tensors. Raises: OSError, SafetensorError: it is damaged."""
+def check_header(path: Path, wanted: Header) -> None:
+    """Compare names, dtypes and shapes of a file's tensors, and its size, without reading them.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be read, or is damaged.
+        ValueError: it does not hold what is wanted.
+    """
     check_tensor_header(path)
     with safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}
-        return {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+        found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise ValueError(f"{path.name}: {name[:60]} is {found.get(name, 'absent')}, wanted"
+                             f" {wanted.get(name, 'absent')}")
 
 
 def read_tensors(path: Path, *, wanted: Header | None = None,
@@ -27,19 +36,16 @@ def read_tensors(path: Path, *, wanted: Header | None = None,
     """Read all tensors of a file; numbers that would make later weights NaN are refused.
 
     Args:
-        wanted: names, dtypes and shapes, compared before anything is read; None for any.
+        wanted: as of `check_header`; None for any.
         least: the lowest value that a tensor may hold, by its name.
 
     Raises:
-        OSError, SafetensorError: the file cannot be read, or is damaged.
-        ValueError: it does not hold what is wanted.
+        OSError, SafetensorError, ValueError: as `check_header`.
     """
-    found = read_header(path)
-    if wanted is not None:
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
-                raise ValueError(f"{path.name}: {name[:60]} is {found.get(name, 'absent')},"
-                                 f" wanted {wanted.get(name, 'absent')}")
+    if wanted is None:
+        check_tensor_header(path)
+    else:
+        check_header(path, wanted)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     for name, tensor in tensors.items():

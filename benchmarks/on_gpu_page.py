@@ -10,11 +10,9 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.on_gpu_stages import ENVIRONMENT, ORIGINAL, Stage, read_rows
+from lab.plan.setting import GPT2_SMALL
 from reporting.speed import find_gpu, flops_per_token
-from run_config import ModelConfig
 
-GPT2_SMALL = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12,
-                         n_layers=12, drop_rate=0.0, qkv_bias=False)
 TOKENS = 3_260_190_720  # of the original's run
 MISSING = "-"
 Values = dict[str, Any]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.throughput_report import CEILING, HUGGING_FACE, ORIGINAL, REFERENCE
 from benchmarks.throughput_rows import Row
+from lab.plan.setting import GPT2_SMALL, size_name
 from run_config import ModelConfig
 
 RUN_STEPS = 40  # of "ours, whole run": four reports of the speed, of which the first is left out
@@ -80,10 +81,8 @@ def gpu_benches(rounds: int) -> list[Bench]:
         Row(ORIGINAL, "original"),
         Row(REFERENCE, "ours", EAGER | {"precision": "fp32"}),
     )
-    model = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12,
-                        n_layers=12, drop_rate=0.0, qkv_bias=False)
-    return [Bench("GPT-2 small, untied", model, rows, global_batch_size=192, microbatch_size=64,
-                  num_steps=34, rounds=rounds)]
+    return [Bench(size_name(GPT2_SMALL), GPT2_SMALL, rows, global_batch_size=192,
+                  microbatch_size=64, num_steps=34, rounds=rounds)]
 
 
 # One change at a time, from the original to this trainer, and changes that are not defaults.

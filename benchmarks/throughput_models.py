@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gpt import GPTModel
 from run_config import ModelConfig
+from trainer.weight_formats import gpt2_config, to_gpt2
 
 SEED = 42
 
@@ -20,41 +21,15 @@ def initial_model(config: ModelConfig) -> GPTModel:
     return GPTModel(config)
 
 
-def hugging_face_config(model: ModelConfig) -> Any:
-    """Return the `transformers.GPT2Config` of a model without dropout."""
-    from transformers import GPT2Config
+def hugging_face_model(model: GPTModel) -> Any:
+    """Return the `transformers` model with a model's weights, with SDPA and without a cache."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2Config(
-        vocab_size=model.vocab_size, n_positions=model.context_length, n_embd=model.emb_dim,
-        n_layer=model.n_layers, n_head=model.n_heads, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, tie_word_embeddings=False, use_cache=False,
-        bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
-    )
-
-
-def hugging_face_weights(model: GPTModel) -> dict[str, Tensor]:
-    """Rename a model's weights for `transformers`, whose matrices are transposed."""
-    weights = {
-        "transformer.wte.weight": model.token_embedding.weight,
-        "transformer.wpe.weight": model.position_embedding.weight,
-        "transformer.ln_f.weight": model.final_norm.weight,
-        "transformer.ln_f.bias": model.final_norm.bias,
-        "lm_head.weight": model.head_weight,
-    }
-    for number, block in enumerate(model.blocks):
-        qkv = block.attention.qkv
-        parts = {
-            "ln_1": (block.attention_norm.weight, block.attention_norm.bias),
-            "attn.c_attn": (qkv.weight.T, torch.zeros(len(qkv.weight))),
-            "attn.c_proj": (block.attention.output.weight.T, block.attention.output.bias),
-            "ln_2": (block.mlp_norm.weight, block.mlp_norm.bias),
-            "mlp.c_fc": (block.mlp.up.weight.T, block.mlp.up.bias),
-            "mlp.c_proj": (block.mlp.output.weight.T, block.mlp.output.bias),
-        }
-        for name, (weight, bias) in parts.items():
-            weights[f"transformer.h.{number}.{name}.weight"] = weight
-            weights[f"transformer.h.{number}.{name}.bias"] = bias
-    return weights
+    config = GPT2Config.from_dict(gpt2_config(model.config, None) | {"use_cache": False},
+                                  attn_implementation="sdpa")
+    theirs = GPT2LMHeadModel(config)
+    theirs.load_state_dict(to_gpt2(model.state_dict(), model.config))
+    return theirs
 
 
 class NaiveNorm(nn.Module):

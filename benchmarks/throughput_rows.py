@@ -19,13 +19,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from basics.memory_meters import keep_freed_memory
-from benchmarks.throughput_models import (
-    SEED,
-    NaiveGPT,
-    hugging_face_config,
-    hugging_face_weights,
-    initial_model,
-)
+from benchmarks.throughput_models import SEED, NaiveGPT, hugging_face_model, initial_model
 from benchmarks.throughput_tokens import as_in_a_plain_loop, as_in_a_run
 from ddp_train import wrap_in_ddp
 from gpt import ForwardOptions
@@ -143,10 +137,7 @@ def original(task: RowTask, process: Process) -> System:
 
 def hugging_face(task: RowTask, process: Process) -> System:
     """Build GPT2LMHeadModel of `transformers` with SDPA, compiled, in a well-tuned loop."""
-    from transformers import GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(hugging_face_config(task.model))
-    model.load_state_dict(hugging_face_weights(initial_model(task.model)))
+    model = hugging_face_model(initial_model(task.model))
     model.to(process.device).train()
     precision = task.row.changes["precision"]
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")

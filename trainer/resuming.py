@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from basics.errors import UserError
-from basics.tensor_files import header_of, read_header
+from basics.tensor_files import check_header, header_of
 from checkpointing import WEIGHTS, Checkpoint
 from gpt import GPTModel
 from reporting.loss_window import REPORT_INTERVAL
@@ -32,15 +32,13 @@ def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
         wanted = header_of(GPTModel(model).state_dict())
     for path in {checkpoint.path / WEIGHTS, checkpoint.weights_path}:
         try:
-            found = read_header(path)
+            check_header(path, wanted)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
                             " name another checkpoint") from None
-        for key in sorted(found.keys() | wanted.keys()):
-            if found.get(key) != wanted.get(key):
-                raise UserError(
-                    f"{path}: {key} is {found.get(key, 'absent')}, but model.json makes it"
-                    f" {wanted.get(key, 'absent')}; restore model.json, or start over with --fresh")
+        except ValueError as error:
+            raise UserError(f"{path.parent}: {error} by model.json; restore model.json, or start"
+                            " over with --fresh") from None
 
 
 def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from lab.compare.run_figures import Figures
-from lab.compare.run_results import FINISHED, PUBLISHED, Judged, Result
+from lab.compare.run_results import FINISHED, PUBLISHED, Result
 
 LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
               "train_loss": "training loss"}  # in order of preference
@@ -33,10 +33,6 @@ class Row:
     @property
     def first(self) -> Result:
         return self.results[0]
-
-    @property
-    def judged(self) -> Judged:
-        return self.first.judged if len(self.results) == 1 else Judged()
 
     @property
     def is_published(self) -> bool:

@@ -223,9 +223,8 @@ def _score_notes(rows: list[Row]) -> list[str]:
     """Say who gave the instruction scores; only those of one judge and one prompt compare."""
     scored = [row for row in rows if row.figures.ift_score is not None]
     by_judge: dict[str, list[str]] = {}
-    for result in (result for row in scored for result in row.results if result.judged.ift_judge):
-        judge = f"{result.judged.ift_judge} on {result.judged.ift_date}"
-        by_judge.setdefault(judge, []).append(result.name)
+    for result in (result for row in scored for result in row.results if result.judge):
+        by_judge.setdefault(result.judge, []).append(result.name)
     notes = ["IFT: mean score of answers to instructions, 0 to 100 (95% interval)",
              *(f"by {judge}: {', '.join(names)}" for judge, names in by_judge.items())]
     if any(row.is_published for row in scored):

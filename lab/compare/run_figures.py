@@ -39,6 +39,8 @@ class Figures:
     validation_bits_per_byte: float | None = None
     test_bits_per_byte: float | None = None
     ift_score: float | None = None  # 0 to 100: a judge model's score after instruction fine-tuning
+    ift_low: float | None = None  # the score's 95% interval
+    ift_high: float | None = None
     seconds: float | None = None  # all phases
     validation_seconds: float | None = None
     tokens_per_second: float | None = None  # while training
@@ -174,9 +176,16 @@ def figures_of(written: Written, config: dict[str, Any]) -> Figures:
         train_loss=written.latest("train_loss"),
         validation_loss=written.latest("validation_loss"),
         validation_bits_per_byte=written.latest("validation_bits_per_byte"),
-        ift_score=number(written.judged.get("score")),
+        **_judged(written.judged),
         **(_spent(written) if written.has_ended else _spent_so_far(written)),
     )
+
+
+def _judged(line: Record) -> dict[str, float | None]:
+    found = line.get("score_interval")
+    interval = found if isinstance(found, list) and len(found) == 2 else (None, None)
+    return dict(zip(("ift_score", "ift_low", "ift_high"),
+                    map(number, (line.get("score"), *interval)), strict=True))
 
 
 def _batch_size(written: Written, config: dict[str, Any],

@@ -35,25 +35,6 @@ MEMORY_SETTINGS = (  # change the memory of a step
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Who gave the instruction score, when, and its 95% interval; empty if nobody did."""
-
-    ift_judge: str = ""
-    ift_date: str = ""
-    ift_low: float | None = None
-    ift_high: float | None = None
-
-    @classmethod
-    def of(cls, line: Record) -> Judged:
-        """Read a line of `lab judge`."""
-        if not line:
-            return cls()
-        found = line.get("score_interval")
-        low, high = found if isinstance(found, list) and len(found) == 2 else (None, None)
-        return cls(shown(line["judge"]), shown(line.get("time"))[:10], number(low), number(high))
-
-
-@dataclass(frozen=True)
 class Result:
     """One run, or one published row.
 
@@ -82,7 +63,7 @@ class Result:
     machine: tuple[str, ...] = ()
     records: tuple[Record, ...] = ()
     memory_gib: float | None = None
-    judged: Judged = Judged()
+    judge: str = ""  # who gave the instruction score, and when
     size: str = ""  # as `size_name` gives it; empty if it is not known
     loss_group: tuple[str, ...] = ()
     memory_group: tuple[str, ...] = ()
@@ -154,7 +135,7 @@ def read_result(run_dir: Path) -> Result:
         test_bits={slice_of(line): number(line.get("bits_per_byte")) for line in tests},
         texts={slice_of(line): line["text"] for line in tests if isinstance(line.get("text"), str)},
         tokenizer=_tokenizer(written, tests),
-        memory_gib=number(facts.get("peak_memory_gib")), judged=Judged.of(written.judged),
+        memory_gib=number(facts.get("peak_memory_gib")), judge=_judge(written),
         loss_group=_group(config, *LOSS_SETTINGS) if status == FINISHED else (),
         memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),
     )
@@ -242,6 +223,11 @@ def _config(run_dir: Path, written: Written) -> dict[str, Any]:
             return {}
         config |= _with_defaults(config_type, resolved) if resolved else in_file
     return config
+
+
+def _judge(written: Written) -> str:
+    line = written.judged
+    return f"{shown(line['judge'])} on {shown(line.get('time'))[:10]}" if line else ""
 
 
 def _size(config: dict[str, Any]) -> str:

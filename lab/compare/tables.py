@@ -7,7 +7,7 @@ import csv
 import html
 import io
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -98,10 +98,10 @@ def _bits(comparison: Comparison, row: Row, key: str) -> str | None:
 
 def _score(_: Comparison, row: Row) -> str | None:
     """Format the instruction score; with its interval if it is of one run."""
-    score, found = row.figures.ift_score, row.judged
-    if score is None or None in (found.ift_low, found.ift_high):
-        return None if score is None else f"{score:.2f}"
-    return f"{score:.2f} ({found.ift_low:.2f} to {found.ift_high:.2f})"
+    found = row.figures
+    if len(row.results) > 1 or None in (found.ift_score, found.ift_low, found.ift_high):
+        return None if found.ift_score is None else f"{found.ift_score:.2f}"
+    return f"{found.ift_score:.2f} ({found.ift_low:.2f} to {found.ift_high:.2f})"
 
 
 def _whole(value: float) -> str:
@@ -248,7 +248,8 @@ def values_of(comparison: Comparison, row: Row, to_loss: TokensToLoss | None) ->
         "differs": row.differs or row.first.notes, "model": row.first.size,
         "num_seeds": len(row.results),
         **{key: getattr(row.figures, key) for key in CSV_FIGURES},
-        **asdict(row.judged),
+        **{key: getattr(row.figures, key) for key in ("ift_low", "ift_high")},
+        "ift_judge": row.first.judge,
         **{key.replace("loss", "loss_spread"): row.spread.get(key) for key in LOSS_NAMES},
         "sorted_by": comparison.sorted_by, "is_within_spread": row.is_within_spread,
         "test_slice": row.first.test_slice,

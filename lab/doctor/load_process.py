@@ -21,8 +21,9 @@ from basics.errors import describe
 from basics.files import append_whole
 from basics.gpu_readings import read_gpus
 from basics.json_files import to_json
+from lab.plan.setting import GPT2_SMALL
 from processes.run_lock import end_with_parent
-from run_config import ModelConfig, TrainConfig, load_run
+from run_config import TrainConfig, load_run
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +34,6 @@ MATMUL_SIZE, MATMUL_SIZE_ON_CPU = 8192, 1024
 MATMUL_SECONDS = 0.5
 REDUCED_BYTES, REDUCED_BYTES_ON_CPU = 256 * 2**20, 16 * 2**20
 NUM_REDUCTIONS = 10
-# GPT-2 small, where no run is named.
-MODEL = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12, n_layers=12,
-                    drop_rate=0.0, qkv_bias=True)
 TRAIN = TrainConfig(dataset="none", microbatch_size=1, checkpoint_interval=1)
 
 
@@ -181,7 +179,7 @@ def attention(spec: Spec, device: torch.device) -> dict[str, Any]:
     from trainer.compilation import choose_forward_options
     from trainer.precision import resolve_for_device
 
-    model, train = MODEL, TRAIN
+    model, train = GPT2_SMALL, TRAIN
     if spec.run_name is not None:
         run = load_run(Path(spec.runs_dir), spec.run_name)
         model, train = run.model, run.train

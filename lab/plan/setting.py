@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from run_config import ModelConfig, Precision, TrainConfig
 
 FLOAT32 = 4
+GPT2_SMALL = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12,
+                         n_layers=12, drop_rate=0.0, qkv_bias=False)  # untied, as the original's
 GPT2_SIZES = {(12, 768): "GPT-2 small", (24, 1024): "GPT-2 medium", (36, 1280): "GPT-2 large",
               (48, 1600): "GPT-2 XL"}  # by layers and width
 

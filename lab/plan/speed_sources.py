@@ -6,17 +6,19 @@ then an estimate.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from basics.config_files import FrozenConfig
 from basics.errors import UserError
 from basics.files import read_regular_file
+from lab.compare.run_figures import number
 from lab.plan.setting import num_parameters
+from reporting.metrics_file import NO_SUMMARY
 from reporting.speed import (
     ASSUMED,
     EXPECTED_SHARE,
@@ -181,55 +183,26 @@ def read_shipped(path: Path) -> tuple[Measurement, ...]:
                         " project: download it again") from None
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-
-
-class _Machine(_Part):
-    device: str
-    device_type: Literal["cuda"]
-    processes: int
-    precision: Precision
-    compiled: bool
-    attention: str
-
-
-class _Train(_Part):
-    activation_checkpointing: bool
-
-
-class _ThisLaunch(_Part):
-    """The steps of the last launch after its first one, whose time counts as compiling."""
-
-    steps: int = Field(ge=SPEED_CHECK_STEPS - 1, le=2**53)
-    tokens: int = Field(ge=1, le=2**53)
-    seconds: float = Field(ge=1e-3, le=1e9)
-
-
-class _Summary(_Part):
-    """The part of a `summary.json` that tells a speed."""
-
-    status: Literal["finished", "stopped"]
-    this_launch: _ThisLaunch
-    machine: _Machine
-    model: ModelConfig
-    train: _Train
-
-
 def read_own(path: Path) -> Measurement | None:
     """Read the speed of a run's last launch from `summary.json`; None if it has none to go by."""
     if RUN_NAME.fullmatch(path.parent.name) is None:
         return None
     try:
-        summary = _Summary.model_validate_json(read_regular_file(path))
-        machine, launch = summary.machine, summary.this_launch
+        summary = json.loads(read_regular_file(path))
+        machine = summary["machine"]
+        steps, tokens, seconds = (number(summary["this_launch"][key])  # without its first step
+                                  for key in ("steps", "tokens", "seconds"))
+        if (summary["status"] not in ("finished", "stopped") or machine["device_type"] != "cuda"
+                or steps < SPEED_CHECK_STEPS - 1):
+            return None
         return Measurement(
-            device=machine.device, processes=machine.processes, precision=machine.precision,
-            compile=machine.compiled, attention=machine.attention,
-            activation_checkpointing=summary.train.activation_checkpointing,
-            tokens_per_second=launch.tokens / launch.seconds, model=summary.model,
-            source=f"run {path.parent.name}")
-    except (OSError, ValidationError):
+            device=machine["device"], processes=machine["processes"],
+            precision=machine["precision"], compile=machine["compiled"],
+            attention=machine["attention"],
+            activation_checkpointing=summary["train"]["activation_checkpointing"],
+            tokens_per_second=tokens / seconds,
+            model=ModelConfig.model_validate(summary["model"]), source=f"run {path.parent.name}")
+    except (*NO_SUMMARY, ArithmeticError):
         return None
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import GPT2LMHeadModel
 
 from benchmarks.throughput_benches import Bench, benches_of
 from benchmarks.throughput_blocks import time_steps
@@ -21,8 +20,7 @@ from benchmarks.throughput_child import measure, reason_of
 from benchmarks.throughput_launch import Place, measure_row
 from benchmarks.throughput_models import (
     NaiveGPT,
-    hugging_face_config,
-    hugging_face_weights,
+    hugging_face_model,
     initial_model,
 )
 from benchmarks.throughput_records import EMPTY
@@ -85,12 +83,10 @@ def place_of(tokens_path: Path, cache_dir: Path) -> Place:
 
 def test_all_systems_are_the_same_network() -> None:
     model = initial_model(MODEL)
-    hugging_face = GPT2LMHeadModel(hugging_face_config(MODEL))
-    hugging_face.load_state_dict(hugging_face_weights(model))
     token_ids = torch.randint(MODEL.vocab_size, (2, MODEL.context_length))
     targets = token_ids.roll(-1, 1)
     expected = model(token_ids, targets)
-    for logits in (NaiveGPT(model)(token_ids), hugging_face.eval()(token_ids).logits):
+    for logits in (NaiveGPT(model)(token_ids), hugging_face_model(model).eval()(token_ids).logits):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
 

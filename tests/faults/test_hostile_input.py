@@ -170,7 +170,7 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
 FOUND_OUT_BY = {
     "optimizer.safetensors": ["cannot be loaded: ", "more than the model needs"],
     "meta.json": ["damaged: meta.json"],
-    "model.safetensors": ["not a whole safetensors file", "but model.json makes it",
+    "model.safetensors": ["not a whole safetensors file", " by model.json; restore ",
                           "cannot be loaded: ", "more than the model needs"],
 }
 NAMES = ["../tiny", "/etc", "a/b", "", ".", "..", "tiny\n", "t\x1b[31m", "x" * 300, "tiny/", "~",
@@ -336,7 +336,7 @@ def test_hostile_weights_of_a_directory_are_refused_before_their_digest_is_compu
         checkpoint / "model.safetensors")  # of the same size
     if is_too_large:
         monkeypatch.setattr("trainer.targets.available_ram_gib", lambda: 1e-6)
-    message = "of memory left" if is_too_large else r"is \('I32', \[16\]\), but model.json makes it"
+    message = "of memory left" if is_too_large else r"is \('I32', \[16\]\), wanted \('F32', "
     with pytest.raises(UserError, match=message):
         load_target(str(checkpoint), runs_dir=workplace.runs_dir)
 

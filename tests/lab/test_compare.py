@@ -174,8 +174,8 @@ def test_the_score_of_a_judge_stands_beside_the_losses(runs: Runs) -> None:
     assert "by J on 2026-11-23: judged, once" in note
     assert "published ones come from another prompt" in note
     row = csv_rows(comparison)["judged"]
-    assert [row[f"ift_{key}"] for key in ("score", "judge", "date", "low", "high")] == [
-        "21.5", "J", "2026-11-23", "18", "25"]
+    assert [row[f"ift_{key}"] for key in ("score", "judge", "low", "high")] == [
+        "21.5", "J on 2026-11-23", "18", "25"]
 
 
 def test_models_are_named_by_their_size_where_it_differs(runs: Runs) -> None:

@@ -102,10 +102,9 @@ class Compared(_Part):
     usd_without_validation: float | None
     usd_per_megatoken: float | None
     usd_per_megatoken_without_validation: float | None
-    ift_judge: str
-    ift_date: str
     ift_low: float | None
     ift_high: float | None
+    ift_judge: str
     test_loss_spread: float | None
     validation_loss_spread: float | None
     train_loss_spread: float | None
