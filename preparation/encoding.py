@@ -162,7 +162,7 @@ class Encoder:
         Raises:
             UserError: a worker was killed.
         """
-        waiting: deque[tuple[int, Future[Encoded | BadShard] | EndOfShard]] = deque()
+        waiting: deque[tuple[int, Future[Encoded | BadShard | EndOfShard]]] = deque()
         num_bytes = 0  # of text in the waiting tasks
         try:
             for task in itertools.chain(tasks, [None]):
@@ -171,34 +171,24 @@ class Encoder:
                                    or len(waiting) >= TASKS_PER_WORKER * self._num_workers
                                    or num_bytes + size > self._max_bytes):
                     num_bytes -= waiting[0][0]
-                    yield _result(waiting.popleft()[1])
+                    yield waiting.popleft()[1].result()
                 num_bytes += size
-                if isinstance(task, EndOfShard):
-                    waiting.append((0, task))
-                elif task is not None:
+                if task is not None:
                     waiting.append((size, self._submit(task)))
-                while waiting and _is_done(waiting[0][1]):
+                while waiting and waiting[0][1].done():
                     num_bytes -= waiting[0][0]
-                    yield _result(waiting.popleft()[1])
+                    yield waiting.popleft()[1].result()
         except BrokenProcessPool:
             raise UserError("a worker process was killed, perhaps because memory ran out; run the"
                             " same command again to continue, perhaps with fewer"
                             " --workers") from None
 
-    def _submit(self, task: Task) -> Future[Encoded | BadShard]:
-        if self._pool is not None:
+    def _submit(self, task: Task | EndOfShard) -> Future[Encoded | BadShard | EndOfShard]:
+        if self._pool is not None and isinstance(task, Task):
             return self._pool.submit(encode_task, task, self._load)
-        future: Future[Encoded | BadShard] = Future()
-        future.set_result(encode_task(task, self._load))
+        future: Future[Encoded | BadShard | EndOfShard] = Future()
+        future.set_result(encode_task(task, self._load) if isinstance(task, Task) else task)
         return future
-
-
-def _is_done(item: Future[Encoded | BadShard] | EndOfShard) -> bool:
-    return isinstance(item, EndOfShard) or item.done()
-
-
-def _result(item: Future[Encoded | BadShard] | EndOfShard) -> Encoded | BadShard | EndOfShard:
-    return item if isinstance(item, EndOfShard) else item.result()
 
 
 def _start_worker(load: LoadTokenizer) -> None:
