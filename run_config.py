@@ -35,7 +35,7 @@ AS_ORIGINAL = {DECAY: True, "precision": "fp16", "residual_dtype": "fp32"}
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 # Options of one parameter group: None stands for the option without the group's name.
-GroupRate = Annotated[float | None, Field(gt=0, le=1e3)]
+GroupRate = Annotated[float | None, Field(gt=0)]
 GroupDecay = Annotated[float | None, Field(ge=0, le=1e3)]
 GroupBeta = Annotated[float | None, Field(ge=0, lt=1)]
 # A JSON list becomes a tuple: the config is frozen.
@@ -85,7 +85,7 @@ class TrainConfig(FrozenConfig):
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     init_from: str | None = Field(default=None, min_length=1, max_length=4096)
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = Field(default=4e-4, gt=0, le=1e3)
+    learning_rate: float = Field(default=4e-4, gt=0)
     matrix_learning_rate: GroupRate = None
     embedding_learning_rate: GroupRate = None
     head_learning_rate: GroupRate = None

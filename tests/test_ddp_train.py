@@ -389,7 +389,7 @@ BAD_INPUTS = {
                   "not a whole safetensors file"),
     "too few tokens": (lambda w: change(w, "train", min_train_tokens=10**6), "lower"),
     "start past the end": (lambda w: change(w, "train", start_train_token=10**6), "past the end"),
-    "outside the vocabulary": (lambda w: bad_token(w), "token 99 has id 300, outside"),
+    "outside the vocabulary": (lambda w: bad_token(w), "outside the model's vocabulary"),
     "no checkpoint's name": (lambda w: ["tiny", "nix"], "'nix' is no directory and names no check"),
     "no such checkpoint": (lambda w: ["tiny", "20260101Z000000-iteration-4"],
                            "no checkpoint '20260101Z0"),
@@ -409,7 +409,8 @@ def change(workplace: Workplace, file: str, **values: object) -> None:
 def bad_token(workplace: Workplace) -> None:
     tokens = np.zeros(4000, dtype=np.uint16)
     tokens[99] = 300
-    write_tokens(workplace.datasets_dir / "tiny" / "train.safetensors", tokens)
+    write_tokens(workplace.datasets_dir / "tiny" / "train.safetensors", tokens,
+                 {"max_token_id": "300"})
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)

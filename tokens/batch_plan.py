@@ -106,9 +106,8 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
         needed = max(num_steps, 1) * step_tokens + 1
         raise UserError(
             f"{path}: wanted {needed} training tokens from token {train.start_train_token} on"
-            f" (global batches of {step_tokens}), but {train.dataset} has"
-            f" {file_tokens - train.start_train_token} there; lower min_train_tokens or the batch,"
-            " or set repeat_data to true"
+            f" (batches of {step_tokens}), but {train.dataset} has"
+            f" {file_tokens - train.start_train_token}; lower min_train_tokens, or set repeat_data"
         )
     return BatchPlan(
         microbatch_size=train.microbatch_size,

@@ -18,7 +18,6 @@ from basics.errors import UserError
 from basics.files import read_regular_file
 from lab.compare.run_figures import number
 from lab.plan.setting import num_parameters
-from reporting.metrics_file import NO_SUMMARY
 from reporting.speed import (
     ASSUMED,
     EXPECTED_SHARE,
@@ -202,7 +201,8 @@ def read_own(path: Path) -> Measurement | None:
             activation_checkpointing=summary["train"]["activation_checkpointing"],
             tokens_per_second=tokens / seconds,
             model=ModelConfig.model_validate(summary["model"]), source=f"run {path.parent.name}")
-    except (*NO_SUMMARY, ArithmeticError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+            ArithmeticError):
         return None
 
 

@@ -222,9 +222,9 @@ def test_repeated_data_is_a_circle_for_every_split(workplace: Workplace, start: 
 def test_data_is_repeated_only_where_that_is_asked_for(workplace: Workplace) -> None:
     dataset_dir = workplace.add_dataset()
     for name, settings, message in (
-            ("long", {"min_train_tokens": 10**6}, "or set repeat_data to true"),
+            ("long", {"min_train_tokens": 10**6}, "or set repeat_data"),
             ("all", {"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
-            ("tiny", {"repeat_data": True, "start_train_token": 3990}, "there; lower min_train")):
+            ("tiny", {"repeat_data": True, "start_train_token": 3990}, "; lower min_train")):
         workplace.add_run(name, train=settings)
         with pytest.raises(UserError, match=message):
             open_run_data(load_run(workplace.runs_dir, name), dataset_dir, world_size=1)
