@@ -227,6 +227,8 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
 
     is_closing, close = multiprocessing.get_context("fork").Event(), MultiprocessContext._close
     MultiprocessContext._close = lambda *which, **how: (is_closing.set(), close(*which, **how))
+    start = MultiprocessContext._start  # called again for a restart
+    MultiprocessContext._start = lambda *which: (is_closing.clear(), start(*which))[1]
     config = LaunchConfig(**{
         "min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_backend": "c10d",
         "rdzv_endpoint": "localhost:0", "start_method": "fork", "max_restarts": 0} | launch)
