@@ -25,6 +25,7 @@ from basics.time_limit import within
 from basics.verified_copy import copy_record
 from processes.command_line import Options, read_command_line
 from processes.deadlines import Deadlines
+from processes.heartbeat import announce
 from processes.run_lock import LockedError, end_with_torchrun, lock_run
 from run_config import RUN_NAME, load_run
 
@@ -49,6 +50,8 @@ def check_before_torch() -> None:
         run_dir = load_run(options.runs_dir, options.run).run_dir
         if not (options.find_max_microbatch or options.prefetch):
             lock_run(run_dir)
+            if not options.find_learning_rate:
+                announce(run_dir)
     except Exception as error:
         if rank is None or isinstance(error, LockedError):
             exit_with(error)

@@ -26,6 +26,7 @@ from checkpointing import (
 from gpt import num_parameters
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
+from processes.heartbeat import count_by, seconds_before
 from processes.launch import Process
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock
@@ -165,12 +166,15 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         step("initial weights", lambda: initial_model(
             run, options.runs_dir, tokenizer_name=data.tokenizer_name)
              if process.is_main_of_node else None)
-    warnings += unused_options(run.model, run.train) + notices
-    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
-                           tuple(warnings))
     if not options.fresh:
         clock.count_lost(*step("spent", lambda: spent_before(run.metrics_path, run.summary_path)))
-    clock.usd_per_hour = run.train.usd_per_hour
+    warnings += [*unused_options(run.model, run.train), *notices,
+                 clock.set_price(run.train.usd_per_hour)]
+    if not options.fresh:  # launches that were killed
+        clock.count_lost(seconds_before())
+    count_by(clock.total_seconds)
+    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
+                           tuple(filter(None, warnings)))
     step("checkpoint format", lambda: check_format(prepared))
     step("budget", lambda: check_budget(prepared, clock))
     needs_disk = process.is_main and not prepared.is_trained

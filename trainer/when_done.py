@@ -18,6 +18,7 @@ import torch
 from basics.errors import FAILED, STOP_SIGNALS, UserError, one_line, print_line
 from basics.failpoints import failpoint
 from checkpointing import best_of, list_checkpoints
+from processes.heartbeat import EARLIER
 from processes.launch import Process
 from processes.run_lock import HANDOVER
 from reporting.clock import SPENT_VARIABLE
@@ -41,7 +42,7 @@ MAX_LINE = 4096  # characters; longer lines are printed in parts
 # What torchrun and a launch tell their own processes: another launch would take it for its own.
 PRIVATE = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE",
            "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-           "TORCH_NCCL_ASYNC_ERROR_HANDLING", HANDOVER, SPENT_VARIABLE}
+           "TORCH_NCCL_ASYNC_ERROR_HANDLING", HANDOVER, EARLIER, SPENT_VARIABLE}
 
 
 def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) -> None:
