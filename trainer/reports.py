@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
+from basics.machine import machine_up_seconds
 from checkpointing import best_of, list_checkpoints
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
@@ -241,7 +242,7 @@ class Reports:
             best=best and best.facts(),
             checkpoints=self.saver.facts(),
             machine=machine_facts(self.process, self.step.precision)
-            | self.step.facts(),
+            | self.step.facts() | {"up_seconds": machine_up_seconds()},
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
         ))

@@ -95,10 +95,13 @@ class Compared(_Part):
     seconds: float | None
     seconds_without_validation: float | None
     tokens_per_second: float | None
+    num_gpus: float | None
+    usd_per_hour: float | None
     usd: float | None
     usd_without_validation: float | None
     usd_per_megatoken: float | None
     usd_per_megatoken_without_validation: float | None
+    machine: str | None
     test_loss_spread: float | None
     validation_loss_spread: float | None
     train_loss_spread: float | None

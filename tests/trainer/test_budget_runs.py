@@ -52,6 +52,7 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
                                                        "compile", "waiting", "startup"))
     total = f"{summary['usd']['total']:,.2f}"
     assert re.search(rf"^cost: \${total} = \$[\d.,]+ training, ", output, re.MULTILINE)
+    assert re.search(r"^machine up \d+:\d\d:\d\d, US\$[\d.,]+$", output, re.MULTILINE)
     assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
 
 
