@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
+from basics.machine import machine_up_seconds
 from basics.run_identity import Identity, write_identity
 from checkpointing import best_of, list_checkpoints
 from processes.launch import device_name, gpu_uuids, machine_facts
@@ -243,7 +244,8 @@ class Reports:
             num_parameters=self.step.state.model.num_parameters(),
             best=best and best.facts(),
             checkpoints=self.saver.facts(),
-            machine=machine_facts(self.process, self.step.precision) | self.step.facts(),
+            machine=machine_facts(self.process, self.step.precision) | self.step.facts() | {
+                "up_seconds": machine_up_seconds()},
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
             failure=failure,
