@@ -14,8 +14,10 @@ from basics.machine import seconds_since_process_start
 
 STARTUP, DOWNLOAD, COMPILE, TRAINING = "startup", "download", "compile", "training"
 WAITING, VALIDATION, CHECKPOINT, CHART = "waiting", "validation", "checkpoint", "chart"
+DIAGNOSTICS = "diagnostics"
 LOST = "lost"  # spent after the checkpoint that a later launch resumed from
-PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, WAITING, VALIDATION, CHECKPOINT, CHART, LOST)
+PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, DIAGNOSTICS, WAITING, VALIDATION, CHECKPOINT, CHART,
+          LOST)
 SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torchrun to its workers
 
 Item = TypeVar("Item")
@@ -103,6 +105,13 @@ class PhaseClock:
         self._spent[before] += now - self._since
         self._phase, self._since = phase, now
         return before
+
+    def move_from_training(self, seconds: float, phase: str) -> None:
+        """Book some of the seconds of training to a phase: the device has worked for both."""
+        self.enter(self._phase)
+        seconds = min(seconds, self._spent[TRAINING])
+        self._spent[TRAINING] -= seconds
+        self._spent[phase] += seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseTime]:

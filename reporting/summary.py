@@ -15,6 +15,7 @@ from reporting.clock import (
     CHART,
     CHECKPOINT,
     COMPILE,
+    DIAGNOSTICS,
     DOWNLOAD,
     LOST,
     STARTUP,
@@ -29,8 +30,9 @@ from tokens.batch_plan import BatchPlan
 
 SHOWN_PHASES = {
     TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
-    CHECKPOINT: "checkpoints and charts", COMPILE: "compiling and first steps",
-    DOWNLOAD: "dataset", STARTUP: "start-up", LOST: "after the checkpoint resumed from",
+    DIAGNOSTICS: "diagnostics", CHECKPOINT: "checkpoints and charts",
+    COMPILE: "compiling and first steps", DOWNLOAD: "dataset", STARTUP: "start-up",
+    LOST: "after the checkpoint resumed from",
 }
 FINISHED = "finished"
 MAX_STEPS, SIGNAL, BUDGET = "--max-steps", "signal", "budget"  # what stops a launch before that

@@ -22,6 +22,16 @@ def test_time_is_booked_to_its_phase(now: FakeTime) -> None:
     assert sum(seconds.values()) == 30
 
 
+def test_some_of_the_training_can_be_booked_to_another_phase(now: FakeTime) -> None:
+    clock = PhaseClock()
+    clock.enter("training")
+    now.seconds += 10
+    clock.move_from_training(4.0, "diagnostics")
+    assert (clock.read()["training"], clock.read()["diagnostics"]) == (6, 4)
+    clock.move_from_training(7.0, "diagnostics")  # more than there is: part was in another phase
+    assert (clock.read()["training"], clock.read()["diagnostics"]) == (0, 10)
+
+
 def test_waiting_for_items_is_booked_and_closing_reaches_their_source(now: FakeTime) -> None:
     closed = []
 

@@ -43,8 +43,8 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
     summary = summary_of(run_dir)
     phases = {k: v for k, v in summary["usd"].items() if k != "total"}
     assert set(phases) == set(summary["seconds"]) == {
-        "training", "validation", "checkpoint", "chart", "compile", "download", "waiting",
-        "startup", "lost"}
+        "training", "diagnostics", "validation", "checkpoint", "chart", "compile", "download",
+        "waiting", "startup", "lost"}
     assert sum(phases.values()) == pytest.approx(summary["usd"]["total"])
     for phase, usd in phases.items():
         assert usd == pytest.approx(summary["seconds"][phase] * 10, abs=0.1)
