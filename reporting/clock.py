@@ -106,12 +106,12 @@ class PhaseClock:
         self._phase, self._since = phase, now
         return before
 
-    def move_from_training(self, seconds: float, phase: str) -> None:
-        """Book some of the seconds of training to a phase: the device has worked for both."""
+    def count_diagnostics(self, seconds: float) -> None:
+        """Book some of the seconds of training to diagnostics: the device has worked for both."""
         self.enter(self._phase)
         seconds = min(seconds, self._spent[TRAINING])
         self._spent[TRAINING] -= seconds
-        self._spent[phase] += seconds
+        self._spent[DIAGNOSTICS] += seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseTime]:

@@ -16,15 +16,7 @@ from checkpointing import best_of, list_checkpoints
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
-from reporting.clock import (
-    CHECKPOINT,
-    COMPILE,
-    DIAGNOSTICS,
-    TRAINING,
-    VALIDATION,
-    WAITING,
-    PhaseClock,
-)
+from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.console import Console, batch_arithmetic
 from reporting.loss_window import ClosedWindow, LossWindow
 from reporting.machine_meter import MachineMeter
@@ -153,7 +145,7 @@ class Reports:
         for window in windows:
             for probe in self.diagnostics.measured(up_to=window.global_step):
                 self.console.report_diagnostics(probe.global_step, probe.read(), window)
-                self.clock.move_from_training(probe.seconds(), DIAGNOSTICS)
+                self.clock.count_diagnostics(probe.seconds())
             summary = self.window.summarise(window)  # waits for the device
             self.console.report_steps(window, summary, self._machine(window))
             self._check_skipped_steps(window.global_step)

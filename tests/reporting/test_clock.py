@@ -26,9 +26,9 @@ def test_some_of_the_training_can_be_booked_to_another_phase(now: FakeTime) -> N
     clock = PhaseClock()
     clock.enter("training")
     now.seconds += 10
-    clock.move_from_training(4.0, "diagnostics")
+    clock.count_diagnostics(4.0)
     assert (clock.read()["training"], clock.read()["diagnostics"]) == (6, 4)
-    clock.move_from_training(7.0, "diagnostics")  # more than there is: part was in another phase
+    clock.count_diagnostics(7.0)  # more than there is: part was in another phase
     assert (clock.read()["training"], clock.read()["diagnostics"]) == (0, 10)
 
 
