@@ -56,8 +56,7 @@ def main() -> None:
         else:
             sys.exit(launch(__file__, read_command_line(), clock, agreement))
     except AgreedError as error:
-        agreement.report_once(error.line())
-        os._exit(error.status)  # destroying the process group could wait for the other ranks
+        agreement.exit(error)
     except Exception as error:
         exit_with(error)
     finally:

@@ -54,6 +54,14 @@ def seconds_since_process_start() -> float:
         return time.time() - psutil.Process().create_time()
 
 
+def machine_up_seconds() -> float:
+    """Return how long this machine has been up, or this container."""
+    try:
+        return time.time() - psutil.Process(1).create_time()
+    except psutil.Error:  # the system hides the processes of others
+        return time.time() - psutil.boot_time()
+
+
 def process_namespace() -> str:
     """Identify the process table in which the process ids that we see are valid.
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from basics.errors import visible
 from basics.json_output import print_json
+
+if TYPE_CHECKING:
+    from lab.watch.run_state import RunState
 
 HEADS = ["run", "status", "step", "loss", "validation\nloss", "time", "US$"]
 NEW = "not launched"
@@ -42,6 +46,19 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     rows += [[name, NEW, *["-"] * 5] for name in new]
     click.echo(visible(tabulate(rows, headers=HEADS, disable_numparse=True,
                                 colalign=["left", "left", *["right"] * 5])))
+    click.echo(_total(states))
+
+
+def _total(states: list[RunState]) -> str:
+    """Return the sum of what runs have taken and cost."""
+    from lab.compare.formats import dollars
+    from reporting.summary import duration
+
+    priced = [state.usd for state in states if state.usd is not None]
+    rest = len(states) - len(priced)
+    return (f"in all: {duration(sum(state.seconds or 0.0 for state in states))}"
+            + (f", US${dollars(sum(priced))}" if priced else "")
+            + (f" and {rest} of {len(states)} runs without a price" if priced and rest else ""))
 
 
 def _not_launched(runs_dir: Path, launched: set[str]) -> list[str]:

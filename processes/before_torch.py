@@ -11,6 +11,7 @@ from typing import NoReturn
 from basics.errors import UserError, exit_status, print_error, print_traceback
 from basics.spinning import limit_spinning
 from processes.command_line import read_command_line
+from processes.heartbeat import announce
 from processes.run_lock import LockedError, end_with_torchrun, lock_run
 from run_config import load_run
 
@@ -34,6 +35,8 @@ def check_before_torch() -> None:
         run_dir = load_run(options.runs_dir, options.run).run_dir
         if not (options.find_max_microbatch or options.prefetch):
             lock_run(run_dir)
+            if not options.find_learning_rate:
+                announce(run_dir)
     except Exception as error:
         if rank is None or isinstance(error, LockedError):
             exit_with(error)

@@ -1,5 +1,8 @@
 """The heartbeat file of a run, and the claim on a run whose file system has no locks.
 
+A launch writes it from its start on. It says what all launches have taken until then, so that the
+next one counts the time of one that was killed.
+
 Without locks the heartbeat decides who trains a run: a launch is refused while the heartbeat of
 another process changes. A launch claims the run by its own heartbeat, which a thread renews until
 the watchdog of rank 0 does. Two launches that claim within the same second see each other's, since
@@ -16,6 +19,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,20 +27,27 @@ from typing import Any
 from basics.errors import print_line
 from basics.files import read_regular_file, write_atomically
 from basics.json_files import found_object, to_json
+from basics.machine import seconds_since_process_start
 from processes.deadlines import Deadlines
 
-HEARTBEAT = "heartbeat.json"
+HEARTBEAT, SUMMARY = "heartbeat.json", "summary.json"
 MISSED = 3  # heartbeats that a living process may miss
 SETTLING_SECONDS = 1.0  # between a claim and the look whether another launch has made one too
 POLL_SECONDS = 0.1
+STARTUP_SECONDS = 1.0  # between two heartbeats before the watchdog writes them
 RECENT_SECONDS = 120.0  # an older heartbeat is that of a process that was killed
+EARLIER = "DDP_TRAIN_EARLIER_SECONDS"  # environment variable, for all processes of a launch
+MAX_SECONDS = 1e12
+_seconds: Callable[[], float] = float  # returns those of all launches until now
+_begun: list[Path] = []  # the run whose heartbeat this process has begun, if any
 
 
 def write_heartbeat(path: Path, *, phase: str, step: int | None) -> str:
     """Show that the run makes progress, to people and to other launches; return what is written."""
     text = to_json({
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "phase": phase,
-        "global_step": step, "pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+        "global_step": step, "seconds": round(_seconds(), 3), "pid": os.getpid(),
+        "host": socket.gethostname()}) + "\n"
     write_atomically(path, text)
     return text
 
@@ -46,6 +57,38 @@ def read_heartbeat(run_dir: Path) -> dict[str, Any]:
     beat = found_object(run_dir / HEARTBEAT)
     keys = ("pid", "host", "time")
     return beat if all(type(beat.get(key)) in (str, int) for key in keys) else {}
+
+
+def announce(run_dir: Path) -> None:
+    """Write the heartbeat of a launch from its start on, until rank 0's watchdog does."""
+    is_odd = os.path.lexists(run_dir / HEARTBEAT) and not _text(run_dir)  # refused later
+    if run_dir not in _begun and not _is_begun() and not is_odd:
+        with suppress(OSError):  # a full disk is reported by what needs it more
+            _go_on(run_dir, _begin(run_dir))
+
+
+def count_by(seconds: Callable[[], float]) -> None:
+    """Have the heartbeats tell the seconds of all launches by the run's clock."""
+    global _seconds
+    _seconds = seconds
+
+
+def seconds_before() -> float:
+    """Return what earlier launches had taken, by their heartbeat or summary, when this began."""
+    return float(os.environ.get(EARLIER, 0.0))
+
+
+def withdraw() -> None:
+    """Remove this process's heartbeat, unless it alone tells what earlier launches have taken.
+
+    A launch that ends before it trains leaves nothing behind.
+    """
+    while _begun:
+        run_dir = _begun.pop()
+        is_alone = seconds_before() > _seconds_in(run_dir / SUMMARY)
+        if not is_alone and read_heartbeat(run_dir).get("pid") == os.getpid():
+            (run_dir / HEARTBEAT).unlink(missing_ok=True)
+    os.environ.pop(EARLIER, None)
 
 
 def claim(run_dir: Path) -> dict[str, Any]:
@@ -58,11 +101,11 @@ def claim(run_dir: Path) -> dict[str, Any]:
                " another launch trains this run")
     if _is_alive(run_dir):
         return read_heartbeat(run_dir)
-    own = write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
+    own = _begin(run_dir)
     time.sleep(SETTLING_SECONDS)
     if _text(run_dir) != own and not _is_ours(beat := read_heartbeat(run_dir)):
         return beat
-    threading.Thread(target=_renew, args=(run_dir, own), name="heartbeat", daemon=True).start()
+    _go_on(run_dir, own)
     return {}
 
 
@@ -106,24 +149,47 @@ def _is_ours(beat: dict[str, Any]) -> bool:
         beat.get("pid") in (os.getpid(), os.getppid()))
 
 
+def _is_begun() -> bool:
+    """Return whether the process that started torchrun has begun this launch."""
+    return EARLIER in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+
+def _begin(run_dir: Path) -> str:
+    """Write the first heartbeat, after reading what the one before tells. Raises: OSError."""
+    if not _is_begun():
+        os.environ[EARLIER] = str(max(_seconds_in(run_dir / HEARTBEAT),
+                                      _seconds_in(run_dir / SUMMARY)))
+    count_by(lambda: seconds_before() + seconds_since_process_start())
+    _begun.append(run_dir)
+    atexit.register(withdraw)
+    return write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
+
+
+def _seconds_in(path: Path) -> float:
+    """Return the seconds that a heartbeat or a summary tells; 0 if it cannot be read."""
+    try:
+        seconds = found_object(path)["seconds"]
+        total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
+        return float(total) if 0 <= total <= MAX_SECONDS else 0.0
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return 0.0
+
+
+def _go_on(run_dir: Path, own: str) -> None:
+    threading.Thread(target=_renew, args=(run_dir, own), name="heartbeat", daemon=True).start()
+
+
 def _renew(run_dir: Path, own: str) -> None:
     """Renew the claim until rank 0's watchdog, here or in a child, writes the heartbeats.
 
     A child may claim the run between the look here and the write: it accepts this heartbeat.
     """
-    atexit.register(_withdraw, run_dir)
     while True:
-        time.sleep(Deadlines.read().heartbeat)
+        time.sleep(min(STARTUP_SECONDS, Deadlines.read().heartbeat))
         if _text(run_dir) != own:
             return
         with suppress(OSError):
             own = write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
-
-
-def _withdraw(run_dir: Path) -> None:
-    """Remove the own heartbeat: a launch that ends before it trains leaves none behind."""
-    if read_heartbeat(run_dir).get("pid") == os.getpid():
-        (run_dir / HEARTBEAT).unlink(missing_ok=True)
 
 
 def _text(run_dir: Path) -> str:

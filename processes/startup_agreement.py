@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -21,6 +21,7 @@ from basics.errors import (
     print_error,
 )
 from processes.deadlines import Deadlines
+from processes.heartbeat import withdraw
 
 # Downloading a dataset of 20 GiB over a slow line may take long, before the first collective.
 STARTUP_TIMEOUT = timedelta(days=2)
@@ -136,16 +137,18 @@ class Agreement:
         """Return at once whether any process has raised a flag. Any rank."""
         return self._store.check([f"{name}/flag"])
 
-    def report_once(self, message: str) -> None:
-        """Print an error on rank 0; the others wait for that. Every rank.
+    def exit(self, error: UserError) -> NoReturn:
+        """Exit; rank 0 prints the error, and the others wait for that. Every rank.
 
         torchrun ends all processes when the first one exits.
         """
         if self._rank == 0:
-            print_error(message)
+            print_error(error.line())
             self._store.set("reported", "")
         self._store.wait(["reported"], timedelta(seconds=Deadlines.read().store))
+        withdraw()
         drop_unwritable_output()
+        os._exit(error.status)  # destroying the process group could wait for the other ranks
 
     def _publish(self, step: str, text: str) -> None:
         # A path on the command line may hold bytes that are no UTF-8.

@@ -45,6 +45,10 @@ def draw_charts(run_dir: Path, records: Records) -> None:
           lambda axes: _plot_grad_norms(axes, steps))
     _draw(run_dir / "learning-rate-chart.png", "learning rate",
           lambda axes: axes.plot(*_columns(steps, "learning_rate"), color="tab:green"))
+    if timed := [record for record in steps if None not in (
+            record.get("slowest_step"), record.get("slowest_step_seconds"))]:
+        _draw(run_dir / "step-time-chart.png", "seconds",
+              lambda axes: _plot_step_times(axes, timed))
 
 
 def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
@@ -166,6 +170,16 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
     axes.plot(x, mean, color="tab:blue", label="mean between two points")
     axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="up to the largest step between them")
+
+
+def _plot_step_times(axes: Axes, timed: Records) -> None:
+    """Plot the slowest step of each report, and name the slowest one of all."""
+    axes.plot(*_columns(timed, "slowest_step_seconds", pool=np.max), color="tab:purple",
+              label="slowest step between two points")
+    worst = max(timed, key=lambda record: record["slowest_step_seconds"])
+    axes.plot([], [], linestyle="none", label=f"slowest of all: step {worst['slowest_step'] + 1:,}"
+                                              f" with {worst['slowest_step_seconds']:.3g} s")
+    axes.set_ylim(bottom=0)
 
 
 def _columns(records: Records, key: str, pool: Callable[..., Any] = np.mean) -> tuple[Any, Any]:

@@ -14,8 +14,10 @@ from basics.machine import seconds_since_process_start
 
 STARTUP, DOWNLOAD, COMPILE, TRAINING = "startup", "download", "compile", "training"
 WAITING, VALIDATION, CHECKPOINT, CHART = "waiting", "validation", "checkpoint", "chart"
+DIAGNOSTICS = "diagnostics"
 LOST = "lost"  # spent after the checkpoint that a later launch resumed from
-PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, WAITING, VALIDATION, CHECKPOINT, CHART, LOST)
+PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, DIAGNOSTICS, WAITING, VALIDATION, CHECKPOINT, CHART,
+          LOST)
 SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torchrun to its workers
 
 Item = TypeVar("Item")
@@ -41,6 +43,7 @@ class PhaseClock:
         self._earlier_seconds = dict.fromkeys(PHASES, 0.0)
         self._earlier_usd: dict[str, float] = {}
         self._phase, self._since = STARTUP, self._now() if since is None else since
+        self._began = self._since
         self.usd_per_hour: float | None = None
         self.longest = dict.fromkeys(PHASES, 0.0)  # stay in each phase, in this launch
 
@@ -54,13 +57,42 @@ class PhaseClock:
         self._earlier_seconds |= seconds
         self._earlier_usd = dict(usd)
 
-    def count_lost(self, seconds: float, usd: float) -> None:
-        """Book to `LOST` what earlier launches spent in all and the checkpoint does not record."""
-        lost = seconds - sum(self._earlier_seconds.values())
-        self._earlier_seconds[LOST] += max(0.0, lost)
-        lost_usd = usd - sum(self._earlier_usd.values())
-        if lost_usd > 0:
-            self._earlier_usd[LOST] = self._earlier_usd.get(LOST, 0.0) + lost_usd
+    def count_lost(self, seconds: float, usd: float | None = None) -> None:
+        """Book to `LOST` what earlier launches spent in all and the checkpoint does not record.
+
+        Args:
+            usd: by default those of the lost seconds at this launch's price.
+        """
+        lost = max(0.0, seconds - sum(self._earlier_seconds.values()))
+        self._earlier_seconds[LOST] += lost
+        spent = sum(self._earlier_usd.values())
+        if usd is None:
+            usd = spent + lost / 3600 * (self.usd_per_hour or 0.0)
+        if usd and not self._earlier_usd:  # the price came after the checkpoint
+            self._price_earlier(usd / sum(self._earlier_seconds.values()) * 3600)
+        elif usd > spent:
+            self._earlier_usd[LOST] = self._earlier_usd.get(LOST, 0.0) + usd - spent
+
+    def set_price(self, usd_per_hour: float | None) -> str:
+        """Set this launch's price; where it or that of earlier launches is missing, use the other.
+
+        Returns:
+            A line that says so, or "".
+        """
+        hours, usd = sum(self._earlier_seconds.values()) / 3600, sum(self._earlier_usd.values())
+        self.usd_per_hour = usd_per_hour or (usd / hours if usd and hours else None)
+        if usd_per_hour and hours and not usd:
+            self._price_earlier(usd_per_hour)
+            return (f"earlier launches had no price: their {hours:.3g} hours are counted at"
+                    f" US${usd_per_hour:,.2f} an hour too")
+        if self.usd_per_hour and not usd_per_hour:
+            return ("this launch has no price: it is counted at that of the earlier ones,"
+                    f" US${self.usd_per_hour:,.2f} an hour; set --usd-per-hour if it differs")
+        return ""
+
+    def _price_earlier(self, usd_per_hour: float) -> None:
+        self._earlier_usd = {phase: seconds / 3600 * usd_per_hour
+                             for phase, seconds in self._earlier_seconds.items()}
 
     @property
     def current(self) -> str:
@@ -73,6 +105,13 @@ class PhaseClock:
         self._spent[before] += now - self._since
         self._phase, self._since = phase, now
         return before
+
+    def count_diagnostics(self, seconds: float) -> None:
+        """Book some of the seconds of training to diagnostics: the device has worked for both."""
+        self.enter(self._phase)
+        seconds = min(seconds, self._spent[TRAINING])
+        self._spent[TRAINING] -= seconds
+        self._spent[DIAGNOSTICS] += seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseTime]:
@@ -99,6 +138,10 @@ class PhaseClock:
         finally:
             items.close()
 
+    def total_seconds(self) -> float:
+        """Return the seconds of all launches until now. Any thread."""
+        return sum(self._earlier_seconds.values()) + self._now() - self._began
+
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase, over all launches."""
         spent = self.read_this_launch()
@@ -110,12 +153,9 @@ class PhaseClock:
         return dict(self._spent)
 
     def usd(self) -> dict[str, float]:
-        """Return the dollars of each phase, over all launches; empty if no price was ever set.
-
-        A launch without a price adds nothing.
-        """
+        """Return the dollars of each phase, over all launches; empty if no price was ever set."""
         if self.usd_per_hour is None:
-            return dict(self._earlier_usd)
+            return {}
         return {phase: self._earlier_usd.get(phase, 0.0) + seconds / 3600 * self.usd_per_hour
                 for phase, seconds in self.read_this_launch().items()}
 
@@ -128,3 +168,4 @@ class PhaseClock:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             for phase, seconds in json.loads(os.environ.get(SPENT_VARIABLE, "{}")).items():
                 self._spent[phase] += seconds
+                self._began -= seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ class WindowSummary:
     grad_norm: float
     grad_norm_max: float
     skipped_steps: int  # with a gradient that was not finite on some process: no weight update
+    slowest_step: int | None  # of those that were timed: the first one compiles
+    slowest_step_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class ClosedWindow:
     Attributes:
         values: (2, n): losses, averaged over the processes, and gradient norms; on the host.
         seconds, usd: what the run had spent when the window was closed, by phase.
-        timed_steps: the steps between `began` and `ended`.
+        moments: the start of the first timed step, and the end of each.
+        ended: when `values` have arrived.
     """
 
     global_step: int  # the last one in it
@@ -47,9 +51,8 @@ class ClosedWindow:
     values: Tensor
     seconds: dict[str, float]
     usd: dict[str, float]
-    timed_steps: int
-    began: Moment
-    ended: Moment  # `values` have arrived by then
+    moments: tuple[Moment, ...]
+    ended: Moment
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Wait for the values; return the losses and the gradient norms, (n,) each."""
@@ -59,9 +62,15 @@ class ClosedWindow:
 
     def steps_per_second(self) -> float | None:
         """Return the speed on the device; None if no step was timed: the first one compiles."""
-        if not self.timed_steps:
-            return None
-        return self.timed_steps / self.ended.seconds_since(self.began)
+        timed_steps = len(self.moments) - 1
+        return timed_steps / self.ended.seconds_since(self.moments[0]) if timed_steps else None
+
+    def slowest_step(self) -> tuple[int, float] | tuple[None, None]:
+        """Return the slowest timed step, with all that it waited for, and its seconds."""
+        first = self.global_step - len(self.moments) + 2
+        steps = [(ended.seconds_since(began), step) for step, (began, ended)
+                 in enumerate(pairwise(self.moments), start=first)]
+        return max(steps)[::-1] if steps else (None, None)
 
 
 class LossWindow:
@@ -86,11 +95,11 @@ class LossWindow:
         self._values[0, self._filled] = loss
         self._values[1, self._filled] = grad_norm
         self._filled += 1
-        self._timed_steps += 1
+        self._moments.append(Moment(self._device))
 
     def restart_timing(self) -> None:
         """Time the steps from here on: since the last one, something else has been done."""
-        self._began, self._timed_steps = Moment(self._device), 0
+        self._moments = [Moment(self._device)]
 
     @property
     def is_full(self) -> bool:
@@ -112,8 +121,8 @@ class LossWindow:
         ended = Moment(self._device)
         self._closed.append(ClosedWindow(
             global_step, learning_rate, on_host, clock.read(), clock.usd(),
-            timed_steps=self._timed_steps, began=self._began, ended=ended))
-        self._began, self._timed_steps, self._filled = ended, 0, 0
+            moments=tuple(self._moments), ended=ended))
+        self._moments, self._filled = [ended], 0
 
     def take(self, *, waits: bool) -> list[ClosedWindow]:
         """Return the closed windows that are to be read now, the oldest first.
@@ -138,11 +147,11 @@ class LossWindow:
         num_skipped = len(losses) - int(taken.sum())
         losses, grad_norms = losses[taken], grad_norms[taken]
         if not len(losses):
-            return WindowSummary(*[math.nan] * 5, skipped_steps=num_skipped)
+            return WindowSummary(*[math.nan] * 5, num_skipped, *window.slowest_step())
         self._loss_sum_since_checkpoint += losses.sum().item()
         self._steps_since_checkpoint += len(losses)
         numbers = [losses.mean(), losses.min(), losses.max(), grad_norms.mean(), grad_norms.max()]
-        return WindowSummary(*torch.stack(numbers).tolist(), skipped_steps=num_skipped)
+        return WindowSummary(*torch.stack(numbers).tolist(), num_skipped, *window.slowest_step())
 
     def take_loss_since_checkpoint(self) -> float:
         """Return the mean loss of the steps reported since the last call, NaN if none. Rank 0."""

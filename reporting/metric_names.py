@@ -18,6 +18,8 @@ NAMES = {
     "skipped_steps": "train/skipped_steps",
     "tokens_per_second": "train/tokens_per_second",
     "mfu": "train/mfu",
+    "slowest_step": "train/slowest_step",
+    "slowest_step_seconds": "train/slowest_step_seconds",
     "validation_loss": "validation/loss",
     "raw_validation_loss": "validation/raw_loss",
     "validation_bits_per_byte": "validation/bits_per_byte",

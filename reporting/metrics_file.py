@@ -21,7 +21,8 @@ UPPER_BOUNDS = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": 
                 "energy_kwh": 1e12}
 NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss",
            "raw_validation_loss", "grad_norm",
-           "grad_norm_max", "learning_rate", "validation_seconds",
+           "grad_norm_max", "learning_rate", "slowest_step", "slowest_step_seconds",
+           "validation_seconds",
            "embedding_grad_norm", "head_grad_norm", "embedding_update_ratio", "head_update_ratio",
            "embedding_activation_norm", "logit_p1", "logit_p50", "logit_p99", "logit_max",
            "token_loss_p1", "token_loss_p50", "token_loss_p99", "token_loss_max")

@@ -15,6 +15,7 @@ from reporting.clock import (
     CHART,
     CHECKPOINT,
     COMPILE,
+    DIAGNOSTICS,
     DOWNLOAD,
     LOST,
     STARTUP,
@@ -29,8 +30,9 @@ from tokens.batch_plan import BatchPlan
 
 SHOWN_PHASES = {
     TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
-    CHECKPOINT: "checkpoints and charts", COMPILE: "compiling and first steps",
-    DOWNLOAD: "dataset", STARTUP: "start-up", LOST: "after the checkpoint resumed from",
+    DIAGNOSTICS: "diagnostics", CHECKPOINT: "checkpoints and charts",
+    COMPILE: "compiling and first steps", DOWNLOAD: "dataset", STARTUP: "start-up",
+    LOST: "after the checkpoint resumed from",
 }
 FINISHED = "finished"
 MAX_STEPS, SIGNAL, BUDGET = "--max-steps", "signal", "budget"  # what stops a launch before that
@@ -172,7 +174,7 @@ def final_status(run: Run, status: int) -> int:
 
 def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     """Return a summary as lines of text."""
-    best, saved = summary["best"], summary["checkpoints"]
+    best, saved, price = summary["best"], summary["checkpoints"], run.train.usd_per_hour
     losses = f"training loss {_loss(summary['train_loss'])}"
     if summary["validation_loss"] is not None:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
@@ -184,6 +186,7 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f" {summary['num_steps']:,}{because}: {losses} (nats per token)",
         _split("time", summary["seconds"], duration),
         *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
+        *([_up(summary["machine"]["up_seconds"], price)] if price else []),
         *([f"energy: {summary['energy_kwh']:,.3f} kWh, of the GPUs of rank 0's machine"]
           if summary["energy_kwh"] is not None else []),
         f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} per second while"
@@ -197,6 +200,11 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})"
         if best else "no checkpoint could be written",
     ]
+
+
+def _up(seconds: float, usd_per_hour: float) -> str:
+    """Return what the machine has cost: also the set-up, searches and downloads before the run."""
+    return f"machine up {duration(seconds)}, US${seconds / 3600 * usd_per_hour:,.2f}"
 
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:

@@ -91,8 +91,8 @@ def test_a_finished_run_leaves_its_files(finished: tuple[Workplace, str]) -> Non
     run_dir = finished[0].runs_dir / "tiny"
     found = {path.name for path in run_dir.iterdir()}
     assert found == {"model.json", "train.json", "metrics.jsonl", "summary.json", "checkpoints",
-                     "identity.json",
-                     "loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
+                     "identity.json", "loss-chart.png", "grad-norm-chart.png",
+                     "learning-rate-chart.png", "step-time-chart.png"}
     checkpoints = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert sorted(int(name.split("-")[-1]) for name in checkpoints if "-" in name) == [4, 9, 11]
     assert all(re.fullmatch(r"\d{8}Z\d{6}-iteration-\d+|latest|best", n) for n in checkpoints)

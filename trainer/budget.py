@@ -6,7 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reporting.clock import CHART, CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
+from reporting.clock import (
+    CHART,
+    CHECKPOINT,
+    COMPILE,
+    DIAGNOSTICS,
+    TRAINING,
+    VALIDATION,
+    WAITING,
+    PhaseClock,
+)
 from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND
 from run_config import TrainConfig
@@ -35,7 +44,8 @@ class Pace:
         """
         spent = clock.read_this_launch()
         first = spent[COMPILE]  # the only measurement as long as no other step is done
-        step = (spent[TRAINING] + spent[WAITING]) / num_steps if num_steps else first
+        steps = spent[TRAINING] + spent[DIAGNOSTICS] + spent[WAITING]
+        step = steps / num_steps if num_steps else first
         forward = step / plan.gradient_accumulation_steps / 3
         num_batches = -(-train.num_validation_sequences // plan.microbatch_size)
         num_models = 1 if train.weight_average is None else 2  # near the end: averaged weights too

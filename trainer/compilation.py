@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -171,6 +172,37 @@ def _compile_error(work: Callable[[], object]) -> str:
                  if line.strip() and not line.endswith("raised:")]
         return (lines or [type(error).__name__])[0][:160]
     return ""
+
+
+class Recompilations:
+    """Tells once why something was compiled again after `begin`: that stalls a step."""
+
+    def __init__(self) -> None:
+        self._is_looking: bool | None = None  # not yet
+
+    def begin(self) -> None:
+        """Look from now on: after the first validation all should be compiled."""
+        if self._is_looking is None:
+            _take_recompilations()
+            self._is_looking = True
+
+    def line(self) -> str:
+        """Return what was compiled again, and why; empty if nothing was, or all is told."""
+        found = _take_recompilations() if self._is_looking else []
+        self._is_looking = self._is_looking and not found
+        return f"{found[0]}; TORCH_LOGS=recompiles shows all" if found else ""
+
+
+def _take_recompilations() -> list[str]:
+    """Return the recompilations since the last call, as dynamo has recorded them."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes long
+        return []
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    found = [f"{each.co_name}, because {' '.join(each.recompile_reason.split())[:160]}"
+             for each in get_compilation_metrics() if each.recompile_reason]
+    clear_compilation_metrics()
+    return found
 
 
 # Dynamo caches by code object: two functions keep training and validation apart.

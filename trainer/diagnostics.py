@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from basics.device_time import Moment
 from gpt import GPTModel
 from processes.launch import Process
 from run_config import Precision, TrainConfig
@@ -42,7 +43,7 @@ class StepProbe(Probe):
     def __init__(self, global_step: int, precision: Precision) -> None:
         self.global_step, self._precision = global_step, precision
         self._statistics: Statistics = {}
-        self._copied: torch.cuda.Event | None = None
+        self._moments: tuple[Moment, ...] = ()  # start and end of each part of the measuring
 
     def see(self, microbatch: Microbatch) -> None:
         self._microbatch = microbatch
@@ -50,21 +51,27 @@ class StepProbe(Probe):
     def before_update(self, model: GPTModel) -> None:
         _, token_ids, targets = self._microbatch
         del self._microbatch
+        self._device = token_ids.device
+        began = Moment(self._device)
         with autocast(self._precision, token_ids.device):
             self._statistics = forward_statistics(model, token_ids[:1], targets[:1])
         self._add_by_layer("grad_norm", [get_total_norm([weight.grad for weight in part])
                                          for part in parts_of(model)])
         self._before = [[weight.detach().clone() for weight in part] for part in parts_of(model)]
+        self._moments = began, Moment(self._device)
 
     @torch.no_grad()
     def after_update(self, model: GPTModel) -> None:
-        ratios = []
+        ratios, began = [], Moment(self._device)
         for before, after in zip(self._before, parts_of(model), strict=True):
             changes = [new - old for new, old in zip(after, before, strict=True)]
             ratios.append(get_total_norm(changes) / get_total_norm(before))
         del self._before
         self._add_by_layer("update_ratio", ratios)
-        self._start_copy(ratios[0].device)
+        # Into pinned memory, while training goes on.
+        self._statistics = {name: value.to("cpu", non_blocking=True)
+                            for name, value in self._statistics.items()}
+        self._moments += began, Moment(self._device)
 
     def _add_by_layer(self, name: str, values: list[Tensor]) -> None:
         """Add one () value of each part."""
@@ -72,18 +79,14 @@ class StepProbe(Probe):
         self._statistics |= {f"layer_{name}": torch.stack(layers), f"embedding_{name}": embedding,
                              f"head_{name}": head}
 
-    def _start_copy(self, device: torch.device) -> None:
-        """Start to copy the statistics from the device, into pinned memory."""
-        self._statistics = {name: value.to("cpu", non_blocking=True)
-                            for name, value in self._statistics.items()}
-        if device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    def seconds(self) -> float:
+        """Return what measuring took on the device. It waits only for the step itself."""
+        began, ended = self._moments[::2], self._moments[1::2]
+        return sum(map(Moment.seconds_since, ended, began))
 
     def read(self) -> Numbers:
         """Return the statistics as numbers. It waits only for the step itself."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._moments[-1].wait()
         return {name: _rounded(value.tolist()) for name, value in self._statistics.items()}
 
 
@@ -106,11 +109,10 @@ class Diagnostics:
         self._unread.append(StepProbe(global_step, self._precision))
         return self._unread[-1]
 
-    def read(self, up_to: int) -> Iterator[tuple[int, Numbers]]:
-        """Yield the steps measured since the last call, up to `up_to`, and their statistics."""
+    def measured(self, up_to: int) -> Iterator[StepProbe]:
+        """Yield what has measured steps since the last call, up to `up_to`."""
         while self._unread and self._unread[0].global_step <= up_to:
-            probe = self._unread.pop(0)
-            yield probe.global_step, probe.read()
+            yield self._unread.pop(0)
 
 
 def parts_of(model: GPTModel) -> list[list[Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
+from basics.machine import machine_up_seconds
 from basics.run_identity import Identity, write_identity
 from checkpointing import best_of, list_checkpoints
 from processes.launch import device_name, gpu_uuids, machine_facts
@@ -25,6 +26,7 @@ from reporting.summary import RunEnd, StopReason
 from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import clean_up
+from trainer.compilation import Recompilations
 from trainer.diagnostics import Diagnostics
 from trainer.precision import autocast
 from trainer.side_processes import SideProcesses
@@ -59,6 +61,7 @@ class Reports:
                                     watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
         self._reports_speed = self._warns_of_cudnn = True
+        self._recompilations = Recompilations()
         self._has_ended = False  # the full summary is on disk
 
     def begin(self, num_parameters: int) -> None:
@@ -132,6 +135,7 @@ class Reports:
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
         self._report_windows(self.window.take(waits=waits or says_speed))
         self.warn_of_failed_write()
+        self.console.warn("a step compiled again", self._recompilations.line())
         self.beside.warn()
         self._reports_speed = self._reports_speed and not says_speed
         if says_speed and self.process.is_main:
@@ -139,8 +143,9 @@ class Reports:
 
     def _report_windows(self, windows: list[ClosedWindow]) -> None:
         for window in windows:
-            for measured_step, values in self.diagnostics.read(up_to=window.global_step):
-                self.console.report_diagnostics(measured_step, values, window)
+            for probe in self.diagnostics.measured(up_to=window.global_step):
+                self.console.report_diagnostics(probe.global_step, probe.read(), window)
+                self.clock.count_diagnostics(probe.seconds())
             summary = self.window.summarise(window)  # waits for the device
             self.console.report_steps(window, summary, self._machine(window))
             self._check_skipped_steps(window.global_step)
@@ -198,7 +203,8 @@ class Reports:
         )
 
     def write_samples(self, global_step: int) -> None:
-        """Continue the run's `sample_prompts` with the model. Rank 0."""
+        """Continue the run's `sample_prompts` with the model, after a validation. Rank 0."""
+        self._recompilations.begin()
         if prompts := self.run.train.sample_prompts:
             with self.clock.phase(VALIDATION), self._inference():
                 failure = self._sampler().try_to_write(
@@ -243,7 +249,8 @@ class Reports:
             num_parameters=self.step.state.model.num_parameters(),
             best=best and best.facts(),
             checkpoints=self.saver.facts(),
-            machine=machine_facts(self.process, self.step.precision) | self.step.facts(),
+            machine=machine_facts(self.process, self.step.precision) | self.step.facts() | {
+                "up_seconds": machine_up_seconds()},
             tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
             failure=failure,

@@ -28,6 +28,7 @@ from checkpointing import (
 from gpt import num_parameters
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
+from processes.heartbeat import count_by, seconds_before
 from processes.launch import Process, unused_gpus
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock
@@ -103,10 +104,7 @@ class PreparedRun:
         return self.is_trained and not self.lacks_validation and self.summary_says_finished
 
     def run_identity(self) -> Identity:
-        """Return what the launch trains as; anew if it starts over or from an earlier checkpoint.
-
-        Rank 0.
-        """
+        """Return what the launch trains as, anew if it starts over or steps back. Rank 0."""
         found = read_identity(self.run.run_dir)
         if self.resume_from is None:
             return Identity() if found is None or self.options.fresh else found
@@ -172,18 +170,21 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         step("initial weights", lambda: initial_model(
             run, options.runs_dir, tokenizer_name=data.tokenizer_name)
              if process.is_main_of_node else None)
-    warnings += unused_options(run.model, run.train) + notices
-    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
-                           tuple(warnings))
     if not options.fresh:
         records = step("records", lambda: read_metrics(run.metrics_path))
         *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))
         clock.count_lost(*spent)
+    warnings += [*unused_options(run.model, run.train), *notices,
+                 clock.set_price(run.train.usd_per_hour)]
+    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
+                           tuple(filter(None, warnings)))
+    if not options.fresh:
+        clock.count_lost(seconds_before())  # of launches that were killed
         prepared = replace(prepared, energy_kwh=energy_kwh)
+    count_by(clock.total_seconds)
     if resume_from is not None:
         prepared = replace(prepared, warnings=(*prepared.warnings, *resume_warnings(
             resume_from, run, records, data=data.fingerprints, num_steps=prepared.num_steps)))
-    clock.usd_per_hour = run.train.usd_per_hour
     step("budget", lambda: check_budget(prepared, clock))
     needs_disk = process.is_main and not prepared.is_trained
     step("disk space", lambda: check_disk_space(run) if needs_disk else None)

@@ -12,6 +12,7 @@ import click
 
 from basics.errors import UserError, visible, why_not_written
 from basics.json_output import print_json
+from basics.option_types import USD_PER_HOUR
 
 if TYPE_CHECKING:
     from lab.compare.rows import Comparison
@@ -37,10 +38,13 @@ WIDTH_WITHOUT_TERMINAL = 160  # characters
 @click.option("--to-loss-of", metavar="RUN",
               help="Show after how many tokens each run reached the final validation loss of RUN."
                    "  [default: of every other run, if there are 2 to 4]")
+@click.option("--usd-per-hour", "prices", multiple=True, metavar="RUN=PRICE",
+              help="Price all the time of RUN afterwards; may be repeated.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 def command(runs: tuple[str, ...], published: bool, form: str | None, html_path: Path | None,
-            charts_dir: Path | None, to_loss_of: str | None, runs_dir: Path) -> None:
+            charts_dir: Path | None, to_loss_of: str | None, prices: tuple[str, ...],
+            runs_dir: Path) -> None:
     """Compare RUNs, or all runs that have been launched. Works while they train.
 
     Runs that differ only in random_seed are merged into one row.
@@ -50,7 +54,7 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
     from lab.compare.tables import comparison_document, csv_table, html_page
     from lab.compare.tokens_to_loss import tokens_to_loss
 
-    comparison = compare(_results(runs_dir, runs, published=published))
+    comparison = compare(_priced(_results(runs_dir, runs, published=published), prices))
     to_loss = tokens_to_loss(comparison, to_loss_of)
     if form == "csv":
         click.echo(visible(csv_table(comparison, to_loss)), nl=False)
@@ -70,6 +74,21 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
             html_path.write_text(html_page(comparison, charts, to_loss), encoding="utf-8")
     for line in [*missing, *(f"written: {path}" for path in [*charts, html_path] if path)]:
         click.echo(visible(line), err=True)  # stdout may be redirected to a file with the table
+
+
+def _priced(results: list[Result], prices: tuple[str, ...]) -> list[Result]:
+    """Price results. Raises: UserError: a price is not one, or of none of the runs."""
+    from lab.compare.run_results import priced
+
+    by_name = {}
+    for text in prices:
+        name, _, price = text.rpartition("=")
+        if name not in [result.name for result in results]:
+            raise UserError(f"--usd-per-hour {text[:60]!r}: wanted RUN=PRICE, with a RUN of the"
+                            " comparison")
+        by_name[name] = USD_PER_HOUR(price)
+    return [priced(result, by_name[result.name]) if result.name in by_name else result
+            for result in results]
 
 
 def _tables(comparison: Comparison, to_loss: TokensToLoss | None, form: str | None) -> str:

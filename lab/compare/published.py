@@ -26,6 +26,9 @@ def read_published(path: Path = PUBLISHED_PATH) -> list[Result]:
 def _result(row: dict[str, Any], test_slice: str) -> Result:
     """Convert one published row; compute dollars from its seconds and the machine's price."""
     known = {name: row[name] for name in Figures.__dataclass_fields__ if name in row}
+    num_gpus, _, device = row.get("machine", "").partition("x ")
+    if device:
+        known["num_gpus"] = int(num_gpus)
     for key, seconds in (("usd", "seconds"), ("validation_usd", "validation_seconds")):
         if seconds in row and "usd_per_hour" in row:
             known[key] = row[seconds] / 3600 * row["usd_per_hour"]
@@ -35,7 +38,7 @@ def _result(row: dict[str, Any], test_slice: str) -> Result:
         name=row["name"], status=PUBLISHED, figures=Figures(**known), notes=row.get("notes", ""),
         size=row["model"],
         tests={test_slice: row["test_loss"]} if "test_loss" in row else {},
-        memory_gib=row.get("gib_per_gpu"),
+        device=device or None, memory_gib=row.get("gib_per_gpu"),
         loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),
         memory_group=(PUBLISHED,),
     )

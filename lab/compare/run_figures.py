@@ -46,6 +46,7 @@ class Figures:
     tokens_per_second: float | None = None  # while training
     usd: float | None = None
     validation_usd: float | None = None
+    num_gpus: float | None = None
 
     @property
     def seconds_without_validation(self) -> float | None:
@@ -54,6 +55,10 @@ class Figures:
     @property
     def usd_without_validation(self) -> float | None:
         return _difference(self.usd, self.validation_usd)
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        return _ratio(self.usd, _ratio(self.seconds, 3600))
 
     @property
     def usd_per_megatoken(self) -> float | None:
@@ -168,7 +173,7 @@ def figures_of(written: Written, config: dict[str, Any]) -> Figures:
     rate = written.latest("tokens_per_second")
     if not written.has_ended and (rates := written.recorded("tokens_per_second")):
         rate = statistics.median(rates)
-    planned = written.part("batch").get("microbatch_size")
+    planned, machine = written.part("batch").get("microbatch_size"), written.part("machine")
     return Figures(
         global_batch_size=_batch_size(written, config, _ratio(tokens, steps)),
         microbatch_size=number(planned) or number(config.get("microbatch_size")),
@@ -177,6 +182,7 @@ def figures_of(written: Written, config: dict[str, Any]) -> Figures:
         validation_loss=written.latest("validation_loss"),
         validation_bits_per_byte=written.latest("validation_bits_per_byte"),
         **_judged(written.judged),
+        num_gpus=number(machine.get("processes")) if machine.get("device_type") == "cuda" else None,
         **(_spent(written) if written.has_ended else _spent_so_far(written)),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Result:
         test_slice: the slice of the test loss in `figures`; the comparison chooses it.
         tokenizer: its name, if the run recorded it.
         machine: device, precision, number of processes.
+        device: name of the GPU, or of the CPU.
         loss_group: results with an equal one form a curve of the loss over the batch size.
         memory_group: results with an equal one form a line of the memory over the microbatch.
     """
@@ -61,6 +62,7 @@ class Result:
     tokenizer: str | None = None
     notes: str = ""
     machine: tuple[str, ...] = ()
+    device: str | None = None
     records: tuple[Record, ...] = ()
     memory_gib: float | None = None
     judge: str = ""  # who gave the instruction score, and when
@@ -75,6 +77,18 @@ class Result:
     def text_of(self, test_slice: str) -> str:
         """Return what identifies the text of a slice: equal for the same text in other tokens."""
         return self.texts.get(test_slice, test_slice)
+
+
+def priced(result: Result, usd_per_hour: float) -> Result:
+    """Return a result as if all of its time had cost this much."""
+    def usd(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds / 3600 * usd_per_hour
+
+    figures = replace(result.figures, usd=usd(result.figures.seconds),
+                      validation_usd=usd(result.figures.validation_seconds))
+    records = tuple(record | {"usd": usd(number(record.get("seconds")))}
+                    for record in result.records)
+    return replace(result, figures=figures, records=records)
 
 
 def shown(value: Any) -> str:
@@ -130,6 +144,7 @@ def read_result(run_dir: Path) -> Result:
     return Result(
         name=one_line(run_dir.name), status=status, config=config, machine=machine,
         size=_size(config),
+        device=machine[0] if isinstance(facts.get("device"), str) else None,
         figures=figures_of(written, config), records=written.records,
         tests={slice_of(line): line["loss"] for line in tests},  # later lines win
         test_bits={slice_of(line): number(line.get("bits_per_byte")) for line in tests},

@@ -23,7 +23,8 @@ from lab.compare.tokens_to_loss import TokensToLoss
 
 MIN_WIDTHS = {"run": 20, "differs": 28}  # characters, of the columns whose text can be wrapped
 HIDDEN_FIRST = (  # in a terminal that is too narrow
-    "model", "microbatch_size", "usd_per_megatoken_without_validation", "ift_score", "steps",
+    "model", "machine", "microbatch_size", "usd_per_megatoken_without_validation", "ift_score",
+    "steps", "num_gpus", "usd_per_hour",
     "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss",
     "seconds_without_validation", "tokens", "seconds", "usd", "validation_loss",
     "global_batch_size",
@@ -129,6 +130,9 @@ COLUMNS = (
     Column("seconds_without_validation", "seconds,\nno val.",
            _figure("seconds_without_validation", _whole)),
     Column("tokens_per_second", "tokens\nper s", _figure("tokens_per_second", _whole)),
+    Column("machine", "machine", lambda _, row: row.first.device, "left"),
+    Column("num_gpus", "GPUs", _figure("num_gpus", _whole)),
+    Column("usd_per_hour", "US$ an\nhour", _figure("usd_per_hour", dollars)),
     Column("usd", "US$", _figure("usd", dollars)),
     Column("usd_without_validation", "US$,\nno val.",
            _figure("usd_without_validation", dollars)),
@@ -136,7 +140,8 @@ COLUMNS = (
     Column("usd_per_megatoken_without_validation", "US$ per\nMtoken,\nno val.",
            _figure("usd_per_megatoken_without_validation", "{:.4f}".format)),
 )
-CSV_FIGURES = tuple(column.key for column in COLUMNS if column.key not in (*MIN_WIDTHS, "model"))
+CSV_FIGURES = tuple(column.key for column in COLUMNS
+                    if column.key not in (*MIN_WIDTHS, "model", "machine"))
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,7 @@ def values_of(comparison: Comparison, row: Row, to_loss: TokensToLoss | None) ->
     return {
         "run": ", ".join(result.name for result in row.results), "status": row.first.status,
         "differs": row.differs or row.first.notes, "model": row.first.size,
-        "num_seeds": len(row.results),
+        "machine": row.first.device, "num_seeds": len(row.results),
         **{key: getattr(row.figures, key) for key in CSV_FIGURES},
         **{key: getattr(row.figures, key) for key in ("ift_low", "ift_high")},
         "ift_judge": row.first.judge,

@@ -22,8 +22,8 @@ from reporting.metrics_file import MAX_RECORDS_BYTES, valid_records
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}
 NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss", "learning_rate",
-           "grad_norm", "grad_norm_max", "tokens_per_second", "mfu", "usd", "energy_kwh",
-           "host_ram_gib", "host_load", "disk_free_gib")
+           "grad_norm", "grad_norm_max", "tokens_per_second", "slowest_step_seconds", "mfu", "usd",
+           "energy_kwh", "host_ram_gib", "host_load", "disk_free_gib")
 BY_GPU = ("gpu_memory_gib", "gpu_use_percent", "gpu_temperature_c", "gpu_power_w")
 THROTTLING, SLOWED = "gpu_throttling", "gpus_slowed_down"
 KEYS = (*NUMBERS, *(f"{key}{end}" for key in BY_GPU for end in ("", "_min", "_max")), SLOWED)

@@ -126,7 +126,7 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     step = latest.global_step if step is None else step
     num_steps = _whole(latest.values.get("num_steps", summary.get("num_steps")))
     is_running = status == RUNNING
-    fields = _losses_and_spent(summary, latest)
+    fields = _losses_and_spent(summary, latest, number(beat.get("seconds")))
     return RunState(
         name=name, status=status, reason=words(summary.get("reason")),
         phase=words(beat.get("phase")) if is_running else None, heartbeat_seconds=age,
@@ -137,10 +137,14 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     )
 
 
-def _losses_and_spent(summary: Record, latest: Latest) -> dict[str, float | None]:
+def _losses_and_spent(summary: Record, latest: Latest,
+                      until_beat: float | None) -> dict[str, float | None]:
     """Return the fields that the summary and the records have in common.
 
-    What has been spent is the larger one: the summary of a running launch has that of its start.
+    What has been spent is the largest one: the summary of a running launch has that of its start.
+
+    Args:
+        until_beat: seconds until the last heartbeat.
     """
     values = latest.values
     seconds = [n for n in map(number, _part(summary, "seconds").values()) if n is not None]
@@ -152,7 +156,7 @@ def _losses_and_spent(summary: Record, latest: Latest) -> dict[str, float | None
         validation_loss = number(summary.get("validation_loss"))
     return fields | {
         "validation_loss": validation_loss, "mfu": values.get("mfu"),
-        "seconds": max([sum(seconds), values.get("seconds", 0.0)]) or None,
+        "seconds": max(sum(seconds), values.get("seconds", 0.0), until_beat or 0.0) or None,
         "usd": max((n for n in (usd, values.get("usd")) if n is not None), default=None),
     }
 

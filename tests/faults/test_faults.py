@@ -497,9 +497,16 @@ def test_a_crash_has_the_status_of_its_signal(workplace: Workplace, run_dir: Pat
     assert last_line_of_ours(result).startswith("Error: rank 1 is gone in training at step 7")
 
 
-def test_a_heartbeat_can_be_seen_from_outside(workplace: Workplace, run_dir: Path) -> None:
-    with_fault(workplace, "train:kill:rank=0:hit=7")
-    beat = json.loads((run_dir / "heartbeat.json").read_text())
-    assert beat.keys() == {"time", "phase", "global_step", "pid", "host"}
+def test_a_heartbeat_tells_what_launches_took_that_were_killed(
+    workplace: Workplace, run_dir: Path
+) -> None:
+    spent = []
+    for fault in ("prepare:kill:rank=0", "train:kill:rank=0:hit=7"):
+        with_fault(workplace, fault)
+        beat = json.loads((run_dir / "heartbeat.json").read_text())
+        assert beat.keys() == {"time", "phase", "global_step", "seconds", "pid", "host"}
+        spent.append(beat["seconds"])
+    assert 0 < spent[0] < spent[1]
     succeeded(workplace.torchrun(2, "tiny"))
+    assert summary_of(run_dir)["seconds"]["lost"] >= spent[0]
     assert not (run_dir / "heartbeat.json").exists()

@@ -147,14 +147,15 @@ def test_csv_row_has_all_figures_of_a_run(runs: Runs) -> None:
     runs.add("one", losses=(3.25, 3.125, 3.0625))
     row = csv_rows(runs.compare())["one"]
     assert {key: float(row[key]) for key in row if key not in (
-        "run", "status", "differs", "model", "sorted_by", "is_within_spread", "test_slice")
-        and row[key]} == pytest.approx({
+        "run", "status", "differs", "model", "machine", "sorted_by", "is_within_spread",
+        "test_slice") and row[key]} == pytest.approx({
         "num_seeds": 1, "global_batch_size": 8, "microbatch_size": 2, "tokens": 1536, "steps": 12,
         "train_loss": 3.25, "validation_loss": 3.125, "test_loss": 3.0625, "seconds": 100,
-        "seconds_without_validation": 90, "tokens_per_second": 17, "usd": 1,
+        "seconds_without_validation": 90, "tokens_per_second": 17, "usd_per_hour": 36, "usd": 1,
         "usd_without_validation": 0.9, "usd_per_megatoken": 1 / 0.001536,
         "usd_per_megatoken_without_validation": 0.9 / 0.001536})
-    assert row["status"] == "finished" and row["ift_score"] == ""
+    assert row["status"] == "finished" and row["ift_score"] == row["num_gpus"] == ""
+    assert row["machine"] == "AMD EPYC"
     assert row["test_slice"] == "tiny/validation, 400 tokens from token 0"
 
 
@@ -543,6 +544,7 @@ def test_published_rows_are_marked_and_have_their_figures(runs: Runs) -> None:
         "global_batch_size": "104", "microbatch_size": "13", "tokens": "3260190720",
         "test_loss": "3.674", "ift_score": "17.09", "seconds": "13904",
         "seconds_without_validation": "12404", "tokens_per_second": "254000",
+        "machine": "A100 40 GiB", "num_gpus": "8", "usd_per_hour": "10.32",
         "usd": repr(13904 / 3600 * 10.32), "sorted_by": "test_loss", "is_within_spread": "false",
         "usd_without_validation": published["8x A100 40 GiB"]["usd_without_validation"],
         "usd_per_megatoken": repr(13904 / 3600 * 10.32 / 3260.19072),
@@ -710,7 +712,7 @@ def test_terminal_table_fits_and_names_its_hidden_columns(runs: Runs, width: int
     text = terminal_table(runs.compare(published=True), width=width)
     table, notes = text.split("\n\n")
     assert max(map(len, table.splitlines())) <= width
-    assert ("hidden columns: model, microbatch_size" in notes) == (width < 250)
+    assert ("hidden columns: model, machine, microbatch_size" in notes) == (width < 250)
     assert "3.0200 ± 0.0100 (n=3)" in table
 
 
@@ -799,6 +801,24 @@ def test_failed_write_of_the_html_page_names_the_path(
     monkeypatch.setattr(Path, "write_text", write_text)
     with pytest.raises(UserError, match="page.html: cannot be written .No space.* with --html"):
         runs.run("--html", str(tmp_path / "page.html"))
+
+
+def test_runs_are_priced_afterwards(runs: Runs) -> None:
+    gpus = {"machine": {"device": "H100", "device_type": "cuda", "processes": 8}}
+    runs.add("priced", losses=(3.0, 4.0, None), summary=gpus | {"usd": None})
+    runs.record("priced")
+    runs.add("other", losses=(3.0, 4.1, None))
+    prices = ["--usd-per-hour", "priced=72", "--usd-per-hour", "other=0.9"]
+    output = runs.run("--csv", "--to-loss-of", "other", *prices).stdout
+    rows = {row["run"]: row for row in csv.DictReader(io.StringIO(output))}
+    assert [float(rows["priced"][key]) for key in (
+        "usd_per_hour", "usd", "usd_without_validation", "num_gpus")] == [72, 2, 1.8, 8]
+    assert float(rows["priced"]["usd_to_loss"]) == pytest.approx(2 * 10 / 12)
+    assert float(rows["other"]["usd"]) == pytest.approx(0.025)
+    with pytest.raises(UserError, match="--usd-per-hour 'none=1': wanted RUN=PRICE"):
+        runs.run("--usd-per-hour", "none=1")
+    with pytest.raises(AssertionError, match="nan is not a finite number"):
+        runs.run("--usd-per-hour", "other=nan")
 
 
 def test_there_is_a_panel_with_dollars_only_if_a_run_has_a_price(runs: Runs) -> None:

@@ -56,12 +56,24 @@ def shown(runs_dir: Path, *names: str, width: int = 100) -> str:
 
 def test_all_runs_are_listed_with_their_status_and_progress(runs_dir: Path) -> None:
     output = succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in output.splitlines()[3:]}
+    *lines, total = output.splitlines()[3:]
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     assert next(iter(rows)) == "trains" and rows == {
         "finished": "finished 100/100 3.0200 - 0:03:20 1.00",
         "killed": "no heartbeat 40/100 4.2200 - 0:01:20 0.4000",
         "trains": "running 40/100 4.2200 - 0:01:20 0.4000",
         "new": "not launched - - - - -"}
+    assert total == "in all: 0:06:00, US$1.80"
+
+
+def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_their_start(
+    runs_dir: Path
+) -> None:
+    (runs_dir / "new/heartbeat.json").write_text('{"seconds": 40.0}')
+    output = succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
+    assert output.splitlines()[-1] == "in all: 0:06:40, US$1.80 and 1 of 4 runs without a price"
+    assert "in all: 0:00:40\n" in succeeded(run_lab("list", "new", "--runs-dir",
+                                                    str(runs_dir))).stdout
 
 
 def test_the_list_is_a_json_document(runs_dir: Path) -> None:

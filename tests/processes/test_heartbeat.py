@@ -1,4 +1,4 @@
-"""The claim on a run whose file system has no locks."""
+"""The claim on a run whose file system has no locks, and the time of launches that were killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import pytest
 
 from basics.directory_lock import lock_directory
 from processes import heartbeat
-from processes.heartbeat import HEARTBEAT, claim, read_heartbeat
+from processes.heartbeat import (
+    HEARTBEAT,
+    announce,
+    claim,
+    read_heartbeat,
+    seconds_before,
+    withdraw,
+)
 from processes.run_lock import LockedError, lock_run, release_run
 from tests.support import odd_files
 from tests.support.runs import with_deadlines
@@ -164,3 +171,55 @@ def test_an_old_heartbeat_and_one_of_this_machine_are_not_waited_for(
 def test_a_heartbeat_that_cannot_be_read_is_none(run_dir: Path, content: str) -> None:
     (run_dir / HEARTBEAT).write_text(content)
     assert read_heartbeat(run_dir) == {} and claim(run_dir) == {}
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], float]]:
+    """Begin a launch after the one before was killed; return what it finds of that."""
+    monkeypatch.setattr(heartbeat, "STARTUP_SECONDS", 0.05)
+
+    def begin() -> float:
+        heartbeat._begun.clear()
+        os.environ.pop(heartbeat.EARLIER, None)
+        announce(tmp_path)
+        return seconds_before()
+
+    yield begin
+    withdraw()
+    beat(tmp_path, -1)
+    wait_for_the_end_of_the_claim()
+
+
+def test_a_launch_that_is_killed_while_it_starts_is_counted_by_the_next_one(
+    tmp_path: Path, launch: Callable[[], float]
+) -> None:
+    (tmp_path / "summary.json").write_text('{"seconds": {"training": 90.5, "lost": 9.5}}')
+    assert launch() == 100
+    first = read_heartbeat(tmp_path)["seconds"]
+    assert first > 100
+    assert launch() == first
+    assert read_heartbeat(tmp_path)["seconds"] > first
+    withdraw()
+    assert read_heartbeat(tmp_path)["seconds"] > first  # nothing else tells it
+
+
+@pytest.mark.parametrize("seconds", ['"9"', "NaN", "-1", "1e300", "null", "[9]", '{"a": "9"}'])
+def test_a_launch_that_ends_by_itself_before_it_trains_leaves_no_heartbeat(
+    tmp_path: Path, launch: Callable[[], float], seconds: str
+) -> None:
+    (tmp_path / "summary.json").write_text(f'{{"seconds": {seconds}}}')
+    assert launch() == 0 and (tmp_path / HEARTBEAT).exists()
+    withdraw()
+    assert not (tmp_path / HEARTBEAT).exists() and seconds_before() == 0
+
+
+def test_the_processes_of_a_launch_keep_the_heartbeat_of_their_parent(
+    tmp_path: Path, launch: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat(tmp_path, 1, seconds=50)
+    monkeypatch.setenv(heartbeat.EARLIER, "7")
+    announce(tmp_path)
+    assert read_heartbeat(tmp_path)["pid"] == 7 and seconds_before() == 7
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # after others of this launch
+    announce(tmp_path)
+    assert read_heartbeat(tmp_path)["pid"] == os.getpid() and seconds_before() == 50

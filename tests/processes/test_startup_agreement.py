@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,7 +131,9 @@ def test_a_process_does_not_wait_for_long_for_one_that_never_begins(
     assert caught.value.status == 1
 
 
-def test_one_process_agrees_with_itself_without_torchrun(capsys: pytest.CaptureFixture) -> None:
+def test_one_process_agrees_with_itself_without_torchrun(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agreement = Agreement.in_one_process()
     assert agreement.run("step", lambda: 7) == 7
     assert agreement.from_rank_0("text", lambda: "a") == "a"
@@ -137,7 +141,9 @@ def test_one_process_agrees_with_itself_without_torchrun(capsys: pytest.CaptureF
     assert agreement.step_before_restart() is None
     with pytest.raises(AgreedError, match=r"runs/\\udcff: not UTF-8"):
         agreement.run("path", lambda: fail_with(UserError("runs/\udcff: not UTF-8")))
-    agreement.report_once("Error: once")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
+        agreement.exit(UserError("once"))
     assert capsys.readouterr().err == "Error: once\n"
 
 

@@ -138,6 +138,22 @@ def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run() -> Non
     assert [record["global_step"] for record in charts.find_spikes(found)] == list(peaks)
 
 
+def test_the_chart_of_step_times_names_the_slowest_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, drawn = records(300), Figure()
+    for place, record in enumerate(found):
+        record |= {"slowest_step": 10 * place + 3, "slowest_step_seconds": place % 7 / 10}
+    found[9] |= {"slowest_step_seconds": 29.0}
+    found[3] |= {"slowest_step": None, "slowest_step_seconds": None}
+    monkeypatch.setattr(charts, "_draw", lambda path, ylabel, plot: path.name.startswith(
+        "step-time") and plot(drawn.subplots()))
+    draw_charts(tmp_path, found)
+    _, labels = drawn.axes[0].get_legend_handles_labels()
+    assert labels == ["slowest step between two points", "slowest of all: step 94 with 29 s"]
+    assert max(drawn.axes[0].lines[0].get_ydata()) == 29
+
+
 def test_missing_numbers_do_not_stop_a_chart(tmp_path: Path) -> None:
     found = records(300)
     found[3]["train_loss"] = found[4]["grad_norm"] = found[5]["grad_norm_max"] = None

@@ -22,6 +22,16 @@ def test_time_is_booked_to_its_phase(now: FakeTime) -> None:
     assert sum(seconds.values()) == 30
 
 
+def test_some_of_the_training_can_be_booked_to_another_phase(now: FakeTime) -> None:
+    clock = PhaseClock()
+    clock.enter("training")
+    now.seconds += 10
+    clock.count_diagnostics(4.0)
+    assert (clock.read()["training"], clock.read()["diagnostics"]) == (6, 4)
+    clock.count_diagnostics(7.0)  # more than there is: part was in another phase
+    assert (clock.read()["training"], clock.read()["diagnostics"]) == (0, 10)
+
+
 def test_waiting_for_items_is_booked_and_closing_reaches_their_source(now: FakeTime) -> None:
     closed = []
 
@@ -43,16 +53,39 @@ def test_waiting_for_items_is_booked_and_closing_reaches_their_source(now: FakeT
     assert list(clock.waiting_for(items())) == [0, 1, 2, 3, 4]
 
 
-def test_earlier_launches_count_at_their_own_price(now: FakeTime) -> None:
+@pytest.mark.parametrize(("at_checkpoint", "recorded", "price", "says", "usd"), [
+    # US$ of the checkpoint's hour; hours and US$ of all launches; after half an hour more: US$ of
+    # training, and of what is lost
+    (10.0, (1.0, 10.0), 40.0, "", (30.0, 0.0)),
+    (10.0, (1.5, 16.0), 40.0, "", (30.0, 6.0)),
+    (None, (1.5, 0.0), 40.0, "1.5 hours are counted at US$40.00 an hour too", (60.0, 20.0)),
+    (None, (1.5, 15.0), 40.0, "", (30.0, 5.0)),  # the price came after the checkpoint
+    (10.0, (1.0, 10.0), None, "at that of the earlier ones, US$10.00 an hour", (15.0, 0.0)),
+])
+def test_all_launches_have_a_price(
+    now: FakeTime, at_checkpoint: float | None, recorded: tuple[float, float],
+    price: float | None, says: str, usd: tuple[float, float]
+) -> None:
+    clock = PhaseClock()
+    clock.resume({"training": 3600.0}, {} if at_checkpoint is None else {"training": at_checkpoint})
+    clock.count_lost(recorded[0] * 3600, recorded[1])
+    line = clock.set_price(price)
+    assert says in line and bool(says) == bool(line)
+    with clock.phase("training"):
+        now.seconds += 1800
+    assert clock.read()["training"] == 5400 and clock.read_this_launch()["training"] == 1800
+    assert (clock.usd()["training"], clock.usd()["lost"]) == pytest.approx(usd)
+
+
+def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now: FakeTime) -> None:
     clock = PhaseClock()
     clock.resume({"training": 3600.0}, {"training": 10.0})
-    clock.enter("training")
-    now.seconds += 1800
-    assert clock.usd()["training"] == 10.0  # no price for this start: it adds nothing
-    clock.usd_per_hour = 40.0
-    assert clock.read()["training"] == 5400
-    assert clock.usd()["training"] == 30.0
-    assert clock.read_this_launch()["training"] == 1800
+    clock.count_lost(3600.0, 10.0)
+    clock.set_price(40.0)
+    clock.count_lost(5400.0)
+    now.seconds += 10
+    assert clock.read()["lost"] == 1800 and clock.usd()["lost"] == 20
+    assert clock.total_seconds() == 5410 == sum(clock.read().values())
 
 
 def test_without_any_price_there_are_no_dollars(now: FakeTime) -> None:

@@ -101,6 +101,30 @@ def test_speed_is_that_of_the_windows_own_steps(
     assert speeds == pytest.approx([2.0, 4.0, 8.0, 2.0])
 
 
+def test_the_slowest_step_of_a_window_is_told(late: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its number and its seconds; what comes between two windows is no part of a step."""
+    now = FakeTime()
+    monkeypatch.setattr(device_time.time, "perf_counter", now)
+    window, found = LossWindow(CPU), []
+
+    def train(first_step: int, *seconds: float) -> None:
+        for each in seconds:
+            now.seconds += each
+            window.add(torch.tensor(1.0), torch.tensor(float("nan")))  # skipped steps count too
+        window.close(first_step + len(seconds) - 1, 0.1, PhaseClock())
+        found.extend(map(window.summarise, window.take(waits=True)))
+
+    now.seconds += 100  # it compiles
+    window.add(torch.tensor(1.0), torch.tensor(1.0))
+    window.restart_timing()
+    train(1, 1.0, 29.0, 2.0)
+    now.seconds += 1000  # a checkpoint and a validation
+    window.restart_timing()
+    train(4, 3.0, 1.0)
+    assert [(each.slowest_step, each.slowest_step_seconds) for each in found] == [
+        (2, 29.0), (4, 3.0)]
+
+
 @pytest.mark.gpu
 def test_closing_and_taking_windows_never_waits_for_the_device() -> None:
     device = torch.device("cuda", 0)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.run
 
 from basics import memory_meters
-from processes import before_torch, run_lock, startup_agreement
+from processes import before_torch, heartbeat, run_lock, startup_agreement
 from processes.watchdog import Watchdog
 from tests.support.workplace import PROJECT_DIR, Workplace
 
@@ -60,6 +60,7 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
         except Exited as error:
             status = error.args[0]
         finally:
+            heartbeat.withdraw()
             run_lock.release_run()
             signal.signal(signal.SIGINT, handler)
             gc.enable()

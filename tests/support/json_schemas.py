@@ -98,6 +98,8 @@ class Compared(_Part):
     seconds: float | None
     seconds_without_validation: float | None
     tokens_per_second: float | None
+    num_gpus: float | None
+    usd_per_hour: float | None
     usd: float | None
     usd_without_validation: float | None
     usd_per_megatoken: float | None
@@ -105,6 +107,7 @@ class Compared(_Part):
     ift_low: float | None
     ift_high: float | None
     ift_judge: str
+    machine: str | None
     test_loss_spread: float | None
     validation_loss_spread: float | None
     train_loss_spread: float | None

@@ -20,7 +20,8 @@ from tests.support.workplace import Workplace, read_lines, succeeded
 
 # Every 5 steps a validation and a checkpoint; 12 steps on two processes.
 SETTINGS = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 30.0}
-TIMED = {"seconds", "usd", "tokens_per_second", "validation_seconds", *OF_MACHINE}
+TIMED = {"seconds", "usd", "tokens_per_second", "validation_seconds", "slowest_step",
+         "slowest_step_seconds", *OF_MACHINE}
 
 
 def with_fault(workplace: Workplace, fault: str, *arguments: str) -> CompletedProcess[str]:

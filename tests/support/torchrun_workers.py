@@ -211,8 +211,7 @@ def check_agreement(agreement: Agreement, disagree) -> None:
     try:
         disagree(agreement, rank)
     except UserError as error:
-        agreement.report_once(f"Error: {error}")
-        sys.exit(2)
+        agreement.exit(error)
 
 
 if __name__ == "__main__":

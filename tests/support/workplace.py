@@ -32,6 +32,7 @@ from safetensors.numpy import save_file
 
 from basics import failpoints
 from basics.errors import STOP_SIGNALS
+from processes import heartbeat
 from processes.run_lock import PARENT_DEATH_SIGNAL, release_run
 from reporting import chart_process, charts
 from reporting.metrics_file import read_metrics
@@ -122,8 +123,12 @@ class Workplace:
         return forked("ddp_train.py", self.arguments(*arguments), environment=environment)
 
     def files(self) -> dict[str, int]:
-        """Every file below here with its time of change, to see that nothing was written."""
-        return {str(path): path.lstat().st_mtime_ns for path in self.root.rglob("*")}
+        """Every file below here with its time of change, to see that nothing was written.
+
+        That of a directory is left out: a heartbeat comes and goes.
+        """
+        return {str(path): 0 if path.is_dir() else path.lstat().st_mtime_ns
+                for path in self.root.rglob("*")}
 
 
 def train_tiny(root: Path, **train: Any) -> Workplace:
@@ -241,6 +246,7 @@ def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 os.close(int(descriptor))
     release_run()  # nor is its lock: it is handed over
+    heartbeat._begun.clear()  # nor is its heartbeat
     for number in STOP_SIGNALS:  # nor are its handlers
         signal.signal(number, signal.SIG_DFL)
     _run_script(script, arguments)
@@ -269,7 +275,10 @@ def _run_script(script: str, arguments: list[str]) -> None:
     torch.distributed.run.run = lambda options: _run_agent(
         options.training_script, options.training_script_args,
         nproc_per_node=int(options.nproc_per_node))
-    runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
+    try:
+        runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
+    finally:
+        heartbeat.withdraw()  # a forked process calls nothing of atexit
     # What started it waits from here on for the agent, also for one that is dead.
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:

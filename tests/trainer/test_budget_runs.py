@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.in_process import run_in_process
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
 
 PRICE = 36_000  # dollars an hour: ten a second
@@ -41,8 +43,8 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
     summary = summary_of(run_dir)
     phases = {k: v for k, v in summary["usd"].items() if k != "total"}
     assert set(phases) == set(summary["seconds"]) == {
-        "training", "validation", "checkpoint", "chart", "compile", "download", "waiting",
-        "startup", "lost"}
+        "training", "diagnostics", "validation", "checkpoint", "chart", "compile", "download",
+        "waiting", "startup", "lost"}
     assert sum(phases.values()) == pytest.approx(summary["usd"]["total"])
     for phase, usd in phases.items():
         assert usd == pytest.approx(summary["seconds"][phase] * 10, abs=0.1)
@@ -50,6 +52,7 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
                                                        "compile", "waiting", "startup"))
     total = f"{summary['usd']['total']:,.2f}"
     assert re.search(rf"^cost: \${total} = \$[\d.,]+ training, ", output, re.MULTILINE)
+    assert re.search(r"^machine up \d+:\d\d:\d\d, US\$[\d.,]+$", output, re.MULTILINE)
     assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
 
 
@@ -68,7 +71,8 @@ def test_a_resumed_run_adds_the_cost_of_each_launch(workplace: Workplace) -> Non
     meta = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())
     assert sum(meta["usd"].values()) == pytest.approx(10 * sum(meta["seconds"].values()), rel=1e-2)
     first = summary_of(run_dir)
-    succeeded(workplace.torchrun(1, "tiny", "--usd-per-hour", str(PRICE / 10)))
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "2", "--usd-per-hour",
+                                 str(PRICE / 10)))
     both = summary_of(run_dir)
     later = sum(both["seconds"].values()) - sum(first["seconds"].values())
     validated = json.loads(next(run_dir.glob("checkpoints/*-4/validation.json")).read_text())
@@ -91,6 +95,18 @@ def test_undone_steps_are_counted_as_lost(workplace: Workplace) -> None:
     lost = sum(before["seconds"].values()) - sum(kept["seconds"].values())
     assert after["seconds"]["lost"] == pytest.approx(lost, rel=0.01)
     assert after["usd"]["total"] > before["usd"]["total"]
+
+
+def test_launches_that_were_killed_while_they_started_use_up_the_budget(
+    workplace: Workplace
+) -> None:
+    run_dir = workplace.add_run(train={"max_hours": 1.0})
+    workplace.add_dataset()
+    (run_dir / "heartbeat.json").write_text(json.dumps(
+        {"pid": 1, "host": socket.gethostname(), "time": "now", "seconds": 7200}))
+    result = run_in_process(*workplace.arguments("tiny"))
+    assert result.returncode == 2
+    assert "max_hours is 1, and the run has taken 2" in result.stderr
 
 
 def test_fresh_resets_the_cost(workplace: Workplace) -> None:

@@ -19,6 +19,7 @@ from tokens.batches import Microbatch
 from trainer import compilation
 from trainer.attention import KERNELS
 from trainer.compilation import (
+    Recompilations,
     choose_forward_options,
     compile_error,
     eager_fallback,
@@ -48,6 +49,23 @@ def test_the_defaults_are_the_fastest_of_the_device() -> None:
     assert options_for(CPU, "fp32") == ForwardOptions(
         head_chunk_tokens=2**23 // 50257)
     assert options_for(CPU, "bf16", compile=True) == ForwardOptions()
+
+
+def test_what_is_compiled_again_after_the_first_validation_is_told_once() -> None:
+    compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    recompilations = Recompilations()
+
+    def run(size: int) -> str:
+        compiled(torch.ones(size))
+        return recompilations.line()
+
+    assert run(2) == run(3) == ""  # before the first validation
+    recompilations.begin()
+    assert run(3) == ""
+    found = run(4)
+    assert found.startswith("<lambda>, because ") and "size mismatch" in found
+    assert found.endswith("; TORCH_LOGS=recompiles shows all") and "\n" not in found
+    assert run(5) == ""
 
 
 def test_where_compiling_fails_on_a_gpu_the_head_is_chunked() -> None:

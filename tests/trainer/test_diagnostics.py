@@ -49,7 +49,7 @@ def take(step: TrainingStep, batches: Iterator[Microbatch], num_steps: int = 1) 
     for global_step in range(num_steps):
         step.take(batches, num_microbatches=2, learning_rate=0.01,
                   probe=diagnostics.probe(global_step))
-    return [values for _, values in diagnostics.read(up_to=10**6)]
+    return [probe.read() for probe in diagnostics.measured(up_to=10**6)]
 
 
 def norm(tensors: list[torch.Tensor]) -> float:
@@ -176,6 +176,8 @@ def test_a_run_records_its_diagnostics_stops_and_resumes(workplace: Workplace) -
                      record["head_grad_norm"]]
             grad_norms.append(math.hypot(*parts))
     assert len(grad_norms) == 12
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert 0 < summary["seconds"]["diagnostics"] < sum(summary["seconds"].values())
     reports = [record for record in records if "train_loss" in record]
     assert [record["global_step"] for record in reports] == [4, 6, 9, 11]
     for first, report in zip((0, 5, 7, 10), reports, strict=True):

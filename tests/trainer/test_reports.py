@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.runs import last_line_of_ours, metrics_of, summary_of, weights_of
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
+from trainer import compilation
+from trainer.compilation import Recompilations
 from trainer.reports import Reports
 
 SETTINGS = {"min_train_tokens": 31 * 128, "validation_interval": 25,
@@ -46,6 +48,33 @@ def test_skipped_steps_end_a_late_run_too(workplace: Workplace) -> None:
     assert summary_of(run_dir)["status"] == "failed"
 
 
+def stub(monkeypatch: pytest.MonkeyPatch) -> Reports:
+    reports = Reports.__new__(Reports)
+    for name in ("console", "window", "prepared", "beside", "clock", "saver", "process", "run",
+                 "_recompilations"):
+        monkeypatch.setattr(reports, name, MagicMock(), raising=False)
+    reports._reports_speed, reports.prepared.first_step = False, 0
+    monkeypatch.setattr(reports, "_report_windows", lambda _: None)
+    monkeypatch.setattr(reports, "warn_of_failed_write", lambda: None)
+    return reports
+
+
+def test_a_recompilation_after_the_first_validation_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = stub(monkeypatch)
+    reports._recompilations, reports.run.train.sample_prompts = Recompilations(), None
+    monkeypatch.setattr(compilation, "_take_recompilations", lambda: ["f, because g"])
+    for validates in (False, True, True):
+        reports.write(10, 0.1, num_steps=20, waits=False)
+        if validates:
+            reports.write_samples(10)
+    reports.write(20, 0.1, num_steps=20, waits=False)
+    assert [call.args for call in reports.console.warn.call_args_list] == [
+        ("a step compiled again", line) for line in (
+            "", "", "f, because g; TORCH_LOGS=recompiles shows all", "")]
+
+
 def test_every_report_collects_what_reference_counts_leave(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,12 +83,7 @@ def test_every_report_collects_what_reference_counts_leave(
         def __init__(self) -> None:
             self.itself = self
 
-    reports = Reports.__new__(Reports)
-    for name in ("console", "window", "prepared", "beside", "clock", "saver", "process"):
-        monkeypatch.setattr(reports, name, MagicMock(), raising=False)
-    reports._reports_speed, reports.prepared.first_step = False, 0
-    monkeypatch.setattr(reports, "_report_windows", lambda _: None)
-    monkeypatch.setattr(reports, "warn_of_failed_write", lambda: None)
+    reports = stub(monkeypatch)
     gc.disable()
     try:
         left = weakref.ref(Cycle())

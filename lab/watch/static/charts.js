@@ -60,6 +60,7 @@ const TRAINING_CHARTS = [
     lines: [{ key: "grad_norm", low: "grad_norm", high: "grad_norm_max" }],
   },
   { title: "Tokens a second", value: format.short, zero: true, lines: [{ key: "tokens_per_second" }] },
+  { title: "Slowest step", unit: "seconds, of each report", value: format.three, zero: true, lines: [{ key: "slowest_step_seconds" }] },
   { title: "MFU", unit: "% of the peak", scale: 100, value: format.percent, zero: true, lines: [{ key: "mfu" }] },
   { title: "Dollars", value: format.dollars, zero: true, lines: [{ key: "usd" }] },
 ];
