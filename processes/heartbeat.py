@@ -39,7 +39,7 @@ RECENT_SECONDS = 120.0  # an older heartbeat is that of a process that was kille
 EARLIER = "DDP_TRAIN_EARLIER_SECONDS"  # environment variable, for all processes of a launch
 MAX_SECONDS = 1e12
 _seconds: Callable[[], float] = float  # returns those of all launches until now
-_begun: list[Path] = []  # the run whose heartbeat this process has begun, if any
+_begun: dict[Path, _Renewal] = {}  # the run whose heartbeat this process has begun, if any
 
 
 def write_heartbeat(path: Path, *, phase: str, step: int | None) -> str:
@@ -64,7 +64,7 @@ def announce(run_dir: Path) -> None:
     is_odd = os.path.lexists(run_dir / HEARTBEAT) and not _text(run_dir)  # refused later
     if run_dir not in _begun and not _is_begun() and not is_odd:
         with suppress(OSError):  # a full disk is reported by what needs it more
-            _go_on(run_dir, _begin(run_dir))
+            _begin(run_dir).start()
 
 
 def count_by(seconds: Callable[[], float]) -> None:
@@ -84,7 +84,8 @@ def withdraw() -> None:
     A launch that ends before it trains leaves nothing behind.
     """
     while _begun:
-        run_dir = _begun.pop()
+        run_dir, renewal = _begun.popitem()
+        renewal.stop()
         is_alone = seconds_before() > _seconds_in(run_dir / SUMMARY)
         if not is_alone and read_heartbeat(run_dir).get("pid") == os.getpid():
             (run_dir / HEARTBEAT).unlink(missing_ok=True)
@@ -101,11 +102,11 @@ def claim(run_dir: Path) -> dict[str, Any]:
                " another launch trains this run")
     if _is_alive(run_dir):
         return read_heartbeat(run_dir)
-    own = _begin(run_dir)
+    renewal = _begin(run_dir)
     time.sleep(SETTLING_SECONDS)
-    if _text(run_dir) != own and not _is_ours(beat := read_heartbeat(run_dir)):
+    if _text(run_dir) != renewal.own and not _is_ours(beat := read_heartbeat(run_dir)):
         return beat
-    _go_on(run_dir, own)
+    renewal.start()
     return {}
 
 
@@ -154,15 +155,15 @@ def _is_begun() -> bool:
     return EARLIER in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
-def _begin(run_dir: Path) -> str:
+def _begin(run_dir: Path) -> _Renewal:
     """Write the first heartbeat, after reading what the one before tells. Raises: OSError."""
     if not _is_begun():
         os.environ[EARLIER] = str(max(_seconds_in(run_dir / HEARTBEAT),
                                       _seconds_in(run_dir / SUMMARY)))
     count_by(lambda: seconds_before() + seconds_since_process_start())
-    _begun.append(run_dir)
+    _begun[run_dir] = _Renewal(run_dir)
     atexit.register(withdraw)
-    return write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
+    return _begun[run_dir]
 
 
 def _seconds_in(path: Path) -> float:
@@ -175,21 +176,31 @@ def _seconds_in(path: Path) -> float:
         return 0.0
 
 
-def _go_on(run_dir: Path, own: str) -> None:
-    threading.Thread(target=_renew, args=(run_dir, own), name="heartbeat", daemon=True).start()
-
-
-def _renew(run_dir: Path, own: str) -> None:
-    """Renew the claim until rank 0's watchdog, here or in a child, writes the heartbeats.
+class _Renewal(threading.Thread):
+    """Renews the heartbeat until rank 0's watchdog, here or in a child, writes it.
 
     A child may claim the run between the look here and the write: it accepts this heartbeat.
     """
-    while True:
-        time.sleep(min(STARTUP_SECONDS, Deadlines.read().heartbeat))
-        if _text(run_dir) != own:
-            return
-        with suppress(OSError):
-            own = write_heartbeat(run_dir / HEARTBEAT, phase="startup", step=None)
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._run_dir, self._is_over = run_dir, threading.Event()
+        self.own = self._write()
+
+    def run(self) -> None:
+        while not self._is_over.wait(min(STARTUP_SECONDS, Deadlines.read().heartbeat)):
+            if _text(self._run_dir) != self.own:
+                return
+            with suppress(OSError):
+                self.own = self._write()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        if self.is_alive():
+            self.join()
+
+    def _write(self) -> str:
+        return write_heartbeat(self._run_dir / HEARTBEAT, phase="startup", step=None)
 
 
 def _text(run_dir: Path) -> str:
