@@ -167,9 +167,8 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
     if run.train.init_from and resume_from is None:  # later the other processes find it here too
-        step("initial weights", lambda: initial_model(
-            run, options.runs_dir, tokenizer_name=data.tokenizer_name)
-             if process.is_main_of_node else None)
+        step("initial weights", lambda: process.is_main_of_node and initial_model(
+            run, options.runs_dir, tokenizer_name=data.tokenizer_name))
     if not options.fresh:
         records = step("records", lambda: read_metrics(run.metrics_path))
         *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))

@@ -251,10 +251,10 @@ def values_of(comparison: Comparison, row: Row, to_loss: TokensToLoss | None) ->
     return {
         "run": ", ".join(result.name for result in row.results), "status": row.first.status,
         "differs": row.differs or row.first.notes, "model": row.first.size,
-        "machine": row.first.device, "num_seeds": len(row.results),
+        "num_seeds": len(row.results),
         **{key: getattr(row.figures, key) for key in CSV_FIGURES},
         **{key: getattr(row.figures, key) for key in ("ift_low", "ift_high")},
-        "ift_judge": row.first.judge,
+        "ift_judge": row.first.judge, "machine": row.first.device,
         **{key.replace("loss", "loss_spread"): row.spread.get(key) for key in LOSS_NAMES},
         "sorted_by": comparison.sorted_by, "is_within_spread": row.is_within_spread,
         "test_slice": row.first.test_slice,
