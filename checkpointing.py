@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
@@ -30,7 +29,7 @@ from basics.checkpoint_names import (
 )
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
-from basics.files import REFUSALS, fsync, read_regular_file, write_atomically
+from basics.files import fsync, read_regular_file, write_atomically
 from basics.manifest import (
     add_to_manifest,
     find_damage,
@@ -39,7 +38,8 @@ from basics.manifest import (
     write_manifest,
 )
 from basics.run_identity import Name, read_identity
-from basics.tensor_files import header_of, read_tensors
+from basics.sizes import SNAPSHOT_BLOCK_BYTES
+from basics.tensor_files import header_of, read_tensors, write_tensors
 from gpt import GPTModel, num_parameters
 from run_config import ModelConfig
 
@@ -50,6 +50,7 @@ ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
 FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, AVERAGE}
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
+ALIGNMENT = 64  # bytes, of a tensor in a block
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
 ByPhase = Annotated[dict[str, Annotated[float, Field(ge=0, le=1e12)]], Field(max_length=64)]
@@ -126,10 +127,14 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Reused host buffers for snapshots: each snapshot overwrites the last one."""
+    """Reused host buffers for snapshots: each snapshot overwrites the last one.
+
+    They are parts of large blocks: PyTorch rounds pinned memory up to the next power of two.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._free = torch.empty(0, dtype=torch.uint8)  # the rest of the last block
 
     def take(self, state: TrainingState) -> Snapshot:
         """Copy a state. Waits for the device until the copy is complete."""
@@ -146,7 +151,12 @@ class SnapshotBuffers:
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._buffers:
-            self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            if len(self._free) < size:
+                self._free = torch.empty(max(size, SNAPSHOT_BLOCK_BYTES), dtype=torch.uint8,
+                                         pin_memory=tensor.is_cuda)
+            part, self._free = self._free[: tensor.nbytes], self._free[size:]
+            self._buffers[name] = part.view(tensor.dtype).view(tensor.shape)
         return self._buffers[name].copy_(tensor.detach(), non_blocking=True)
 
 
@@ -244,27 +254,6 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     failpoint("save.manifest")
     write_manifest(directory, global_step=meta.global_step, tokens=meta.tokens)
     fsync(directory)
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor],
-                  metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions that the umask gives other new files.
-
-    Its library makes private files, and needs calls of the file system that some lack.
-    """
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        safetensors.torch.save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        if not any(f"(os error {number})" in str(error) for number in REFUSALS):
-            raise
-        for leftover in path.parent.glob(".tmp*"):
-            leftover.unlink()
-        path.write_bytes(safetensors.torch.save(tensors, metadata))  # takes its size in memory
-    if path.stat().st_mode != mode:
-        with suppress(OSError):  # a file system without permissions
-            path.chmod(mode)
 
 
 def list_checkpoints(checkpoints_dir: Path, *, foreign: bool = False) -> list[Checkpoint]:

@@ -73,7 +73,7 @@ def as_os_error(error: Exception) -> OSError:
     """Map a file writer's error to OSError; libraries in Rust say which one it was."""
     if isinstance(error, OSError):
         return error
-    found = re.search(r"\(os error (\d+)\)", str(error))
+    found = re.search(r"(?:\(os error |\bOs { code: )(\d+)", str(error))  # safetensors 0.8, 0.5
     code = int(found[1]) if found else errno.EIO
     return OSError(code, os.strerror(code) if found else str(error)[:120])
 

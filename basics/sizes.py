@@ -1,6 +1,8 @@
-"""Sizes of memory and files as text, in the unit in which they are not nearly 0."""
+"""Sizes of memory and files, and as text, in the unit in which they are not nearly 0."""
 
 from __future__ import annotations
+
+SNAPSHOT_BLOCK_BYTES = 2**29  # of pinned memory, of which a snapshot of a state takes whole blocks
 
 
 def gib(size: float) -> str:

@@ -1,15 +1,18 @@
-"""Reading of untrusted safetensors files."""
+"""safetensors files: reading untrusted ones, and writing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from safetensors import safe_open
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from basics.files import check_tensor_header
+from basics.errors import as_os_error
+from basics.files import REFUSALS, check_tensor_header
 
 Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it, and shape
 
@@ -72,3 +75,24 @@ def _range(tensor: Tensor) -> tuple[float, float]:
 def header_of(tensors: Mapping[str, Tensor]) -> Header:
     """Return the names, dtypes and shapes of float32 tensors."""
     return {name: ("F32", list(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor],
+                  metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions that the umask gives other new files.
+
+    Its library makes private files, and needs calls of the file system that some lack.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        safetensors.torch.save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        if as_os_error(error).errno not in REFUSALS:
+            raise
+        for leftover in path.parent.glob(".tmp*"):
+            leftover.unlink()
+        path.write_bytes(safetensors.torch.save(tensors, metadata))  # takes its size in memory
+    if path.stat().st_mode != mode:
+        with suppress(OSError):  # a file system without permissions
+            path.chmod(mode)

@@ -11,11 +11,13 @@ import pytest
 import safetensors.torch
 import torch
 
+import checkpointing
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from basics.manifest import MANIFEST, find_damage, write_manifest
 from checkpointing import (
     LossScale,
+    SnapshotBuffers,
     Validation,
     add_validation,
     find_checkpoint,
@@ -52,6 +54,28 @@ def test_a_loaded_checkpoint_equals_the_saved_state(tmp_path: Path) -> None:
             assert torch.equal(value, found[index][key]), (index, key)
     assert loaded.scaler.get_scale() == 2.0**7
     assert loaded.loss_scale() == LossScale(scale=2.0**7, growth_tracker=3)
+
+
+def test_snapshots_take_few_blocks_of_memory_and_the_same_ones_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "SNAPSHOT_BLOCK_BYTES", 2**15)
+    buffers = SnapshotBuffers()
+    addresses = []
+    for seed in (1, 2):
+        saved = state(seed)
+        snapshot = buffers.take(saved)
+        tensors = [*snapshot.weights.values(), *snapshot.moments.values()]
+        blocks = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
+                  for part in tensors}
+        addresses.append(set(blocks))
+        for name, tensor in saved.model.state_dict().items():
+            assert torch.equal(snapshot.weights[name], tensor)
+            assert snapshot.weights[name].data_ptr() % 64 == 0
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert set(blocks.values()) == {2**15}
+    assert num_bytes < sum(blocks.values()) < 1.2 * num_bytes + 2**15
+    assert addresses[0] == addresses[1]
 
 
 def test_latest_is_the_highest_step_and_best_the_lowest_loss(tmp_path: Path) -> None:

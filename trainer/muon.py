@@ -5,9 +5,10 @@ Shapes: a hidden matrix is (out, in). `qkv` holds three of them, one below the o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
+from basics.device_time import Moment
 from ops.orthogonalise import orthogonalise
+
+MEASUREMENTS = 5  # of each kind; the fastest counts
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,9 @@ class Muon(AdamWWithCautiousDecay):
     """Muon for the groups with `is_orthogonalised`, AdamW for the others. `step`: every rank.
 
     All ranks hold the momentum of all matrices. Each one orthogonalises its share of them, a batch
-    for each shape, and the results are gathered, so that this work is done once.
+    for each shape, and the results are gathered, so that this work is done once. Where gathering
+    takes longer than that work (`choose_sharing`), each rank does all of it, in the same batches:
+    the numbers are the same.
 
     Args:
         groups: parameter groups. Those with `is_orthogonalised` have a `momentum`.
@@ -92,6 +98,7 @@ class Muon(AdamWWithCautiousDecay):
                  world_size: int) -> None:
         super().__init__(groups, fused=True)
         self._dtype, self._rank, self._world_size = dtype, rank, world_size
+        self._shares = world_size > 1
         parts = sorted((part for group in self._matrix_groups() for parameter in group["params"]
                         for part in _parts(parameter)), key=lambda part: part.shape)
         self._parts_by_shape = [list(same) for _, same in groupby(parts, lambda part: part.shape)]
@@ -114,60 +121,98 @@ class Muon(AdamWWithCautiousDecay):
         return [group for group in self.param_groups if group["is_orthogonalised"]]
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
+        self._update_momentum(group)
         skips = self.found_inf.bool()
-        gradients = self._update_momentum(group, skips)
         rate = torch.where(skips, 0.0, group["lr"])  # ()
         if group["weight_decay"]:
             torch._foreach_mul_(group["params"], 1 - rate * group["weight_decay"])
-        for parts in self._parts_by_shape:
-            updates = self._updates(parts, gradients, group["momentum"])
-            weights = [part.of(part.parameter) for part in parts]
-            _apply(weights, updates.float().mul_(self._scales[parts[0].shape]), rate,
-                   cautious_decay=group["cautious_decay"])
-            del updates  # before the next shape's are made
+        # One shape's updates are gathered while those of the next are orthogonalised.
+        started = [(parts, *self._start_updates(parts, skips, group["momentum"]))
+                   for parts in self._parts_by_shape]
+        for parts, updates, gathering in started:
+            if gathering is not None:
+                gathering.wait()
+            _apply([part.of(part.parameter) for part in parts], updates[: len(parts)],
+                   self._scales[parts[0].shape], rate, cautious_decay=group["cautious_decay"])
 
-    def _update_momentum(self, group: dict[str, Any], skips: Tensor) -> dict[Tensor, Tensor]:
-        """Add the gradients to their moving averages; return them, finite in a skipped step too."""
+    def _update_momentum(self, group: dict[str, Any]) -> None:
+        """Add the gradients to their moving averages, in one pass and not in a skipped step.
+
+        SGD's fused kernel does both: average + (1 - momentum) (gradient - average) is its step with
+        the average as the weight, a weight decay of 1 and the gradient's sign turned.
+        """
         for parameter in group["params"]:
             if not self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-        momenta = [self.state[parameter]["momentum"] for parameter in group["params"]]
-        gradients = [torch.where(skips, momentum, parameter.grad)  # a skipped step adds nothing
-                     for parameter, momentum in zip(group["params"], momenta, strict=True)]
-        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        return dict(zip(group["params"], gradients, strict=True))
+        torch._fused_sgd_(
+            [self.state[parameter]["momentum"] for parameter in group["params"]],
+            [parameter.grad for parameter in group["params"]], [], lr=1 - group["momentum"],
+            weight_decay=1.0, maximize=True, momentum=0.0, dampening=0.0, nesterov=False,
+            is_first_step=False, found_inf=self.found_inf)
 
-    def _updates(self, parts: list[_Part], gradients: dict[Tensor, Tensor],
-                 momentum: float) -> Tensor:
-        """Return the orthogonalised updates of matrices of one shape, (n, r, c)."""
-        share = -(-len(parts) // self._world_size)
-        mine = parts[self._rank * share : (self._rank + 1) * share]
-        device = parts[0].parameter.device
-        updates = torch.zeros(share, *parts[0].shape, dtype=self._dtype, device=device)
-        if mine:
-            updates[: len(mine)] = self._nesterov(mine, gradients, momentum)
-        updates = orthogonalise(updates)
-        if self._world_size > 1:
-            gathered = updates.new_empty(self._world_size * share, *parts[0].shape)
-            dist.all_gather_into_tensor(gathered, updates)
-            updates = gathered
-        return updates[: len(parts)]
+    def _start_updates(self, parts: list[_Part], skips: Tensor, momentum: float
+                       ) -> tuple[Tensor, dist.Work | None]:
+        """Return the updates of matrices of one shape, (n or more, r, c), and what brings them."""
+        size = self._share_of(parts)
+        first = self._rank * size
+        starts = [first] if self._shares else range(0, len(parts), size)
+        batches = []
+        for start in starts:
+            mine = parts[start : start + size]
+            batch = torch.zeros(size, *parts[0].shape, dtype=self._dtype, device=skips.device)
+            if mine:
+                batch[: len(mine)] = self._nesterov(mine, skips, momentum)
+            batches.append(orthogonalise(batch))
+        if not self._shares:
+            return torch.cat(batches) if len(batches) > 1 else batches[0], None
+        gathered = batches[0].new_empty(self._world_size * size, *parts[0].shape)
+        return gathered, dist.all_gather_into_tensor(gathered, batches[0], async_op=True)
 
-    def _nesterov(self, parts: list[_Part], gradients: dict[Tensor, Tensor],
-                  momentum: float) -> Tensor:
+    def _share_of(self, parts: list[_Part]) -> int:
+        """Return how many matrices of one shape a rank orthogonalises at once."""
+        return -(-len(parts) // self._world_size)
+
+    def choose_sharing(self) -> str:
+        """Share the orthogonalising only if that is faster here; return what was measured.
+
+        Every rank, with the default process group. Measured with the matrices of one shape.
+        """
+        parts = max(self._parts_by_shape, key=lambda parts: len(parts) * math.prod(parts[0].shape))
+        size, device = self._share_of(parts), parts[0].parameter.device
+        batch = torch.ones(size, *parts[0].shape, dtype=self._dtype, device=device)
+        gathered = batch.new_empty(self._world_size * size, *parts[0].shape)
+        seconds = []
+        for work in (lambda: orthogonalise(batch),
+                     lambda: dist.all_gather_into_tensor(gathered, batch)):
+            moments = [Moment(device)]
+            for _ in range(MEASUREMENTS):
+                work()
+                moments.append(Moment(device))
+            seconds.append(min(end.seconds_since(start) for start, end in pairwise(moments)))
+        slowest = torch.tensor(seconds, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must choose the same
+        alone, gathering = slowest.tolist()
+        self._shares = gathering < (self._world_size - 1) * alone
+        return (f"muon: each process orthogonalises {'its share of' if self._shares else 'all'}"
+                f" matrices ({size} take {alone * 1e3:.3g} ms, gathering {gathering * 1e3:.3g} ms)")
+
+    def _nesterov(self, parts: list[_Part], skips: Tensor, momentum: float) -> Tensor:
         """Return the moving averages, a step further, of matrices of one shape, (n, r, c)."""
-        gradient = torch.stack([part.of(gradients[part.parameter]) for part in parts])
+        gradient = torch.stack([part.of(part.parameter.grad) for part in parts])
         average = torch.stack([part.of(self.state[part.parameter]["momentum"]) for part in parts])
-        return gradient.lerp_(average, momentum)
+        return torch.where(skips, average, gradient).lerp_(average, momentum)  # always finite
 
 
-def _apply(weights: list[Tensor], updates: Tensor, rate: Tensor, *, cautious_decay: float) -> None:
-    """Subtract updates (n, r, c), which this overwrites, from as many weights (r, c)."""
+def _apply(weights: list[Tensor], updates: Tensor, scales: Tensor, rate: Tensor, *,
+           cautious_decay: float) -> None:
+    """Subtract updates (n, r, c) times scales (n, 1, 1) and rate () from as many weights (r, c)."""
     if cautious_decay:
         stacked = torch.stack(weights)
-        shrinks = updates * stacked > 0
-        updates.add_(stacked.mul_(shrinks), alpha=cautious_decay)
-    torch._foreach_sub_(weights, list(updates.mul_(rate)))
+        updates = updates * scales
+        updates.add_(stacked.mul_(updates * stacked > 0), alpha=cautious_decay).mul_(rate)
+    else:
+        updates = updates * (scales * rate)  # to the weights' type in the same pass
+    torch._foreach_sub_(weights, list(updates))
 
 
 def _parts(parameter: Tensor) -> list[_Part]:

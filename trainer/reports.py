@@ -94,7 +94,8 @@ class Reports:
     def report_compilation(self, step: TrainingStep) -> None:
         """Say which attention kernel runs; warn if the step could not be compiled."""
         self.step = step
-        self.console.say(attention_line(step.attention_kernel(), self.process.device))
+        self.console.say(attention_line(step.attention_kernel(), self.process.device)
+                         + f"\n{step.sharing}".rstrip())
         if step.why_eager:
             self.console.say(f"warning: compiling failed, so {step.consequence()}:"
                              f" {step.why_eager}")

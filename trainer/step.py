@@ -31,6 +31,7 @@ from trainer.compilation import (
     keep_compiled_code,
 )
 from trainer.diagnostics import NO_PROBE, Probe
+from trainer.muon import Muon
 from trainer.optimization import (
     build_optimizer,
     clip_gradients,
@@ -69,6 +70,7 @@ class TrainingStep:
         is_compiled: whether the training loss is compiled.
         why_eager: the first rank's compile error, or empty. If `is_compiled`, only the validation
             loss failed to compile.
+        sharing: how the ranks share Muon's work, as a line; empty if they do not have to.
     """
 
     def __init__(self, state: TrainingState, train: TrainConfig, process: Process, *,
@@ -90,6 +92,9 @@ class TrainingStep:
             if group is not None:
                 dist.barrier(group)
         self.parallel_model = wrap(loss, process)
+        self.sharing = ""
+        if isinstance(state.optimizer, Muon) and process.world_size > 1:
+            self.sharing = state.optimizer.choose_sharing()
 
     def unwrap(self) -> None:
         """Drop DDP, whose threads must be gone before its process group; no step follows."""

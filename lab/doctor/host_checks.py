@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from basics.machine import num_usable_cores
-from basics.sizes import gib
+from basics.sizes import SNAPSHOT_BLOCK_BYTES, gib
 from lab.doctor.check import Finding, Subject, ok, problem, warning
 from lab.plan.estimate import bytes_of_checkpoint, default_precision
 from lab.plan.memory import peak_memory
@@ -26,7 +26,6 @@ TEST_BYTES, CHUNK_BYTES = 256 * 2**20, 32 * 2**20  # written to measure a disk
 TEST_SECONDS = 3.0  # after which no further chunk is written
 SLOW_DISK = 50e6  # bytes a second: the 2 GB of a checkpoint of GPT-2 take 40 seconds
 PROCESS_GIB, CPU_PROCESS_GIB = 3.0, 0.5  # of RAM, estimated: PyTorch with CUDA and without
-PINNED_SHARE = 1.5  # of a snapshot's bytes: pinned blocks are powers of two
 FEW_OPEN_FILES = 1024
 CORES_PER_PROCESS = 2  # one for the process, one for reading data, saving and charts
 SMALL_SHARED_MEMORY = 2**30
@@ -55,7 +54,10 @@ def check_ram(subject: Subject) -> Finding:
 
 def _snapshot_gib(subject: Subject) -> float:
     """Return the GiB of rank 0's snapshot: see `SnapshotBuffers` in `checkpointing.py`."""
-    return bytes_of_checkpoint(subject.run) * (PINNED_SHARE if subject.gpus else 1) / 2**30
+    num_bytes = bytes_of_checkpoint(subject.run)
+    if subject.gpus:  # pinned, in whole blocks
+        num_bytes = -(-num_bytes // SNAPSHOT_BLOCK_BYTES) * SNAPSHOT_BLOCK_BYTES
+    return num_bytes / 2**30
 
 
 def _needed_gib(subject: Subject) -> float:

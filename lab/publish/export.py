@@ -15,7 +15,7 @@ from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file
 from basics.json_files import read_json_object
-from checkpointing import write_tensors
+from basics.tensor_files import write_tensors
 from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
 from lab.publish.plain_files import read_charts

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gpt import GPTModel
 from processes.launch import Process
@@ -144,6 +146,11 @@ def test_a_step_that_is_not_finite_changes_nothing(cautious: bool) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+class DoneWork:
+    def wait(self) -> None:
+        """What was started has ended."""
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_each_process_orthogonalises_its_share(
     world_size: int, monkeypatch: pytest.MonkeyPatch
@@ -158,9 +165,10 @@ def test_each_process_orthogonalises_its_share(
         num_matrices.append(len(matrices))
         return orthogonalise(matrices)
 
-    def collect(gathered: Tensor, mine: Tensor) -> None:
+    def collect(gathered: Tensor, mine: Tensor, *, async_op: bool) -> DoneWork:
         sent[-1].append(mine.clone())
         gathered.zero_()
+        return DoneWork()
 
     orthogonalise = muon.orthogonalise
     monkeypatch.setattr(muon, "orthogonalise", count)
@@ -173,12 +181,54 @@ def test_each_process_orthogonalises_its_share(
     assert len(num_matrices) == 2 * world_size  # of two shapes, in two layers
     assert max(num_matrices) == -(-8 // world_size)
     replies = iter([torch.cat(shape) for shape in zip(*sent, strict=True)])
-    monkeypatch.setattr(dist, "all_gather_into_tensor",
-                        lambda gathered, mine: gathered.copy_(next(replies)))
+
+    def reply(gathered: Tensor, mine: Tensor, *, async_op: bool) -> DoneWork:
+        gathered.copy_(next(replies))
+        return DoneWork()
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", reply)
     shared, optimizer = build(processes[-1])
+    optimizer.step()
+    repeated, optimizer = build(processes[-1])
+    optimizer._shares = False
     optimizer.step()
     for name, value in shared.items():
         torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(value, repeated[name])  # the choice changes no number
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write; matrix products count nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        result = operation(*args, **(kwargs or {}))
+        schema = operation._schema
+        is_view = any(value.alias_info and not value.alias_info.is_write
+                      for value in schema.returns)
+        if not (is_view or any(name in schema.name for name in ("view", "mm", "empty"))):
+            written = args[0] if schema.arguments[0].alias_info else result
+            self.num_bytes += sum(tensor.nbytes for tensor in tree_leaves((args, kwargs, written))
+                                  if isinstance(tensor, Tensor))
+        return result
+
+
+def test_a_step_of_one_of_eight_processes_moves_at_most_12_times_the_matrices(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, async_op: DoneWork())
+    process = Process(rank=0, local_rank=0, world_size=8, device=torch.device("cpu"))
+    _, optimizer = build(process, model={"n_layers": 12, "emb_dim": 48}, precision="bf16",
+                         weight_decay=0.1)
+    matrices = next(group for group in optimizer.param_groups if group["is_orthogonalised"])
+    optimizer.step()  # makes the moving averages
+    with torch.no_grad(), Traffic() as traffic:
+        optimizer._step_matrices(matrices)
+    moved = traffic.num_bytes / sum(parameter.nbytes for parameter in matrices["params"])
+    assert 11 < moved <= 12
 
 
 def test_groups_have_their_options() -> None:
