@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from basics.errors import drop_unwritable_output
@@ -30,7 +31,7 @@ from processes.launch import Process, process_group, started_by_torchrun, this_p
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, VALIDATION, WAITING, PhaseClock
-from run_config import load_run
+from run_config import TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
@@ -99,13 +100,16 @@ def train(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
         trainer.end(global_step)
 
 
-def wrap_in_ddp(loss: nn.Module, process: Process) -> nn.Module:
+def wrap_in_ddp(loss: nn.Module, process: Process, train: TrainConfig) -> nn.Module:
     """Wrap the training loss so that DDP averages its gradients over the processes. Every rank."""
     if process.world_size == 1:
         return loss  # there is nothing to average, and DDP would cost time
-    return DistributedDataParallel(  # the model has no buffers to broadcast
+    parallel_loss = DistributedDataParallel(  # the model has no buffers to broadcast
         loss, device_ids=[process.device] if process.device.type == "cuda" else None,
         gradient_as_bucket_view=True)
+    if train.all_reduce_dtype == "bf16":
+        parallel_loss.register_comm_hook(None, bf16_compress_hook)
+    return parallel_loss
 
 
 def microbatch_indices(plan: BatchPlan, rank: int, *, first_step: int) -> Iterator[int]:

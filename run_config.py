@@ -120,6 +120,7 @@ class TrainConfig(FrozenConfig):
     use_amp: bool = True
     precision: Precision | None = None
     residual_dtype: Literal["fp32", "bf16"] | None = None
+    all_reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients between the processes
     compile: bool | None = None
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     attention: Literal["auto", "flash", "cudnn", "math"] = "auto"

@@ -17,14 +17,17 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import ddp_train
 from processes.command_line import Options, command_line
 from processes.launch import Process
+from run_config import TrainConfig
 from tests.support.hub_server import Hub, serving
 from tests.support.workplace import (
     PROJECT_DIR,
+    TINY_TRAIN,
     Workplace,
     forked,
     read_lines,
@@ -561,6 +564,24 @@ def test_compiled_and_eager_runs_have_the_same_curve_on_one_and_two_processes(
     assert len(curves["eager"]) == 6
     for name in ("compiled", "all"):
         np.testing.assert_allclose(curves[name], curves["eager"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_are_averaged_in_the_dtype_that_is_asked_for(dtype: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    process = Process(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
+    train = TrainConfig(**TINY_TRAIN | {"all_reduce_dtype": dtype})
+    torch.manual_seed(0)
+    layer, inputs = torch.nn.Linear(16, 16), torch.randn(4, 16)
+    try:
+        parallel = ddp_train.wrap_in_ddp(layer, process, train)
+        parallel(inputs).square().sum().backward()
+    finally:
+        dist.destroy_process_group()
+    (wanted,) = torch.autograd.grad(layer(inputs).square().sum(), layer.weight)
+    in_bf16 = wanted.bfloat16().float()
+    assert not torch.equal(wanted, in_bf16)
+    assert torch.equal(layer.weight.grad, wanted if dtype == "fp32" else in_bf16)
 
 
 def test_the_summary_has_the_cost_of_checkpoints(finished: tuple[Workplace, str]) -> None:

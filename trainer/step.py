@@ -40,7 +40,7 @@ from trainer.optimization import (
 )
 from trainer.precision import autocast, set_matmul_precision
 
-Wrap = Callable[[nn.Module, Process], nn.Module]
+Wrap = Callable[[nn.Module, Process, TrainConfig], nn.Module]
 
 
 def build_training_state(
@@ -74,7 +74,7 @@ class TrainingStep:
     """
 
     def __init__(self, state: TrainingState, train: TrainConfig, process: Process, *,
-                 wrap: Wrap = lambda loss, process: loss) -> None:
+                 wrap: Wrap = lambda loss, *_: loss) -> None:
         failpoint("compile")
         share_cpu_cores(process)
         self.state, self.train, self.process = state, train, process
@@ -91,7 +91,7 @@ class TrainingStep:
                 self._compile_validation()
             if group is not None:
                 dist.barrier(group)
-        self.parallel_model = wrap(loss, process)
+        self.parallel_model = wrap(loss, process, train)
         self.sharing = ""
         if isinstance(state.optimizer, Muon) and process.world_size > 1:
             self.sharing = state.optimizer.choose_sharing()

@@ -234,7 +234,7 @@ def check_all_reduce(results: Sequence[Result]) -> Finding | None:
     text = f"{speed / 1e9:,.3g} GB/s bus bandwidth, {len(results)} processes, {backend}"
     return ok(text) if speed >= SLOW_BUS or backend == "gloo" else warning(
         text, "each step waits long for the gradients: raise gradient accumulation (a larger"
-              " global_batch_size), or take a machine with NVLink")
+              ' global_batch_size), set "all_reduce_dtype": "bf16", or take a machine with NVLink')
 
 
 def _not_found(results: Sequence[Result], part: str,
