@@ -18,6 +18,7 @@ import pytest
 from basics.failpoints import VARIABLE
 from basics.manifest import find_damage
 from checkpointing import list_checkpoints
+from processes.heartbeat import read_heartbeat
 from reporting.summary import FINISHED, has_status
 from run_config import load_run
 from tests.support.runs import metrics_of, validations_of, weights_of
@@ -130,8 +131,8 @@ def launch(workplace: Workplace, name: str, log: IO[str]) -> subprocess.Popen[by
 
 def kill_soon(workplace: Workplace, name: str, number: int, log: IO[str]) -> str:
     """Launch a run, and kill its process group or all of it; return when, "" if it ended first."""
-    beat = workplace.runs_dir / name / "heartbeat.json"
-    beat.unlink(missing_ok=True)
+    run_dir = workplace.runs_dir / name
+    (run_dir / "heartbeat.json").unlink(missing_ok=True)
     process = launch(workplace, name, log)
     if number < 2:
         while process.poll() is None and not children_of(process.pid):
@@ -145,7 +146,7 @@ def kill_soon(workplace: Workplace, name: str, number: int, log: IO[str]) -> str
         assert process.returncode == 0, Path(log.name).read_text()[-2000:]
         return ""
     workers = children_of(process.pid)
-    phase = ("training" if beat.exists() else "processes started" if workers else "launching")
+    phase = read_heartbeat(run_dir).get("phase", "launching")
     for group in (process.pid, *(workers if number % 2 else [])):  # they have their own sessions
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
