@@ -74,6 +74,10 @@ if [ -n "$old_driver" ]; then # `uv sync` and `uv run` would install a PyTorch f
         grep -qs '^export UV_NO_SYNC=1$' "$file" || echo 'export UV_NO_SYNC=1' >>"$file"
     done
 else
+    for file in "$HOME/.bashrc" "$HOME/.profile"; do # a newer driver than the last time
+        [ ! -e "$file" ] || sed -i '/^export UV_NO_SYNC=1$/d' "$file"
+    done
+    unset UV_NO_SYNC
     uv sync --compile-bytecode # otherwise eight processes compile at once at the first launch
 fi
 

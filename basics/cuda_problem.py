@@ -18,6 +18,12 @@ CAUSES = {
     "system not yet initialized": (  # error 802
         "the fabric manager of its NVSwitches does not run",
         "start nvidia-fabricmanager on the host, or take another machine: a container cannot"),
+    "unsupported display driver / cuda driver combination": (  # error 803
+        "the driver's parts are of two versions",
+        "take cuda-compat out of LD_LIBRARY_PATH, or restart the machine"),
+    "forward compatibility was attempted": (  # error 804
+        "cuda-compat does not work with this kind of GPU",
+        "take cuda-compat out of LD_LIBRARY_PATH, and run ./setup_lambda.sh"),
     "OS call failed": (  # error 304
         "this user may not open /dev/nvidia*",
         "start the container with --gpus all, or join the group that owns them"),
@@ -46,7 +52,7 @@ def cuda_problem() -> tuple[str, str]:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        text = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0].rpartition("already set an error? ")[2]
         return next((cause for part, cause in CAUSES.items() if part in text),
                     (text[:100], OTHER_REMEDY))
     return "", ""

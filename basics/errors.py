@@ -20,7 +20,7 @@ STOP_SIGNALS = {int(number): number.name
 # What a place answers that cannot be reached now: another launch may find it again.
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
              errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
-             errno.ECONNABORTED}
+             errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 ADVICE = {  # after a write that failed
     errno.ENOSPC: "make room", errno.EDQUOT: "make room",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",

@@ -134,15 +134,15 @@ def command_line(*, run: str, places: tuple[str, ...], datasets_dir: Path | None
     DATASETS_DIR is the same as --datasets-dir.
     """
     rest = list(places)
-    if rest and not _names_checkpoint(rest[0]) and ("/" in rest[0] or os.path.isdir(rest[0])):
+    if rest and os.path.isdir(rest[0]) and not _names_checkpoint(Path(rest[0]).name):
         if datasets_dir is not None:
             raise UserError(f"DATASETS_DIR is {rest[0][:60]!r} and --datasets-dir is"
                             f" {str(datasets_dir)[:60]!r}; name one")
         datasets_dir = Path(rest.pop(0))
     if len(rest) > 1 or not all(map(_names_checkpoint, rest)):
         wrong = next((word for word in rest if not _names_checkpoint(word)), rest[-1])
-        raise UserError(f"{wrong[:60]!r} is no directory and names no checkpoint; wanted latest,"
-                        f" best or a directory in runs/{run[:60]}/checkpoints")
+        raise UserError(f"{wrong[:60]!r}: no directory of datasets and no checkpoint; wanted"
+                        f" latest, best or the name of a directory in runs/{run[:60]}/checkpoints")
     return Options(run=run, checkpoint=rest[0] if rest else None,
                    datasets_dir=datasets_dir or Path("datasets"), **options)
 

@@ -35,6 +35,7 @@ MISSED = 3  # heartbeats that a living process may miss
 SETTLING_SECONDS = 1.0  # between a claim and the look whether another launch has made one too
 POLL_SECONDS = 0.1
 STARTUP_SECONDS = 1.0  # between two heartbeats before the watchdog writes them
+COUNTED_SECONDS = 60.0  # a launch that ended by itself before is not counted
 RECENT_SECONDS = 120.0  # an older heartbeat is that of a process that was killed
 EARLIER = "DDP_TRAIN_EARLIER_SECONDS"  # environment variable, for all processes of a launch
 MAX_SECONDS = 1e12
@@ -79,15 +80,19 @@ def seconds_before() -> float:
 
 
 def withdraw() -> None:
-    """Remove this process's heartbeat, unless it alone tells what earlier launches have taken.
+    """Remove this process's heartbeat, unless it alone tells what launches have taken.
 
-    A launch that ends before it trains leaves nothing behind.
+    A launch that ends within a minute, before it trains, leaves nothing behind.
     """
     while _begun:
         run_dir, renewal = _begun.popitem()
         renewal.stop()
-        is_alone = seconds_before() > _seconds_in(run_dir / SUMMARY)
-        if not is_alone and read_heartbeat(run_dir).get("pid") == os.getpid():
+        if read_heartbeat(run_dir).get("pid") != os.getpid():
+            continue
+        if renewal.is_long or seconds_before() > _seconds_in(run_dir / SUMMARY):
+            with suppress(OSError):
+                renewal.write()
+        else:
             (run_dir / HEARTBEAT).unlink(missing_ok=True)
     os.environ.pop(EARLIER, None)
 
@@ -185,21 +190,26 @@ class _Renewal(threading.Thread):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._run_dir, self._is_over = run_dir, threading.Event()
-        self.own = self._write()
+        self._began, self.own = time.monotonic(), self.write()
 
     def run(self) -> None:
         while not self._is_over.wait(min(STARTUP_SECONDS, Deadlines.read().heartbeat)):
             if _text(self._run_dir) != self.own:
                 return
             with suppress(OSError):
-                self.own = self._write()
+                self.own = self.write()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether this launch has taken so long that its time is to be counted."""
+        return time.monotonic() > self._began + COUNTED_SECONDS
 
     def stop(self) -> None:
         self._is_over.set()
         if self.is_alive():
             self.join()
 
-    def _write(self) -> str:
+    def write(self) -> str:
         return write_heartbeat(self._run_dir / HEARTBEAT, phase="startup", step=None)
 
 

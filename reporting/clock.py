@@ -68,8 +68,9 @@ class PhaseClock:
         spent = sum(self._earlier_usd.values())
         if usd is None:
             usd = spent + lost / 3600 * (self.usd_per_hour or 0.0)
-        if usd and not self._earlier_usd:  # the price came after the checkpoint
-            self._price_earlier(usd / sum(self._earlier_seconds.values()) * 3600)
+        hours = sum(self._earlier_seconds.values()) / 3600
+        if usd and hours and not self._earlier_usd:  # the price came after the checkpoint
+            self._price_earlier(usd / hours)
         elif usd > spent:
             self._earlier_usd[LOST] = self._earlier_usd.get(LOST, 0.0) + usd - spent
 

@@ -65,8 +65,9 @@ def _read(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
     except FileNotFoundError:
         return ""
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); make it readable, or move it"
-                        " away", FAILED if error.errno in TRANSIENT else BAD_INPUT) from None
+        advice, status = ("start again", FAILED) if error.errno in TRANSIENT else (
+            "make it readable, or move it away", BAD_INPUT)
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}", status) from None
 
 
 def valid_records(text: str) -> list[dict[str, Any]]:

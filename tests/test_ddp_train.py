@@ -26,7 +26,6 @@ from processes.launch import Process
 from run_config import TrainConfig
 from tests.support.hub_server import Hub, serving
 from tests.support.workplace import (
-    PROJECT_DIR,
     TINY_TRAIN,
     Workplace,
     forked,
@@ -393,15 +392,23 @@ BAD_INPUTS = {
     "too few tokens": (lambda w: change(w, "train", min_train_tokens=10**6), "lower"),
     "start past the end": (lambda w: change(w, "train", start_train_token=10**6), "past the end"),
     "outside the vocabulary": (lambda w: bad_token(w), "outside the model's vocabulary"),
-    "no checkpoint's name": (lambda w: ["tiny", "nix"], "'nix' is no directory and names no check"),
+    "no checkpoint's name": (lambda w: ["tiny", "nix"], "'nix': no directory of datasets and"),
+    "a checkpoint's path": (lambda w: ["tiny", str(checkpoint_dir(w))], "no directory of datasets"),
+    "a mistyped directory": (lambda w: ["tiny", "./datsets"], "'./datsets': no directory of data"),
     "no such checkpoint": (lambda w: ["tiny", "20260101Z000000-iteration-4"],
                            "no checkpoint '20260101Z0"),
-    "three places": (lambda w: ["tiny", "best", "latest"], "'latest' is no directory and names no"),
-    "two datasets": (lambda w: ["tiny", "./datasets"], "--datasets-dir is"),
+    "three places": (lambda w: ["tiny", "best", "latest"], "'latest': no directory of datasets"),
+    "two datasets": (lambda w: ["tiny", "."], "--datasets-dir is"),
     "no checkpoint yet": (lambda w: ["tiny", "best"], "no checkpoint yet"),
     "both fresh and a checkpoint": (lambda w: ["tiny", "best", "--fresh"], "use one of the two"),
     "usage": (lambda w: ["tiny", "--max-steps", "0"], "--max-steps"),
 }
+
+
+def checkpoint_dir(workplace: Workplace) -> Path:
+    path = workplace.root / "20260101Z000000-iteration-4"
+    path.mkdir()
+    return path
 
 
 def change(workplace: Workplace, file: str, **values: object) -> None:
@@ -481,13 +488,16 @@ def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
 
 @pytest.mark.parametrize(("words", "datasets_dir", "checkpoint"), [
     ([], "datasets", None), (["best"], "datasets", "best"), (["./datasets"], "datasets", None),
-    (["data/sets", "latest"], "data/sets", "latest"), (["tests"], "tests", None),
+    (["data/sets", "latest"], "data/sets", "latest"), (["data"], "data", None),
     (["/tmp", "20260101Z000000-iteration-4-1"], "/tmp", "20260101Z000000-iteration-4-1"),
 ])
 def test_the_originals_command_line_is_understood(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], datasets_dir: str, checkpoint: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], datasets_dir: str,
+    checkpoint: str | None
 ) -> None:
-    monkeypatch.chdir(PROJECT_DIR)
+    for name in ("datasets", "data/sets"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     options = command_line.main(["RUN", *words], standalone_mode=False)
     assert options == Options("RUN", checkpoint, datasets_dir=Path(datasets_dir))
     for flag in ("-f", "--find-max-microbatch-size"):

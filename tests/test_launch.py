@@ -22,12 +22,10 @@ from tests.support.workplace import PROJECT_DIR, Workplace
 
 LAUNCH_DIR = PROJECT_DIR / "launch"
 WORTH_A_RETRY = {5, 129, 138, 143}
-# Stand-ins for commands. `uv run X` runs X with this Python.
-UV = f'''shift
-case $1 in
-    torchrun) shift; exec {sys.executable} -m torch.distributed.run "$@" ;;
-    *) exec {sys.executable} "$@" ;;
-esac'''
+# Stand-ins for commands. The files start those of .venv: `uv run` would install another PyTorch
+# where setup_lambda.sh has installed one for an older driver.
+PYTHON, TORCHRUN = (f'exec {sys.executable} {words}"$@"' for words in (
+    "", "-m torch.distributed.run "))
 SRUN = '''while [ "${1#--}" != "$1" ]; do shift; done
 "$@" & echo $! > srun.pid
 trap 'kill -USR1 $(cat srun.pid)' USR1
@@ -47,7 +45,9 @@ def machine(tmp_path: Path) -> tuple[Workplace, dict[str, str]]:
     shutil.copytree(LAUNCH_DIR, tmp_path / "launch")
     commands = tmp_path / "commands"
     commands.mkdir()
-    for name, body in {"uv": UV, "srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL,
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name, body in {"../.venv/bin/python": PYTHON, "../.venv/bin/torchrun": TORCHRUN,
+                       "srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL,
                        "nvidia-smi": "exit 9"}.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
@@ -82,14 +82,14 @@ def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it() -> None:
     *_, after_checkpoint = shlex.split(command)
     assert "--after-checkpoint" in command and f" {place}/{{run}}/ " in after_checkpoint
     prefetch = next(line for line in job["setup"].splitlines() if "ddp_train.py" in line)
-    assert launch_options(prefetch.partition("uv run ")[2])[1].prefetch
+    assert launch_options(prefetch.partition(".venv/bin/python ")[2])[1].prefetch
 
 
 def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs() -> None:
     task = yaml.safe_load((LAUNCH_DIR / "dstack.yaml").read_text())
     assert task["retry"]["on_events"] == ["no-capacity", "interruption"] and task["max_price"]
     assert task["commands"][0] == "set -e"  # dstack goes on after some commands that fail
-    _, options = launch_options(task["commands"][-1].partition("uv run ")[2])
+    _, options = launch_options(task["commands"][-1].partition(".venv/bin/python ")[2])
     for place in (options.runs_dir, options.datasets_dir):
         assert str(place).startswith(f"{task['volumes'][0]['path']}/")
 
@@ -171,7 +171,7 @@ def script_of(way: str, root: Path) -> list[str]:
 
 def test_two_hosts_meet_at_the_first_one() -> None:
     script = (LAUNCH_DIR / "two-hosts.sh").read_text()
-    torchrun, _ = launch_options(script.partition("exec uv run ")[2])
+    torchrun, _ = launch_options(script.partition("exec .venv/bin/")[2])
     assert torchrun.nnodes == "2" and torchrun.rdzv_backend == "c10d"
     missing = subprocess.run(["bash", LAUNCH_DIR / "two-hosts.sh"], capture_output=True, text=True)
     assert missing.returncode != 0 and "name the first host" in missing.stderr

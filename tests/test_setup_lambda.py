@@ -30,7 +30,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     commands.mkdir()
     calls = tmp_path / "calls"
     for name in ("bash", "dirname", "id", "grep", "rm", "mkdir", "cat", "chmod", "sh", "env",
-                 "head"):
+                 "head", "sed"):
         (commands / name).symlink_to(shutil.which(name))
     fake_command(commands, "python3", "exit 0")
     fake_command(commands, "fc-list", "exit 0")
@@ -81,7 +81,7 @@ def test_the_driver_decides_which_pytorch_is_installed(
 ) -> None:
     commands, home = Path(machine["PATH"]), Path(machine["HOME"])
     home.mkdir()
-    (home / ".bashrc").write_text("alias ll='ls -l'\n")
+    (home / ".bashrc").write_text("alias ll='ls -l'\nexport UV_NO_SYNC=1\n")  # of an earlier time
     fake_command(commands, "nvidia-smi", f"echo '{driver}'; echo '{driver}'; [ -n '{driver}' ]")
     for _ in range(2):
         result = run_setup(machine)

@@ -73,6 +73,10 @@ class Reports:
             self.identity = self.prepared.run_identity()
             if write_identity(self.run.run_dir, self.identity):  # first: a kill may come between
                 self.beside.after_checkpoint.start()  # the copy learns of it before it has more
+        # Before files are copied: a kill would leave another run's records to be counted as these.
+        self.console.start(first_step, num_steps=num_steps,
+                           lacks_validation=self.prepared.lacks_validation)
+        if self.process.is_main:
             if aside_dir := clean_up(self.run.run_dir, from_step=first_step):
                 self.console.say("earlier checkpoints that the run does not go on from are now in"
                                  f" {aside_dir}")
@@ -85,8 +89,6 @@ class Reports:
         ratio = num_steps * self.plan.tokens_per_step / num_parameters
         self.console.say(f"{num_parameters:,} parameters, {ratio:.1f} tokens per parameter;"
                          f" {self.prepared.train.precision} on {self.process.device.type}")
-        self.console.start(first_step, num_steps=num_steps,
-                           lacks_validation=self.prepared.lacks_validation)
         if self.process.is_main:
             self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step

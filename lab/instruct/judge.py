@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from basics.checkpoint_names import CHECKPOINT_NAME
 from basics.errors import UserError, one_line, visible
 from lab.compare.run_figures import Written, append_evaluation
 from lab.instruct.comparison import Comparison, UnusableReplyError, compare
@@ -217,9 +218,12 @@ def _record(found: Scored, path: Path, answers: AnswersFile, *, judge_model: str
     run_dir = path.parent
     if run_dir.name != answers.model or not (run_dir / "model.json").is_file():
         return
-    record = {"target": answers.model, "checkpoint": answers.checkpoint, "judge": judge_model,
-              "score": found.mean, "score_interval": found.interval and [*found.interval],
-              "questions": found.num_questions}
+    named = CHECKPOINT_NAME.fullmatch(answers.checkpoint or "")
+    step = {"global_step": int(named[1])} if named else {}  # a launch drops those of later steps
+    record = step | {
+        "target": answers.model, "checkpoint": answers.checkpoint, "judge": judge_model,
+        "score": found.mean, "score_interval": found.interval and [*found.interval],
+        "questions": found.num_questions}
     known = Written.read(run_dir).judged
     if any(known.get(key) != value for key, value in record.items()):
         append_evaluation(run_dir / "evaluations.jsonl", record)

@@ -32,7 +32,8 @@ PACKAGES_BYTES = 6e9  # nearly all of it PyTorch with CUDA
 @click.option("--budget", type=ABOVE_0, metavar="USD",
               help="Show which machines can train the run within this budget.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N",
-              help="Training tokens of the dataset; needed if min_train_tokens is -1.")
+              help="Training tokens of the dataset; needed if min_train_tokens is -1, and for"
+                   " repeat_data to say how often they are read.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
@@ -44,7 +45,7 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
     if uses_all_tokens and tokens is None:
         raise UserError(f"{loaded.train_path}: min_train_tokens is -1 (all tokens of the dataset);"
                         " set their number with --tokens")
-    if tokens is not None and not uses_all_tokens:
+    if tokens is not None and not (uses_all_tokens or loaded.train.repeat_data):
         raise UserError(f"{loaded.train_path}: min_train_tokens is not -1, so --tokens has no"
                         " effect; drop --tokens")
     table = [*known_machines(), *map(parse_machine, machines)]
@@ -68,12 +69,15 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
     parameters, per_token = num_parameters(run.model), flops_per_token(run.model)
     num_tokens = _num_tokens(run, tokens)
     chinchilla = CHINCHILLA_TOKENS_PER_PARAMETER
+    times = "--tokens says how often" if tokens is None else f"{num_tokens / tokens:.3g} times"
     return [
         f"{run.name}: {size_name(run.model)}, {parameters:,} parameters; {num_tokens:,} tokens",
         f"{num_tokens / parameters:.1f} tokens per parameter (Chinchilla: {chinchilla}, or"
         f" {chinchilla * parameters:,} tokens)",
         f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
         f" {per_token * num_tokens:.3g} FLOP in total, without validation",
+        *([f"repeat_data: the dataset is read again where it ends ({times})"]
+          if run.train.repeat_data else []),
         f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below), {gb(2 * num_tokens)}"
         f" or more for the tokens, {gb(PACKAGES_BYTES)} for the packages",
     ]

@@ -11,13 +11,20 @@ from basics import cuda_problem
 from basics.errors import UserError
 from processes.launch import num_gpus
 
+PREFIX = ("Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before"
+          " calling NumCudaDevices() that might have already set an error? Error ")
 CASES = {
     "The NVIDIA driver on your system is too old (found version 12040). Please update":
         ("the NVIDIA driver is too old for it", "setup_lambda.sh"),
-    "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized":
+    f"{PREFIX}802: system not yet initialized":
         ("the fabric manager of its NVSwitches does not run", "nvidia-fabricmanager"),
-    "Unexpected error from cudaGetDeviceCount(). Error 304: OS call failed or operation not":
+    f"{PREFIX}304: OS call failed or operation not":
         ("this user may not open /dev/nvidia*", "--gpus all"),
+    f"{PREFIX}803: system has unsupported display driver / cuda driver combination":
+        ("the driver's parts are of two versions", "LD_LIBRARY_PATH"),
+    f"{PREFIX}804: forward compatibility was attempted on non supported HW":
+        ("cuda-compat does not work with this kind of GPU", "LD_LIBRARY_PATH"),
+    f"{PREFIX}999: unknown error": ("Error 999: unknown error", "nvidia-smi"),
     "No CUDA GPUs are available": ("CUDA finds none of them", "CUDA_VISIBLE_DEVICES"),
     "Found no NVIDIA driver on your system. Please check": ("there is no NVIDIA driver", "image"),
     "CUDA unknown error - this may be due to\nand so on": (

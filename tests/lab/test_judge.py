@@ -21,6 +21,7 @@ from lab.instruct.comparison import UnusableReplyError, compare
 from lab.instruct.instructions import Entry
 from lab.instruct.judge import summarise
 from lab.instruct.judging import Judge
+from reporting.metrics_file import remove_metrics_from
 from tests.support.judge_server import Endpoint, Fault, faulty_reply, judging
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.workplace import Workplace, read_lines, run_command
@@ -48,7 +49,8 @@ def write_answers(path: Path, model: str, worths: list[int], *, aside: str = "",
                   topic: str = "") -> str:
     answers = [{"instruction": f"Question {i} {topic}", "input": "é" * (i % 2), "output": "yes",
                 "answer": f"This is worth {worth}. {aside}"} for i, worth in enumerate(worths)]
-    path.write_text(json.dumps({"model": model, "more": 1, "answers": answers}))
+    path.write_text(json.dumps({"model": model, "more": 1, "answers": answers,
+                                "checkpoint": "20260101Z000000-iteration-4"}))
     return str(path)
 
 
@@ -361,8 +363,10 @@ def test_a_run_gets_the_score_of_the_answers_in_its_directory(
     assert scores["one"][0]["score_interval"] == [10, 30]
     answers("one", "instruction-answers.json", [90, 90])
     judged(endpoint, *files)
-    assert [line["score"] for line in read_lines(
-        workplace.runs_dir / "one/evaluations.jsonl")] == [20, 90]
+    path = workplace.runs_dir / "one/evaluations.jsonl"
+    for first_step, kept in ((5, [20, 90]), (4, [])):  # of a launch that goes on, or steps back
+        remove_metrics_from(path, first_step)
+        assert [line["score"] for line in read_lines(path)] == kept
 
 
 @pytest.mark.parametrize(("content", "message"), [

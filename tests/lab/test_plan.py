@@ -226,6 +226,10 @@ def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace: Work
     assert "1,000,000 tokens" in plan("tiny", "--tokens", "1000000", runs_dir=workplace.runs_dir)
     with pytest.raises(UserError, match="min_train_tokens is not -1, so --tokens"):
         plan("original", "--tokens", "1000000")
+    workplace.add_run("again", model=BIG, train={"min_train_tokens": 10**6, "repeat_data": True})
+    for arguments, times in ((["--tokens", "400000"], "2.5 times"), ([], "--tokens says how")):
+        assert f"repeat_data: the dataset is read again where it ends ({times}" in plan(
+            "again", *arguments, runs_dir=workplace.runs_dir)
     with pytest.raises(AssertionError, match="'--budget': nan is not a finite number"):
         plan("original", "--budget", "nan")
 

@@ -203,6 +203,16 @@ def test_a_launch_that_is_killed_while_it_starts_is_counted_by_the_next_one(
     assert read_heartbeat(tmp_path)["seconds"] > killed  # nothing else tells it
 
 
+def test_a_launch_that_ends_by_itself_after_a_while_is_counted(
+    tmp_path: Path, launch: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "COUNTED_SECONDS", 0.0)
+    launch()
+    first = read_heartbeat(tmp_path)["seconds"]
+    withdraw()  # as after a download that failed
+    assert launch() >= first > 0
+
+
 @pytest.mark.parametrize("seconds", ['"9"', "NaN", "-1", "1e300", "null", "[9]", '{"a": "9"}'])
 def test_a_launch_that_ends_by_itself_before_it_trains_leaves_no_heartbeat(
     tmp_path: Path, launch: Callable[[], float], seconds: str

@@ -88,6 +88,13 @@ def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now:
     assert clock.total_seconds() == 5410 == sum(clock.read().values())
 
 
+def test_dollars_without_seconds_in_damaged_records_are_lost(now: FakeTime) -> None:
+    clock = PhaseClock()
+    clock.count_lost(0.0, 5.0)
+    clock.set_price(1.0)
+    assert clock.usd()["lost"] == 5.0
+
+
 def test_without_any_price_there_are_no_dollars(now: FakeTime) -> None:
     assert PhaseClock().usd() == {}
 

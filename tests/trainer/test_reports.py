@@ -75,6 +75,19 @@ def test_a_recompilation_after_the_first_validation_is_one_warning(
             "", "", "f, because g; TORCH_LOGS=recompiles shows all", "")]
 
 
+def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports, order = stub(monkeypatch), []
+    reports.watchdog = MagicMock()
+    reports.console.start = lambda *_, **__: order.append("records")
+    monkeypatch.setattr("trainer.reports.write_identity", lambda *_: order.append("identity"))
+    monkeypatch.setattr("trainer.reports.clean_up", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        reports.begin(1)
+    assert order == ["identity", "records"]
+
+
 def test_every_report_collects_what_reference_counts_leave(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
