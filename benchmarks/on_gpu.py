@@ -206,7 +206,6 @@ def page(lines: dict[str, Values], bench: Bench) -> str:
     ok = {row: line for row, line in lines.items() if line["status"] == records.OK}
     speeds = [line for line in ok.values() if line["tokens_per_second"]]
     machine = next((line["machine"] for line in speeds if line["machine"]), {})
-    tests = Counter(line["outcome"] for line in lines.values() if "outcome" in line)
     parts = [
         [f"# Measurements on a GPU{' (tiny, on a CPU)' * (bench.model == TINY)}"],
         [", ".join(f"{key}: {machine.get(key)}" for key in ("device", "torch", "python"))],
@@ -218,7 +217,7 @@ def page(lines: dict[str, Values], bench: Bench) -> str:
         [f"- {row}: {json.dumps(figures)}" for row, line in ok.items() if line not in speeds and (
             figures := {key: value for key, value in line.items()
                         if key not in NOT_FIGURES and value not in (None, [])})],
-        [f"Tests: {dict(tests)}"],
+        [f"Tests: {dict(Counter(one['outcome'] for one in lines.values() if 'outcome' in one))}"],
         [f"- {row}: {line['status']}: {line['reason']}" for row, line in lines.items()
          if line["status"] != records.OK]]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"

@@ -133,15 +133,6 @@ def rank_of_eight(work: Work, optimizer: str) -> Values:
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if work.on_gpu else None}
 
 
-def kernels(work: Work) -> Values:
-    train = work.train(64 if work.on_gpu else 2)
-    return measure_kernels(work.model, train, work.alone(), num_steps=3)
-
-
-def stall(work: Work) -> Values:
-    return measure_stall(work.model, work.device, work.folder, rounds=5 if work.on_gpu else 3)
-
-
 def resumed(work: Work, *, deterministic: bool) -> Values:
     """Compare a run that is stopped and resumed with the same in one go, with flash attention."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic algorithms ask for it
@@ -149,9 +140,8 @@ def resumed(work: Work, *, deterministic: bool) -> Values:
     whole, loss, step_ms, is_compiled = _train_in_parts(work, work.folder / "whole", (20,))
     parts, other_loss, _, _ = _train_in_parts(work, work.folder / "parts", (10, 10))
     differences = [(whole[name] - parts[name]).abs().max().item() for name in whole]
-    return {"is_equal": not any(differences), "largest_difference": max(differences),
-            "loss_difference": abs(loss - other_loss), "step_ms": step_ms,
-            "is_compiled": is_compiled}
+    return {"is_equal": not any(differences), "largest_difference": max(differences), "step_ms":
+            step_ms, "loss_difference": abs(loss - other_loss), "is_compiled": is_compiled}
 
 
 def _train_in_parts(work: Work, folder: Path,
@@ -266,11 +256,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
               reason=" / ".join(line for line in lines if line.startswith("E "))[:300] or None)
 
 
-ROWS = {"kernels": kernels, "stall": stall, "precisions": precisions, "attention": attention,
-        "search": search, "adamw": partial(rank_of_eight, optimizer="adamw"),
-        "muon": partial(rank_of_eight, optimizer="muon"),
-        "resumed": partial(resumed, deterministic=True),
-        "resumed-default": partial(resumed, deterministic=False)}
+ROWS = {
+    "kernels": lambda work: measure_kernels(
+        work.model, work.train(64 if work.on_gpu else 2), work.alone(), num_steps=3),
+    "stall": lambda work: measure_stall(work.model, work.device, work.folder, rounds=5),
+    "adamw": partial(rank_of_eight, optimizer="adamw"),
+    "muon": partial(rank_of_eight, optimizer="muon"),
+    "resumed": partial(resumed, deterministic=True),
+    "resumed-default": partial(resumed, deterministic=False),
+    "precisions": precisions, "attention": attention, "search": search}
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:

@@ -177,7 +177,7 @@ def test_the_rows_of_numbers_are_measured_on_a_cpu(tmp_path: Path) -> None:
     assert kernels["cudnn"]["failed"]
     found = on_gpu_rows.resumed(work, deterministic=False)
     assert found["is_equal"] and found["largest_difference"] == found["loss_difference"] == 0
-    assert on_gpu_rows.stall(work)["later_stall_seconds"] >= 0
+    assert on_gpu_rows.ROWS["stall"](work)["later_stall_seconds"] >= 0
 
 
 def line_of(row: str, **values: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_all_calls_pass_without_network_on_the_lowest_pytorch(tmp_path: Path) ->
         pytest.skip("needs unshare and ip")
     python, out = tmp_path / "venv/bin/python", tmp_path / "out"
     done("uv", "venv", "--python", "3.12", tmp_path / "venv")
-    done("uv", "pip", "install", "--python", python, *COMMON)
+    done("uv", "pip", "install", "--python", python, *COMMON, cwd=tmp_path)  # no constraints there
     done("uv", "pip", "uninstall", "--python", python, *WHEELS)
     command = ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", python, "-m",
                "benchmarks.on_gpu"]
