@@ -180,12 +180,12 @@ def table(found: dict[str, Any]) -> list[str]:
         f" {'compiled' if found['is_compiled'] else 'not compiled'}. A step takes"
         f" {found['step_ms']:,.2f} ms ({found['tokens_per_second']:,.0f} tokens/s), under the"
         f" profiler {found['profiled_step_ms']:,.2f} ms; its kernels {found['kernel_ms']:,.2f} ms.",
-        "", *_pipe(groups, ["kernels", "ms a step", "share", "launches a step"]),
-        "", *_pipe(largest, ["largest kernels", "group", "ms a step", "launches a step"]),
+        "", *pipe(groups, ["kernels", "ms a step", "share", "launches a step"]),
+        "", *pipe(largest, ["largest kernels", "group", "ms a step", "launches a step"]),
     ]
 
 
-def _pipe(rows: list[list[str]], heads: list[str]) -> list[str]:
+def pipe(rows: list[list[str]], heads: list[str]) -> list[str]:
     return tabulate(rows, heads, tablefmt="pipe", disable_numparse=True).splitlines()
 
 

@@ -1,266 +1,299 @@
-"""All measurements that need a GPU, in one command that can be called again and again.
+"""Everything that needs a GPU, in four calls of at most nine minutes, worth most first.
 
-Run it with `python -m benchmarks.on_gpu`, on a machine with a GPU; README.md has examples. Each
-stage is a process of its own with a time limit, in the order of `on_gpu_stages.py`, what is worth
-most first. Its result is written at once: a call continues where an earlier one stopped. It ends
-with a page, OUTPUT/on-gpu.md, and OUTPUT/measured.json for `lab plan`. Needs no network; the code
-is used from the checkout.
+`python -m benchmarks.on_gpu a --out DIR` in the project's directory, then b, c and d; README.md
+says what has to be there. Each result is a line of DIR/results.jsonl at once, and the same call
+goes on where it was cut off. DIR/on-gpu.tar.gz holds all results, with a page, on-gpu.md, and
+the speed that `lab plan` reads, measured.json.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import tarfile
+import tempfile
 import time
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
+try:
+    import click
+    import torch
 
-from basics.errors import UserError, print_error
-from basics.files import write_atomically
-from basics.option_types import ABOVE_0, USD_PER_HOUR
-from benchmarks.on_gpu_process import installed, run_to_limit
-from benchmarks.on_gpu_stages import ENVIRONMENT, Settings, Stage, read_rows, stages
+    from basics.errors import describe
+    from basics.files import replacing, write_atomically
+    from basics.option_types import ABOVE_0
+    from benchmarks import throughput_records as records
+    from benchmarks.kernel_profile import pipe, table
+    from benchmarks.on_gpu_rows import RESULTS, TINY
+    from benchmarks.throughput_benches import GPU_LADDER, WHOLE_RUN, Bench, gpu_benches
+    from benchmarks.throughput_launch import PROJECT_DIR, Place, measure_row
+    from benchmarks.throughput_report import HUGGING_FACE, ORIGINAL
+    from benchmarks.throughput_rows import Row
+    from benchmarks.throughput_tokens import write_token_files
+    from lab.plan.memory import peak_memory
+    from lab.plan.setting import Setting
+    from lab.plan.speed_sources import Measurement
+    from reporting.clock import COMPILE, STARTUP
+    from reporting.speed import find_gpu, flops_per_token
+    from run_config import TrainConfig
+except ImportError as missing:
+    print(f"Error: {missing}; benchmarks/README.md lists the packages to bring", file=sys.stderr)
+    raise SystemExit(2) from None
 
-DONE, PARTIAL, FAILED, TIMED_OUT = "done", "partial", "failed", "timed out"
-TAIL_LINES, TAIL_BYTES = 40, 6000
-OUT_OF_TIME, LACK_OF_TIME = "ran out of time", "for lack of time"  # said by throughput.py
-RESERVE_SECONDS = 15  # of --minutes, for the page and the end of the last stage
-MARGIN_SECONDS = 20  # between the end that a stage with rows is told, and its limit
+OURS, NANOGPT, KERNELS = "ours, microbatch {}", "nanoGPT, compiled", "kernels"  # rows
+RESUMED, STALL, FIRST = "resumed, flash, deterministic", "checkpoint", OURS.format(64)
+OPTIONS = ["tried: cuDNN attention", "tried: flash attention", "tried: head in 4 chunks",
+           "tried: activation checkpointing"]  # the first one needs a GPU
+ARCHIVE, CUT_OFF = "on-gpu.tar.gz", "cut off"  # the latter: the next call measures it again
+RESERVE_SECONDS = 40  # of a call: to import PyTorch, to end the last row, and for the page
+SEARCH_TEST = "tests/microbatch_search/test_search.py"  # has one test that needs a GPU
+NOT_FIGURES = {"row", "status", "seconds", "versions", "code", "time", "outcome"}
+Values = dict[str, Any]
 
 
-@dataclass
-class Results:
-    """What is known so far: `results.json`, written after every stage."""
+@dataclass(frozen=True)
+class Item:
+    """A row of the results: `measure` returns its values, or raises."""
 
-    output: Path
-    setup: dict[str, Any]
-    stages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    name: str
+    seconds: int  # that it may take
+    measure: Callable[[Place], Values]
 
-    @classmethod
-    def load(cls, output: Path, setup: dict[str, Any]) -> Results:
-        """Read the results of earlier calls. Raises: UserError: they are of another device."""
-        path = output / "results.json"
-        if not path.exists():
-            return cls(output, setup)
+
+@dataclass(frozen=True)
+class Call:
+    """Where and what one of the four calls measures."""
+
+    name: str
+    out: Path
+    device: str  # as PyTorch names it; on a CPU all shapes are tiny
+    nanogpt: Path | None = None  # a copy of it
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def bench(self) -> Bench:
+        (bench,) = gpu_benches(1)
+        return bench if self.on_gpu else replace(bench, model=TINY, num_steps=7)
+
+    def logs(self, name: str) -> Path:
+        folder = self.out / "logs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def latest(self) -> dict[str, Values]:
+        """Return the last line of each row."""
+        return {line["row"]: line for line in records.read(self.out / "results.jsonl")}
+
+    def items(self) -> list[Item]:
+        """Return what this call measures, worth most first."""
+        if self.name == "a":
+            sizes = [self.speed(Row(OURS.format(size), "ours", microbatch_size=size))
+                     for size in (64, 96, 48, 24, 12)]
+            others = [("one of eight, AdamW", "adamw", 150), (KERNELS, "kernels", 120),
+                      ("one of eight, Muon", "muon", 150)]
+            return [*sizes[:3], *(self.child(*other) for other in others), *sizes[3:]]
+        if self.name == "b":
+            path = f"{PROJECT_DIR}/benchmarks/peer_nanogpt.py {self.nanogpt} --precision bf16"
+            return [
+                # The original is slow and keeps all attention weights: fewer steps, smaller size.
+                self.speed(Row(ORIGINAL, "original"), 270, microbatch_size=16,
+                           num_steps=min(16, self.bench.num_steps)),
+                self.speed(Row(HUGGING_FACE, "hugging face", {"precision": "bf16"}), 300),
+                self.speed(WHOLE_RUN),
+                *([self.speed(Row(NANOGPT, "peer", {"path": path}), 240)] if self.nanogpt else []),
+                *(self.speed(row) for row in GPU_LADDER
+                  if row.name in (OPTIONS if self.on_gpu else OPTIONS[1:]))]
+        if self.name == "d":
+            return [self.child("search", "search", 500)]
+        files = {str(path.relative_to(PROJECT_DIR)) for path in PROJECT_DIR.glob(
+            "tests/*/**/test_*.py") if "pytest.mark.gpu" in path.read_text()}
+        numbers = [(RESUMED, "resumed", 180), ("attention", "attention", 60),
+                   (STALL, "stall", 120), ("fp32 and a CPU", "precisions", 120),
+                   ("resumed, flash", "resumed-default", 150)]
+        return [*(self.child(*row) for row in numbers),
+                Item("tests, one half", 500, partial(self.tests, ["tests/test_gpu.py"])),
+                Item("tests, other half", 500, partial(self.tests, sorted(files - {SEARCH_TEST}))),
+                Item("tests, search", 480, partial(self.tests, ["--timeout=450", SEARCH_TEST]))]
+
+    def speed(self, row: Row, seconds: int = 180, **changes: int) -> Item:
+        return Item(row.name, seconds, partial(measure_row, replace(self.bench, **changes), row))
+
+    def child(self, name: str, key: str, seconds: int) -> Item:
+        """Return a row that `on_gpu_rows.py` measures; torchrun starts the search."""
+        launcher = ["-m", "torch.distributed.run", "--standalone"] if key == "search" else []
+        command = [sys.executable, *launcher, "-m", "benchmarks.on_gpu_rows", key, self.device,
+                   str(self.out / "results.jsonl")]
+        return Item(name, seconds, lambda place: json.loads(
+            place.run(command, self.logs(key)).splitlines()[-1]))
+
+    def tests(self, arguments: list[str], place: Place) -> Values:
+        """Run tests that need a GPU and have not passed yet; each result is a line of its own."""
+        done = [f"--deselect={row.removeprefix('test ')}" for row, line in self.latest().items()
+                if row.startswith("test ") and line["status"] == records.OK]
+        place.run([sys.executable, "-m", "pytest", "-m", "gpu", "-p", "benchmarks.on_gpu_rows",
+                   "-p", "no:xdist", "-p", "no:cacheprovider", f"--rootdir={PROJECT_DIR}", *done,
+                   *arguments], self.logs("tests"), **{RESULTS: str(self.out / "results.jsonl")})
+        return {}
+
+    def measure(self, ends_at: float, *, retry: bool) -> None:
+        """Measure what has no result yet, as far as it fits into the time."""
+        known, final = self.latest(), {records.OK} if retry else {records.OK, records.FAILED}
+        with tempfile.TemporaryDirectory(prefix="on-gpu-") as folder:
+            tokens = write_token_files(
+                Path(folder) / "zipf", self.bench.model, self.bench.num_tokens)
+            for number, item in enumerate(self.items()):
+                if known.get(item.name, {}).get("status") in final:
+                    continue
+                limit = item.seconds * (1 if self.on_gpu else 4)  # few cores compile slowly
+                if (left := ends_at - time.monotonic()) < item.seconds / 2:
+                    click.echo(f"{item.name}: not begun, {left:.0f} s are left")
+                    continue
+                self.record(item, Place("cuda" if self.on_gpu else "cpu", tokens,
+                                        Path(folder) / f"compiled-{number}",
+                                        time.monotonic() + min(left, limit)), left < limit)
+                self.write()
+
+    def record(self, item: Item, place: Place, is_short: bool) -> None:
+        """Measure a row; write a line of what became of it, whatever that is."""
+        began, num_before = time.monotonic(), len(self.latest())
+        line: Values = {"row": item.name, "status": records.OK, "reason": None}
         try:
-            values = json.loads(path.read_text())
-            found = cls(output, values["setup"], values["stages"])
-            old = {key: found.setup[key] for key in ("device", "dry_run")}
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{path}: cannot be read ({type(error).__name__}); move it away, or"
-                            " name another --output") from None
-        if old != {key: setup[key] for key in old}:
-            raise UserError(f"{path}: holds results of {old}; name another --output")
-        found.setup |= {key: value for key, value in setup.items() if value is not None}
-        return found
+            line |= item.measure(place)
+        except Exception as error:  # of any type: the other rows are still to be measured
+            made_progress = len(self.latest()) > num_before  # tests and trials have lines
+            goes_on = time.monotonic() >= place.deadline and (is_short or made_progress)
+            line |= {"status": CUT_OFF if goes_on else records.FAILED, "reason": describe(error)}
+        line["seconds"] = time.monotonic() - began
+        records.append(self.out / "results.jsonl", line)
+        click.echo(f"{item.name}: {line['status']} {line['seconds']:.0f} s {line['reason'] or ''}")
 
     def write(self) -> None:
-        values = {"setup": self.setup, "stages": self.stages}
-        write_atomically(self.output / "results.json", json.dumps(values, indent=1) + "\n")
+        """Write the page, `measured.json`, and the archive of all files."""
+        lines = self.latest()
+        write_atomically(self.out / "on-gpu.md", page(lines, self.bench))
+        whole = lines.get(WHOLE_RUN.name, {})
+        if self.on_gpu and whole.get("tokens_per_second"):
+            measured = [measurement(whole, self.bench)]
+            write_atomically(self.out / "measured.json", json.dumps(measured, indent=1) + "\n")
+        with replacing(self.out / ARCHIVE) as file, tarfile.open(
+                fileobj=file, mode="w:gz") as archive:
+            archive.add(self.out, "on-gpu",  # without itself and its temporary file
+                        filter=lambda info: None if ARCHIVE in info.name else info)
 
-    def status(self, stage: Stage) -> str | None:
-        return self.stages.get(stage.name, {}).get("status")
+
+def measurement(whole: Values, bench: Bench) -> Values:
+    """Return the speed of a whole run for `lab plan`."""
+    machine = whole["machine"]
+    return Measurement(
+        device=machine["device"], processes=machine["processes"], precision=whole["precision"],
+        tokens_per_second=whole["tokens_per_second"], model=bench.model,
+        source=f"benchmarks/on_gpu.py, {whole['time'][:10]}, PyTorch {machine['torch']}",
+    ).model_dump()
+
+
+def page(lines: dict[str, Values], bench: Bench) -> str:
+    """Return all results as Markdown; what is missing is shown as such."""
+    ok = {row: line for row, line in lines.items() if line["status"] == records.OK}
+    speeds = [line for line in ok.values() if line["tokens_per_second"]]
+    machine = next((line["machine"] for line in speeds if line["machine"]), {})
+    parts = [
+        [f"# Measurements on a GPU{' (tiny, on a CPU)' * (bench.model == TINY)}"],
+        [", ".join(f"{key}: {machine.get(key)}" for key in ("device", "torch", "python"))],
+        pipe(proof(ok, bench), ["on one card", "measured", "goal"]),
+        pipe([speed_cells(line, ok, bench) for line in speeds],
+             ["", "microbatch", "precision", "peak MiB", "compiling, s", "CPU ms a step",
+              "tokens/s", "MFU", "/ original", "losses off"]),
+        table(ok[KERNELS]) if KERNELS in ok else [],
+        [f"- {row}: {json.dumps(figures)}" for row, line in ok.items() if line not in speeds and (
+            figures := {key: value for key, value in line.items()
+                        if key not in NOT_FIGURES and value not in (None, [])})],
+        [f"Tests: {dict(Counter(one['outcome'] for one in lines.values() if 'outcome' in one))}"],
+        [f"- {row}: {line['status']}: {line['reason']}" for row, line in lines.items()
+         if line["status"] != records.OK]]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def proof(ok: dict[str, Values], bench: Bench) -> list[list[str]]:
+    """Return what was measured on one card, beside what the project promises."""
+    best = max((line for row, line in ok.items() if row.startswith(OURS.format(""))),
+               key=lambda line: line["tokens_per_second"], default={})
+    phases = ok.get(WHOLE_RUN.name, {}).get("seconds_by_phase")
+    size, planned = best.get("microbatch_size"), None
+    if best:
+        train = TrainConfig(dataset="none", checkpoint_interval=1, microbatch_size=size,
+                            gradient_accumulation_steps=bench.global_batch_size // size)
+        setting = Setting(bench.model, train, best["precision"], 1, bench.model != TINY)
+        planned = peak_memory(setting, size).total / 2**20
+    return [
+        [f"tokens/s, microbatch {size}", shown(best.get("tokens_per_second"), ",.0f"), "the best"],
+        ["MFU", mfu(best, bench), "0.4 or more"],
+        *([f"ours / {row}", ratio(best, ok.get(row)), goal] for row, goal in (
+            (ORIGINAL, "7 or more"), (HUGGING_FACE, "more than 1"), (NANOGPT, "more than 1"))),
+        ["peak memory / `lab plan`'s", shown(planned and best["peak_mib"] / planned, ".2f"), "1"],
+        ["seconds to the first step", shown(phases and phases[STARTUP] + phases[COMPILE], ".1f")],
+        ["bit-identical after resuming (flash attention, deterministic algorithms)",
+         shown(ok.get(RESUMED, {}).get("is_equal"), ""), "True"],
+        ["seconds that a checkpoint stops training",
+         shown(ok.get(STALL, {}).get("later_stall_seconds"), ".3f")]]
+
+
+def speed_cells(line: Values, ok: dict[str, Values], bench: Bench) -> list[str]:
+    off = [abs(a - b) for a, b in zip(line["losses"], ok.get(FIRST, line)["losses"], strict=False)]
+    cells = [shown(line.get(key), form) for key, form in {
+        "microbatch_size": "", "precision": "", "peak_mib": ",.0f", "compile_seconds": ".0f",
+        "cpu_ms": ".1f", "tokens_per_second": ",.0f"}.items()]
+    return [line["row"], *cells, mfu(line, bench), ratio(line, ok.get(ORIGINAL)),
+            shown(max(off, default=None), ".4f")]
+
+
+def shown(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def ratio(line: Values, other: Values | None) -> str:
+    return "-" if not (line and other) else shown(
+        line["tokens_per_second"] / other["tokens_per_second"], ".2f")
+
+
+def mfu(line: Values, bench: Bench) -> str:
+    gpu = find_gpu(line["machine"]["device"]) if line.get("machine") else None
+    flops = line.get("tokens_per_second", 0) * flops_per_token(bench.model)
+    return f"{flops / gpu.peak(line['precision']):.3f}" if gpu else "-"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option("--dry-run", is_flag=True, help="Tiny shapes, to try all stages on a CPU.")
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), show_default=True,
-              default=Path("on-gpu"), help="Where results are written; a later call continues.")
-@click.option("--minutes", type=ABOVE_0,
-              help="Begin no stage that may take longer than what is left of this.")
-@click.option("--only", multiple=True, metavar="NAME", help="Only these stages, or groups of them.")
-@click.option("--skip", multiple=True, metavar="NAME", help="Without these.")
-@click.option("--list", "lists", is_flag=True, help="List the stages and what became of them.")
-@click.option("--fresh", is_flag=True, help="Repeat stages that are done.")
-@click.option("--retry", is_flag=True, help="Repeat stages that failed or ran out of time.")
-@click.option("--page", "only_page", is_flag=True, help="Only write the page again.")
-@click.option("--wheels", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="A directory of wheels to use, for a machine without a package index.")
-@click.option("--nanogpt", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="A copy of nanoGPT, to be measured too.")
-@click.option("--usd-per-hour", type=USD_PER_HOUR,
-              help="Price of the machine, for the page.")
-def main(**options: Any) -> None:
-    """Measure all that needs a GPU."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a stage is ended too
+@click.argument("name", metavar="CALL", type=click.Choice(["a", "b", "c", "d"]))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True)
+@click.option("--minutes", type=ABOVE_0, default=9, show_default=True)
+@click.option("--nanogpt", type=click.Path(exists=True, path_type=Path), help="A copy of it.")
+@click.option("--retry", is_flag=True, help="Measure again what has failed.")
+@click.option("--try-on-cpu", is_flag=True, help="Tiny shapes on a CPU: no figure means anything.")
+def main(name: str, out: Path, minutes: float, retry: bool, **options: Any) -> None:
+    """Measure speed (a), other systems and options (b), numbers and tests (c), the search (d)."""
+    ends_at = time.monotonic() + 60 * minutes - RESERVE_SECONDS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the row; the page is written
+    if options["try_on_cpu"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
+        raise click.UsageError("PyTorch finds no GPU here; --try-on-cpu tries all calls")
+    call = Call(name, out.absolute(), "cpu" if options["try_on_cpu"] else "cuda:0",
+                options["nanogpt"])
+    call.out.mkdir(parents=True, exist_ok=True)
     try:
-        run(**options)
-    except UserError as error:
-        print_error(error.line())
-        sys.exit(error.status)
-
-
-def run(*, output: Path, device: str, dry_run: bool, usd_per_hour: float | None,
-        **options: Any) -> None:
-    """Run the chosen stages, and write the page after each. Raises: UserError."""
-    started, nanogpt = time.monotonic(), options["nanogpt"]
-    output = output.absolute()
-    results = Results.load(output, {"device": device, "dry_run": dry_run,
-                                    "usd_per_hour": usd_per_hour})
-    table = stages(Settings(output, device, dry_run, nanogpt and nanogpt.absolute()))
-    chosen = choose(table, options["only"], options["skip"])
-    if options["lists"]:
-        for stage in table:
-            click.echo(f"{stage.name:20} {stage.limit_seconds:4} s at most"
-                       f"  {results.status(stage) or 'not run':10} {stage.title}")
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    with installed(options["wheels"]) as environment:
-        if device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        if not options["only_page"]:
-            minutes = options["minutes"]
-            ends_at = started + 60 * minutes - RESERVE_SECONDS if minutes else float("inf")
-            caller = Caller(results, environment, ends_at)
-            caller.call(table, [stage for stage in chosen if caller.is_due(
-                stage, fresh=options["fresh"], retry=options["retry"])])
-        write_page(results, table)
-    click.echo(f"{output / 'on-gpu.md'}")
-
-
-def choose(table: list[Stage], only: tuple[str, ...], skip: tuple[str, ...]) -> list[Stage]:
-    """Return the stages that the options name. Raises: UserError: there is no such stage."""
-    names = {stage.name for stage in table} | {stage.group for stage in table}
-    for option, values in (("--only", only), ("--skip", skip)):
-        for value in values:
-            if value not in names:
-                raise UserError(f"{option} {value[:40]}: no such stage; see --list")
-    return [stage for stage in table
-            if (not only or {stage.name, stage.group} & {*only, ENVIRONMENT})
-            and not {stage.name, stage.group} & set(skip)]
-
-
-@dataclass
-class Caller:
-    """Runs stages one after another until the time is over."""
-
-    results: Results
-    environment: dict[str, str]
-    ends_at: float  # in seconds of time.monotonic()
-
-    def is_due(self, stage: Stage, *, fresh: bool, retry: bool) -> bool:
-        """Return whether a stage has to be run; forget what is to be measured again.
-
-        The environment is always read again: a later call may be on another machine.
-        """
-        status = self.results.status(stage)
-        if fresh and status is not None:
-            self.forget(stage, "*")
-            del self.results.stages[stage.name]
-        elif retry and status in (FAILED, TIMED_OUT):
-            _drop_failed_rows(self.rows_path(stage))
-        return (fresh or stage.name == ENVIRONMENT or status in (None, PARTIAL)
-                or retry and status in (FAILED, TIMED_OUT))
-
-    def call(self, table: list[Stage], due: list[Stage]) -> None:
-        """Run the stages that are due, as far as they fit into the time that is left."""
-        for stage in due:
-            left = self.ends_at - time.monotonic()
-            if left < stage.seconds_to_begin():
-                click.echo(f"{stage.name}: not begun; it needs {stage.seconds_to_begin()} s and"
-                           f" {max(0, left):.0f} s are left")
-                continue
-            seconds = min(stage.limit_seconds, left)
-            click.echo(f"{stage.name}: begun, at most {seconds:.0f} s")
-            result = self.run_stage(stage, seconds)
-            self.results.stages[stage.name] = result
-            self.results.write()
-            click.echo(f"{stage.name}: {result['status']} after {result['seconds']:.0f} s"
-                       f" {result['reason']}".rstrip())
-            write_page(self.results, table)
-
-    def run_stage(self, stage: Stage, seconds: float) -> dict[str, Any]:
-        """Run one stage to its end or its limit; return its result."""
-        log_path = self.results.output / f"{stage.name}.log"
-        command, rows_before = [sys.executable, *stage.command], self.num_rows(stage)
-        if stage.rows:
-            told = max(seconds - MARGIN_SECONDS, seconds / 2)
-            command += ["--minutes", f"{told / 60:.2f}"]
-        else:
-            self.forget(stage, "json*")  # of an attempt that failed
-        started = time.monotonic()
-        status = run_to_limit(command, seconds, log_path, self.environment)
-        text = log_path.read_text(errors="replace")
-        tail = text[-TAIL_BYTES:].splitlines()[-TAIL_LINES:]
-        state, reason = self.judge(stage, status, text, self.num_rows(stage) - rows_before)
-        return {"status": state, "reason": reason, "seconds": round(time.monotonic() - started, 1),
-                "ended": datetime.now(UTC).isoformat(timespec="seconds"), "command": command[1:],
-                "machine": None if stage.name == ENVIRONMENT else self.machine(),
-                "values": stage.read(self.results.output, text), "tail": tail}
-
-    def judge(self, stage: Stage, status: int | None, text: str,
-              num_new: int) -> tuple[str, str]:
-        """Return a stage's status, and why it is not done.
-
-        Args:
-            status: the exit status, None if it ran out of time.
-            text: what it printed.
-            num_new: rows that it has measured.
-        """
-        rows = read_rows(self.rows_path(stage)) if stage.rows else []
-        reasons = {name: [str(row.get("reason")) if row.get("status") == "failed" else ""
-                          for row in rows if row.get("row") == name] for name in stage.rows}
-        missing = [name for name, found in reasons.items()
-                   if all(OUT_OF_TIME in reason for reason in found)]
-        if num_new and (missing or LACK_OF_TIME in text):
-            return PARTIAL, f"not measured yet: {'; '.join(missing) or 'the last rounds'}"
-        if status is None:
-            return TIMED_OUT, "killed at its limit"
-        if status:
-            last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-            return FAILED, f"exit status {status}: {last.strip()[:200]}"
-        if missing:
-            return FAILED, f"not measured: {'; '.join(missing)}"
-        failed = [name for name, found in reasons.items() if all(found)]
-        return (FAILED, f"failed: {'; '.join(failed)}") if failed else (DONE, "")
-
-    def forget(self, stage: Stage, suffix: str) -> None:
-        for path in self.results.output.glob(f"{stage.name}.{suffix}"):
-            path.unlink()
-
-    def rows_path(self, stage: Stage) -> Path:
-        return self.results.output / f"{stage.name}.jsonl"
-
-    def num_rows(self, stage: Stage) -> int:
-        return sum(row.get("row") in stage.rows and row.get("status") != "failed"
-                   for row in read_rows(self.rows_path(stage)))
-
-    def machine(self) -> str | None:
-        """Return the GPU and PyTorch that the last reading of the environment found."""
-        found = self.results.stages.get(ENVIRONMENT, {}).get("values", {})
-        if "packages" not in found:
-            return None
-        return f"{found.get('gpu') or 'CPU'}, PyTorch {found['packages'].get('torch')}"
-
-
-def _drop_failed_rows(path: Path) -> None:
-    """Forget rows that failed, so that they are measured again."""
-    if path.exists():
-        kept = [row for row in read_rows(path) if row.get("status") != "failed"]
-        write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in kept))
-
-
-def write_page(results: Results, table: list[Stage]) -> None:
-    """Write the page, and `measured.json`; what is missing for it is printed, and stops nothing."""
-    try:
-        # Both need pydantic, perhaps from --wheels.
-        from benchmarks.on_gpu_measured import measurements
-        from benchmarks.on_gpu_page import page
-
-        text = page(results.setup, results.stages, table, results.output)
-        measured = measurements(results.output)
-    except ImportError as error:
-        print_error(f"the page is not written: {error}; see --wheels")
-        return
-    write_atomically(results.output / "on-gpu.md", text)
-    if measured:
-        write_atomically(results.output / "measured.json", json.dumps(measured, indent=1) + "\n")
+        call.measure(ends_at, retry=retry)
+    finally:
+        call.write()
+    click.echo(f"{call.out / ARCHIVE}")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def measure(task: RowTask, process: Process) -> dict[str, Any]:
     """Train, and measure the time of a step after the warm-up."""
     on_gpu = process.device.type == "cuda"
     import torch._inductor.compile_fx  # its import takes seconds: not compiling
-    from transformers import GPT2LMHeadModel  # noqa: F401
+    if task.row.system == "hugging face":
+        from transformers import GPT2LMHeadModel  # noqa: F401
     started = time.perf_counter()
     system = SYSTEMS[task.row.system](task, process)
     if task.row.num_threads is not None:

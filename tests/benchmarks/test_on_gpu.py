@@ -1,332 +1,270 @@
-"""The runner of the measurements on a GPU, with stand-in commands."""
+"""The four calls of `on_gpu.py`: in process with stand-in rows, and whole without a network."""
 
 from __future__ import annotations
 
-import ast
-import importlib.metadata
-import importlib.util
 import json
 import os
-import signal
+import shutil
 import subprocess
-import sys
+import tarfile
 import time
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import psutil
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
-from basics.errors import UserError
-from benchmarks import on_gpu, on_gpu_environment, on_gpu_stages
-from benchmarks.on_gpu import Caller, Results
-from benchmarks.on_gpu_process import installed, run_to_limit
-from benchmarks.on_gpu_stages import Settings, Stage, read_tests, stages
+from benchmarks import on_gpu, on_gpu_rows
+from benchmarks import throughput_records as records
+from benchmarks.on_gpu import FIRST, RESUMED, STALL, Call, Item, page
+from benchmarks.on_gpu_rows import Work
+from benchmarks.throughput_benches import WHOLE_RUN
+from benchmarks.throughput_launch import Place, RowFailed
+from benchmarks.throughput_report import HUGGING_FACE, ORIGINAL
+from lab.plan.speed_sources import SpeedSources
+from microbatch_search.trial import Trial
+from reporting.speed import find_gpu
 from tests.support.workplace import PROJECT_DIR
 
-FOREVER = float("inf")
-# Stands in for throughput.py: measures one row a call, of those given after the path.
-MEASURE_ONE = """
-import json, pathlib, sys
-path, *rows = sys.argv[1:sys.argv.index("--minutes")]
-path = pathlib.Path(path)
-lines = path.read_text().splitlines() if path.exists() else []
-missing = [row for row in rows if row not in [json.loads(line)["row"] for line in lines]]
-if missing:
-    lines.append(json.dumps({"row": missing[0], "status": "ok", "tokens_per_second": 1}))
-path.write_text("".join(f"{line}\\n" for line in lines))
-"""
-
-
-def python(name: str, code: str, *, limit: int = 100, **options: object) -> Stage:
-    return Stage(name.split("-")[0], name, name.capitalize(), ("-c", code), limit, **options)
-
-
-def caller(output: Path, *, ends_at: float = FOREVER) -> Caller:
-    setup = {"device": "cpu", "dry_run": True, "usd_per_hour": None}
-    return Caller(Results.load(output, setup), dict(os.environ), ends_at)
-
-
-def call(output: Path, table: list[Stage], *, ends_at: float = FOREVER, fresh: bool = False,
-         retry: bool = False) -> dict[str, str]:
-    """Make one call; return the status of every stage, as the file has it."""
-    one = caller(output, ends_at=ends_at)
-    one.call(table, [stage for stage in table if one.is_due(stage, fresh=fresh, retry=retry)])
-    found = json.loads((output / "results.json").read_text())["stages"]
-    return {name: result["status"] for name, result in found.items()}
-
-
-def command_line(*arguments: object) -> Result:
-    return CliRunner().invoke(on_gpu.main, [str(argument) for argument in arguments])
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that nobody has waited for does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_a_command_is_killed_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
-    script = f"setsid sleep 300 & echo $! > {tmp_path}/pid; echo begun; sleep 300"
-    status = run_to_limit(["sh", "-c", script], 2, tmp_path / "log", dict(os.environ))
-    assert status is None
-    assert (tmp_path / "log").read_text().startswith("begun\n")  # a shell may add "Killed"
-    pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 60
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(pid)
-
-
-def test_a_failure_is_recorded_with_its_last_lines_and_the_next_stage_runs(tmp_path: Path) -> None:
-    table = [python("first", "print('why'); raise SystemExit(3)"), python("second", "pass")]
-    assert call(tmp_path, table) == {"first": "failed", "second": "done"}
-    result = json.loads((tmp_path / "results.json").read_text())["stages"]["first"]
-    assert result["reason"] == "exit status 3: why" and result["tail"] == ["why"]
-    page = (tmp_path / "on-gpu.md").read_text()
-    assert "exit status 3: why" in page and "Not begun: none" in page
-
-
-def test_a_stage_that_runs_out_of_time_is_recorded(tmp_path: Path) -> None:
-    table = [python("slow", "import time; time.sleep(300)", limit=1)]
-    assert call(tmp_path, table) == {"slow": "timed out"}
-
-
-def test_what_is_done_or_failed_is_repeated_only_when_asked(tmp_path: Path) -> None:
-    count = f"open(r'{tmp_path}/count', 'a').write('x')"
-    table = [python("good", count), python("bad", f"{count}; raise SystemExit(1)")]
-
-    def runs(**options: bool) -> int:
-        (tmp_path / "count").write_text("")
-        call(tmp_path, table, **options)
-        return len((tmp_path / "count").read_text())
-
-    assert [runs(), runs(), runs(retry=True), runs(fresh=True)] == [2, 0, 1, 2]
-
-
-def test_a_stage_is_begun_only_if_its_limit_fits(tmp_path: Path) -> None:
-    table = [python("long", "pass", limit=500), python("short", "pass", limit=50)]
-    assert call(tmp_path, table, ends_at=time.monotonic() + 400) == {"short": "done"}
-    assert call(tmp_path, table) == {"short": "done", "long": "done"}
-
-
-def rows_stage(output: Path, *rows: str) -> Stage:
-    command = ("-c", MEASURE_ONE, str(output / "rows.jsonl"), *rows)
-    return Stage("rows", "rows", "Rows", command, 100, rows=rows, least_seconds=50)
-
-
-def test_rows_are_measured_over_several_calls(tmp_path: Path) -> None:
-    table = [rows_stage(tmp_path, "a", "b")]
-    assert call(tmp_path, table, ends_at=time.monotonic() + 70) == {"rows": "partial"}
-    assert "to be continued: rows" in (tmp_path / "on-gpu.md").read_text().replace("\n", " ")
-    assert call(tmp_path, table, ends_at=time.monotonic() + 70) == {"rows": "done"}
-    assert (tmp_path / "rows.jsonl").read_text().count("\n") == 2
-
-
-def test_a_call_that_measures_no_row_has_failed(tmp_path: Path) -> None:
-    stage = rows_stage(tmp_path, "a", "b")
-    table = [Stage("rows", "rows", "Rows", stage.command[:-1], 100, rows=stage.rows)]
-    call(tmp_path, table)
-    assert call(tmp_path, table) == {"rows": "failed"}
-
-
-def test_a_row_that_ran_out_of_time_is_tried_again_if_others_were_measured(tmp_path: Path) -> None:
-    table = [rows_stage(tmp_path, "a", "b")]
-    (tmp_path / "rows.jsonl").write_text(
-        '{"row": "b", "status": "failed", "reason": "ran out of time after 60 s"}\n')
-    assert call(tmp_path, table) == {"rows": "partial"}
-    assert call(tmp_path, table) == {"rows": "failed"}  # no other row was left to be measured
-
-
-def test_a_row_that_failed_is_measured_again_with_retry(tmp_path: Path) -> None:
-    table = [rows_stage(tmp_path, "a")]
-    (tmp_path / "rows.jsonl").write_text('{"row": "a", "status": "failed", "reason": "memory"}\n')
-    assert call(tmp_path, table) == {"rows": "failed"}
-    assert "failed: memory" in (tmp_path / "on-gpu.md").read_text()
-    assert call(tmp_path, table, retry=True) == {"rows": "done"}
-
-
-def test_a_killed_call_ends_its_stage_and_the_next_one_continues(tmp_path: Path) -> None:
-    script = tmp_path / "call.py"
-    wait = f"open(r'{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(300)"
-    script.write_text(f"""
-import sys
-from benchmarks import on_gpu
-from benchmarks.on_gpu_stages import Stage
-on_gpu.stages = lambda settings: [
-    Stage("a", "a", "A", ("-c", "print('one')"), 100),
-    Stage("b", "b", "B", ("-c", "import os, time; {wait}"), 400)]
-on_gpu.main(["--device", "cpu", "--output", r"{tmp_path}/out"])
-""")
-    process = subprocess.Popen([sys.executable, str(script)], cwd=PROJECT_DIR,
-                               env=os.environ | {"PYTHONPATH": str(PROJECT_DIR)})
-    pid_path, deadline = tmp_path / "pid", time.monotonic() + 100
-    while not (pid_path.exists() and pid_path.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
-    assert not is_alive(int(pid_path.read_text()))
-    table = [python("a", "raise SystemExit(1)"), python("b", "pass")]
-    assert list(json.loads((tmp_path / "out/results.json").read_text())["stages"]) == ["a"]
-    found = Results.load(tmp_path / "out", {"device": "cpu", "dry_run": False})
-    one = Caller(found, dict(os.environ), FOREVER)
-    assert [stage.name for stage in table if one.is_due(stage, fresh=False, retry=False)] == ["b"]
-
-
-def test_results_of_another_device_are_refused(tmp_path: Path) -> None:
-    call(tmp_path, [python("a", "pass")])
-    result = command_line("--output", tmp_path, "--page")
-    assert result.exit_code == 2 and "name another --output" in result.output
-
-
-def test_an_unknown_stage_is_refused_and_a_group_can_be_chosen(tmp_path: Path) -> None:
-    assert command_line("--only", "nothing", "--output", tmp_path).exit_code == 2
-    table = stages(Settings(tmp_path, "cuda"))
-    names = [stage.name for stage in on_gpu.choose(table, ("numbers",), ())]
-    assert names == ["environment", "numbers-precision", "numbers-repeat"]
-    assert not [stage for stage in on_gpu.choose(table, (), ("ours",)) if stage.group == "ours"]
-    listed = command_line("--list", "--output", tmp_path / "none").output
-    assert all(stage.name in listed for stage in table) and not (tmp_path / "none").exists()
-
-
-def test_every_stage_fits_into_a_call_of_ten_minutes(tmp_path: Path) -> None:
-    for stage in stages(Settings(tmp_path, "cuda")):
-        assert stage.seconds_to_begin() + on_gpu.RESERVE_SECONDS + 30 <= 600
-
-
-def test_the_stages_name_commands_and_tests_that_exist(tmp_path: Path) -> None:
-    table = stages(Settings(tmp_path, "cuda", nanogpt=tmp_path))
-    modules = {stage.command[1] for stage in table}
-    assert all(importlib.util.find_spec(module) for module in modules)
-    (tests,) = (stage for stage in table if stage.name == "tests")
-    assert "tests/test_gpu.py" in tests.command
-    assert all((PROJECT_DIR / word).exists() for word in tests.command if word.endswith(".py"))
-    (peers,) = (stage for stage in table if stage.name == "peers")
-    assert "nanoGPT, compiled" in peers.rows and "--peer" in peers.command
-
-
-def test_outcomes_are_read_from_a_session_that_was_killed(tmp_path: Path) -> None:
-    text = ("collected 9 items / 5 deselected / 4 selected\n\n"
-            "tests/test_gpu.py::test_a[bf16] PASSED    [ 25%]\n"
-            "tests/test_gpu.py::test_b FAILED          [ 50%]\n"
-            "tests/lab/test_memory.py::test_c[x y] PASSED [ 75%]\n"
-            "tests/test_gpu.py::test_d ")
-    found = read_tests(tmp_path, text)
-    assert (found["passed"], found["failed"]) == (2, 1)
-    assert found["names"] == ["tests/test_gpu.py::test_b"]
-
-
-def add_wheel(folder: Path) -> None:
-    with zipfile.ZipFile(folder / "carried-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried.py", "answer = 42\n")
-        wheel.writestr("carried-1.0.dist-info/METADATA",
-                       "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
-        wheel.writestr("carried-1.0.dist-info/WHEEL",
-                       "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("carried-1.0.dist-info/RECORD", "")
-
-
-def has_pip() -> bool:
-    """Look for pip without its import machinery, which would keep setuptools from working."""
-    return any(found.name == "pip" for found in importlib.metadata.distributions())
-
-
-@pytest.mark.skipif(not has_pip(), reason="this Python has no pip")
-def test_wheels_are_installed_for_the_stages(tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    add_wheel(tmp_path)
-    with installed(tmp_path) as environment:
-        finished = subprocess.run([sys.executable, "-c", "import carried; print(carried.answer)"],
-                                  env=environment, capture_output=True, text=True)
-    assert finished.stdout == "42\n", finished.stderr
-
-
-def test_what_pip_is_asked_for_and_what_it_refuses(tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def fake(command: list[str], **options: object) -> SimpleNamespace:
-        asked.append(command)
-        return SimpleNamespace(returncode=1, stderr="ERROR: not supported on this platform\n")
-
-    with pytest.raises(UserError, match="no \\*.whl"), installed(tmp_path):
-        pass
-    add_wheel(tmp_path)
-    monkeypatch.setattr("benchmarks.on_gpu_process.subprocess.run", fake)
-    with pytest.raises(UserError, match="not supported on this platform"), installed(tmp_path):
-        pass
-    assert {"--no-index", "--no-deps", "--target"} <= set(asked[0])
-    assert asked[0][-1] == str(tmp_path / "carried-1.0-py3-none-any.whl")
-
-
-def imports_of(path: Path) -> set[str]:
-    """Return the modules that a file imports when it is imported itself."""
-    waiting, found = [ast.parse(path.read_text())], set()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif not isinstance(node, ast.FunctionDef):
-            waiting += ast.iter_child_nodes(node)
-    return found
-
-
-def packages_of(*modules: str) -> set[str]:
-    """Return the packages that modules of the project import, and those that they import."""
-    waiting, seen, packages = list(modules), set(), set()
-    while waiting:
-        module = waiting.pop()
-        path = PROJECT_DIR / f"{module.replace('.', '/')}.py"
-        if path.exists() and module not in seen:
-            seen.add(module)
-            waiting += imports_of(path)
-        elif not (PROJECT_DIR / module.split(".")[0]).is_dir() and module not in seen:
-            packages.add(module.split(".")[0])
-    return packages - sys.stdlib_module_names - {path.stem for path in PROJECT_DIR.glob("*.py")}
-
-
-def test_all_packages_that_the_stages_import_are_needed_and_no_others(tmp_path: Path) -> None:
-    commands = {stage.command[1] for stage in stages(Settings(tmp_path, "cuda"))} - {"pytest"}
-    found = packages_of("ddp_train", "lab.__main__", "lab.evaluate.evaluate",
-                        "lab.evaluate.measure", "benchmarks.checkpoints", "benchmarks.on_gpu_page",
-                        *commands)
-    found -= {"tiktoken_ext"}  # a part of tiktoken
-    assert found | {"transformers", "pytest"} == set(on_gpu_environment.NEEDED)
-    tests = packages_of("tests.conftest", *(
-        path.removesuffix(".py").replace("/", ".")
-        for path in stages(Settings(tmp_path, "cuda"))[1].command if path.endswith(".py")))
-    assert tests - {"tiktoken_ext"} <= {*on_gpu_environment.NEEDED, *on_gpu_environment.FOR_TESTS}
-
-
-@pytest.mark.parametrize("missing", [[], ["no_such_package"]])
-def test_the_environment_says_what_is_missing(tmp_path: Path, missing: list[str],
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_gpu_environment, "NEEDED", ("torch", *missing))
-    monkeypatch.setattr(on_gpu_environment, "FOR_OTHER_COMMANDS", ())
-    monkeypatch.setattr(sys, "argv", ["environment", str(tmp_path / "found.json")])
-    with pytest.raises(SystemExit) as ended:
-        on_gpu_environment.main()
-    assert ended.value.code == (1 if missing else 0)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["missing"] == missing and found["packages"]["torch"]
-
-
-def test_a_dry_run_measures_on_a_cpu(tmp_path: Path) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "benchmarks.on_gpu", "--device", "cpu", "--dry-run", "--only",
-         "around-checkpoint", "--skip", "environment", "--output", str(tmp_path), "--usd-per-hour",
-         "2"], cwd=PROJECT_DIR, capture_output=True, text=True, timeout=200)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["stages"]["around-checkpoint"]["status"] == "done", results
-    assert results["stages"]["around-checkpoint"]["values"]["later_stall_seconds"] >= 0
-    page = (tmp_path / "on-gpu.md").read_text()
-    assert "a dry run" in page and "later stall seconds" in page and "ours-kernels" in page
-    assert on_gpu_stages.read_rows(tmp_path / "missing.jsonl") == []
+H100 = {"device": "NVIDIA H100 80GB HBM3", "device_type": "cuda", "processes": 1,
+        "torch": "2.11.0", "python": "3.12.3", "platform": "Linux"}
+# What has to be brought to a machine that has PyTorch and other common packages.
+WHEELS = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection",
+          "typing_extensions"}
+BRING = ("-m pip download --only-binary=:all: --python-version 3.12 --platform"
+         " manylinux2014_x86_64 --dest wheels pydantic")
+UNPACK = "-m pip install --no-index --no-deps --no-compile --target site wheels/*.whl"
+COMMON = ("torch==2.11.*", "transformers", "numpy", "pytest", "pip", "click<9", "filelock",
+          "huggingface-hub", "hypothesis", "matplotlib", "nvidia-ml-py", "psutil", "pyarrow",
+          "pytest-timeout", "rich", "safetensors", "tabulate", "tiktoken", "tqdm")
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(on_gpu.signal, "signal", lambda *_: None)
+
+
+def call_with(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str,
+              **rows: Callable[[Place], dict[str, Any]]) -> Result:
+    """Make a call that measures these rows."""
+    monkeypatch.setattr(Call, "items", lambda call: [
+        Item(name, 100, measure) for name, measure in rows.items()])
+    return CliRunner().invoke(on_gpu.main, ["a", "--out", str(out), "--try-on-cpu", *arguments])
+
+
+def statuses(out: Path) -> list[tuple[str, str]]:
+    return [(line["row"], line["status"]) for line in records.read(out / "results.jsonl")]
+
+
+def fail(place: Place) -> dict[str, Any]:
+    raise RowFailed("no memory")
+
+
+def test_a_row_that_fails_is_a_line_and_others_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"bad": fail, "good": lambda place: {"answer": 42}}
+    assert call_with(monkeypatch, tmp_path, **rows).exit_code == 0
+    assert statuses(tmp_path) == [("bad", "failed"), ("good", "ok")]
+    with tarfile.open(tmp_path / "on-gpu.tar.gz") as archive:
+        assert set(archive.getnames()) == {
+            "on-gpu", "on-gpu/on-gpu.md", "on-gpu/results.jsonl"}
+        text = archive.extractfile("on-gpu/on-gpu.md").read().decode()
+    assert "bad: failed: RowFailed: no memory" in text and '- good: {"answer": 42}' in text
+    call_with(monkeypatch, tmp_path, **rows)
+    assert len(statuses(tmp_path)) == 2
+    call_with(monkeypatch, tmp_path, "--retry", **rows | {"bad": lambda place: {}})
+    assert statuses(tmp_path)[2:] == [("bad", "ok")]
+
+
+def test_a_call_that_is_ended_leaves_an_archive_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(place: Place) -> dict[str, Any]:
+        raise SystemExit(143)  # as on SIGTERM
+
+    good = {"good": lambda place: {}}
+    assert call_with(monkeypatch, tmp_path, **good, slow=end).exit_code == 143
+    assert statuses(tmp_path) == [("good", "ok")] and (tmp_path / "on-gpu.tar.gz").exists()
+    call_with(monkeypatch, tmp_path, good=fail, slow=good["good"])
+    assert statuses(tmp_path) == [("good", "ok"), ("slow", "ok")]
+    result = call_with(monkeypatch, tmp_path / "late", "--minutes", "1", **good)
+    assert "good: not begun" in result.output
+
+
+@pytest.mark.parametrize("is_over, is_short, has_lines, status", [
+    (True, True, False, "cut off"), (True, False, True, "cut off"), (True, False, False, "failed"),
+    (False, True, True, "failed")])
+def test_what_ran_out_of_time_is_measured_again_if_that_can_help(
+    tmp_path: Path, is_over: bool, is_short: bool, has_lines: bool, status: str
+) -> None:
+    def measure(place: Place) -> dict[str, Any]:
+        if has_lines:
+            on_gpu_rows.write(tmp_path / "results.jsonl", "test a")
+        return fail(place)
+
+    place = Place("cpu", tmp_path, tmp_path, time.monotonic() + (-1 if is_over else 99))
+    Call("c", tmp_path, "cpu").record(Item("row", 9, measure), place, is_short)
+    assert statuses(tmp_path)[-1] == ("row", status)
+
+
+def test_each_row_of_the_four_calls_fits_into_nine_minutes(tmp_path: Path) -> None:
+    items = [item for name in "abcd" for item in Call(name, tmp_path, "cuda:0", tmp_path).items()]
+    assert max(item.seconds for item in items) <= 9 * 60 - on_gpu.RESERVE_SECONDS + 5
+    names = [item.name for item in items]
+    assert len(names) == len(set(names))
+    assert {FIRST, RESUMED, STALL, ORIGINAL, HUGGING_FACE, WHOLE_RUN.name, on_gpu.NANOGPT,
+            on_gpu.KERNELS, "one of eight, Muon", "tried: cuDNN attention"} <= set(names)
+    assert (PROJECT_DIR / on_gpu.SEARCH_TEST).read_text().count("pytest.mark.gpu") == 1
+
+
+def test_tests_that_passed_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(on_gpu_rows.RESULTS, str(tmp_path / "results.jsonl"))
+    for name, when, outcome in (("b[c d]", "setup", "passed"), ("b[c d]", "call", "passed"),
+                                ("e", "call", "failed"), ("f", "setup", "skipped")):
+        on_gpu_rows.pytest_runtest_logreport(SimpleNamespace(
+            when=when, outcome=outcome, passed=outcome == "passed", failed=outcome == "failed",
+            nodeid=f"tests/a.py::{name}", longrepr="a\nE  off by 1", duration=1.0))
+    lines = records.read(tmp_path / "results.jsonl")
+    assert [(line["status"], line["outcome"]) for line in lines] == [
+        ("ok", "passed"), ("failed", "failed"), ("ok", "skipped")]
+    assert lines[1]["reason"] == "E  off by 1"
+    asked: list[str] = []
+    place = SimpleNamespace(run=lambda command, *_, **__: asked.extend(command))
+    Call("c", tmp_path, "cpu").tests(["tests/a.py"], place)
+    assert [word for word in asked if "deselect" in word] == [
+        "--deselect=tests/a.py::b[c d]", "--deselect=tests/a.py::f"]
+
+
+def test_trials_of_an_earlier_call_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def train(size: int) -> Trial:
+        tried.append(size)
+        if size == 4 and len(tried) == 2:
+            raise RuntimeError("cut off")
+        if size > 10:
+            return Trial(size, fits=False)
+        return Trial(size, fits=True, demand_gib=size, capacity_gib=10.5, tokens_per_second=size)
+
+    monkeypatch.setattr(on_gpu_rows, "Trials", lambda *_, **__: SimpleNamespace(train=train))
+    monkeypatch.setattr(on_gpu_rows, "Agreement", lambda *_: None)
+    monkeypatch.setattr(on_gpu_rows, "this_process", lambda: None)
+    work = Work(torch.device("cpu"), tmp_path / "results.jsonl", tmp_path)
+    with pytest.raises(RuntimeError, match="cut off"):
+        on_gpu_rows.search(work)
+    found = on_gpu_rows.search(work)
+    assert found["largest"] == found["fastest"] == 10 and tried[:3] == [1, 4, 4]
+    assert len(tried) == len(set(tried)) + 1 == found["trials"] + 1
+
+
+def test_the_rows_of_numbers_are_measured_on_a_cpu(tmp_path: Path) -> None:
+    work = Work(torch.device("cpu"), tmp_path / "results.jsonl", tmp_path)
+    found = on_gpu_rows.precisions(work)
+    assert found["fp32_largest_difference"] == 0 < found["bf16_largest_difference"] < 0.01
+    assert found["last_loss"] < found["first_loss"]
+    kernels = on_gpu_rows.attention(work)
+    for name in ("flash", "math"):
+        assert kernels[name]["not finite"] == 0 < kernels[name]["gradient off"] < 0.01
+    assert kernels["cudnn"]["failed"]
+    found = on_gpu_rows.resumed(work, deterministic=False)
+    assert found["is_equal"] and found["largest_difference"] == found["loss_difference"] == 0
+    assert on_gpu_rows.ROWS["stall"](work)["later_stall_seconds"] >= 0
+
+
+def line_of(row: str, **values: Any) -> dict[str, Any]:
+    return records.EMPTY | {"row": row, "status": "ok", "losses": [], "precision": "bf16",
+                            "machine": H100, "time": "2026-11-30T10:00:00"} | values
+
+
+def cells(text: str, row: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {row} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_the_page_proves_the_promises_of_one_card_and_lab_plan_reads_its_speed(
+    tmp_path: Path
+) -> None:
+    lines = [line_of(FIRST, tokens_per_second=480e3, microbatch_size=64, peak_mib=36e3,
+                     losses=[11.0, 9.0]),
+             line_of("ours, microbatch 12", tokens_per_second=400e3, microbatch_size=12,
+                     losses=[11.0, 9.01], peak_mib=9e3),
+             line_of(ORIGINAL, tokens_per_second=60e3, precision="fp16"),
+             line_of(HUGGING_FACE, status="failed", reason="out of memory"),
+             line_of(WHOLE_RUN.name, tokens_per_second=470e3,
+                     seconds_by_phase={"startup": 9.0, "compile": 40.5}),
+             line_of(RESUMED, is_equal=True), line_of(STALL, later_stall_seconds=0.25)]
+    call = Call("a", tmp_path, "cuda:0")
+    text = page({line["row"]: line for line in lines}, call.bench)
+    assert cells(text, "tokens/s, microbatch 64")[0] == "480,000"
+    assert cells(text, "MFU") == ["0.415", "0.4 or more"]
+    assert cells(text, "ours / original") == ["8.00", "7 or more"]
+    assert cells(text, f"ours / {HUGGING_FACE}")[0] == "-"
+    assert 0.5 < float(cells(text, "peak memory / `lab plan`'s")[0]) < 1.5
+    assert cells(text, "seconds to the first step")[0] == "49.5"
+    assert cells(text, "bit-identical after resuming")[0] == "True"
+    assert cells(text, "seconds that a checkpoint stops training")[0] == "0.250"
+    assert cells(text, "ours, microbatch 12")[-1] == "0.0100"
+    assert f"- {HUGGING_FACE}: failed: out of memory" in text
+    for line in lines:
+        records.append(tmp_path / "results.jsonl", line)
+    call.write()
+    sources = SpeedSources.read(tmp_path / "runs", tmp_path / "measured.json")
+    assert sources.shipped[0].mfu(find_gpu(H100["device"])) == pytest.approx(0.406, abs=0.001)
+
+
+def test_a_page_of_nothing_shows_what_is_missing(tmp_path: Path) -> None:
+    text = page({}, Call("a", tmp_path, "cuda:0").bench)
+    assert "(tiny" not in text and "device: None" in text
+    assert cells(text, "ours / original")[0] == "-"
+
+
+def test_the_instructions_are_those_that_are_tried_without_network() -> None:
+    text = " ".join((PROJECT_DIR / "benchmarks/README.md").read_text().split())
+    assert f"python {BRING}" in text and f"python {UNPACK}" in text
+
+
+def done(*command: object, **options: Any) -> str:
+    finished = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    return finished.stdout
+
+
+@pytest.mark.thorough  # builds an environment, 5 GB, and compiles on the CPU
+@pytest.mark.timeout(7200)
+def test_all_calls_pass_without_network_on_the_lowest_pytorch(tmp_path: Path) -> None:
+    if not shutil.which("uv") or subprocess.run(["uv", "python", "find", "3.12"]).returncode:
+        pytest.skip("needs uv and Python 3.12")
+    if subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"]).returncode:
+        pytest.skip("needs unshare and ip")
+    python, out = tmp_path / "venv/bin/python", tmp_path / "out"
+    done("uv", "venv", "--python", "3.12", tmp_path / "venv")
+    done("uv", "pip", "install", "--python", python, *COMMON, cwd=tmp_path)  # no constraints there
+    done("uv", "pip", "uninstall", "--python", python, *WHEELS)
+    command = ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", python, "-m",
+               "benchmarks.on_gpu"]
+    lacking = subprocess.run([*command, "a", "--out", out], capture_output=True, text=True,
+                             cwd=PROJECT_DIR)
+    assert lacking.returncode == 2 and "bring" in lacking.stderr and not out.exists()
+    done("sh", "-c", f"{python} {BRING} && {python} {UNPACK}", cwd=tmp_path)
+    assert {path.name.split("-")[0] for path in tmp_path.glob("wheels/*")} == WHEELS
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)}
+    for name in "abcd":
+        print(done(*command, name, "--out", out, "--try-on-cpu", "--minutes", "40",
+                   cwd=PROJECT_DIR, env=environment))
+    wanted = [item.name for name in "abcd" for item in Call(name, out, "cpu").items()]
+    with tarfile.open(out / "on-gpu.tar.gz") as archive:
+        lines = archive.extractfile("on-gpu/results.jsonl").read().decode().splitlines()
+        assert "| MFU" in archive.extractfile("on-gpu/on-gpu.md").read().decode()
+    found = {line["row"]: line for line in map(json.loads, lines)}
+    bad = {row: line["reason"] for row, line in found.items() if line["status"] != "ok"}
+    assert not bad and set(wanted) <= set(found)
+    assert any(row.startswith("test tests/test_gpu.py") for row in found)

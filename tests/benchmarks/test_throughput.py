@@ -82,7 +82,7 @@ def test_each_row_is_a_line_and_the_first_is_measured_again(
     assert (tmp_path / "out.png").stat().st_size > 5000
 
 
-@pytest.mark.thorough  # the dry run of on_gpu.py trains rows of it in CI
+@pytest.mark.thorough  # test_throughput_rows.py trains rows in CI
 def test_a_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = (Row("broken", "ours", {"no_such_key": 1}), WHOLE_RUN, ROWS[1])
     monkeypatch.setattr(throughput, "benches_of", lambda *_, **__: [replace(
