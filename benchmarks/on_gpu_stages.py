@@ -73,8 +73,7 @@ def stages(settings: Settings) -> list[Stage]:
                settings.path("ours-kernels")), 240, read=_json_of("ours-kernels.json")),
         _throughput(settings, "ours", "options", "Attention kernels and cross-entropy in training",
                     ("bf16",) if settings.is_dry else
-                    ("tried: cuDNN attention", "tried: flash attention",
-                     "tried: fused cross-entropy"), "--ladder"),
+                    ("tried: cuDNN attention", "tried: flash attention"), "--ladder"),
         Stage("ours", "ours-cross-entropy", "Head and cross-entropy alone",
               ("-m", "benchmarks.cross_entropy", "--output",
                settings.path("ours-cross-entropy.jsonl"), *(TINY_HEAD if settings.is_dry else ())),

@@ -70,6 +70,8 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"precision": "int8"}, "precision should be 'fp32', 'tf32', 'bf16' or 'fp16'"),
     ("train", {"precision": "bf16", "use_amp": False}, "use_amp is false but precision"),
     ("train", {"dataset": "../secrets"}, "dataset should be a plain name, or owner/name, found"),
+    ("train", {"cross_entropy": "fused"}, 'the key "cross_entropy" has gone: there is one form'),
+    ("train", {"compile_mode": "default"}, 'the key "compile_mode" has gone: PyTorch'),
     ("model", {"emb_dim": 15}, "emb_dim 15 is not divisible by n_heads 2"),
     ("model", {"drop_rate": 1.5}, "drop_rate should be less than 1"),
     ("model", {"vocab_size": 70000}, "vocab_size should be less than or equal to 65536"),

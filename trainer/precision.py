@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 from basics.errors import UserError
@@ -16,8 +14,7 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
     The only place that decides them. Everything that is built later reads the returned config.
 
     Raises:
-        UserError: a bfloat16 residual stream in another precision than bf16, or a fused
-            cross-entropy without a GPU or without Triton.
+        UserError: a bfloat16 residual stream in another precision than bf16.
     """
     on_gpu = device.type == "cuda"
     precision = train.precision or _default_precision(train, device)
@@ -28,18 +25,7 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
                         " it from train.json, or use a device that has bf16")
     return train.model_copy(update={
         "precision": precision, "residual_dtype": residual_dtype,
-        "compile": on_gpu if train.compile is None else train.compile,
-        "cross_entropy": _cross_entropy(train, on_gpu=on_gpu)})
-
-
-def _cross_entropy(train: TrainConfig, *, on_gpu: bool) -> str:
-    """Return "torch" or "fused", which `auto` will choose where a GPU's measurements favour it."""
-    if train.cross_entropy == "auto":
-        return "torch"
-    if train.cross_entropy == "fused" and not (on_gpu and find_spec("triton")):
-        raise UserError('cross_entropy is "fused", but there is no GPU here or no Triton; remove it'
-                        ' from train.json, or set it to "torch"')
-    return train.cross_entropy
+        "compile": on_gpu if train.compile is None else train.compile})
 
 
 def _default_precision(train: TrainConfig, device: torch.device) -> Precision:

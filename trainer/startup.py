@@ -41,7 +41,6 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention
 from trainer.budget import Budget
-from trainer.compilation import risky_options
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
@@ -66,8 +65,7 @@ class PreparedRun:
         """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
         train = resolve_for_device(self.run.train, device)
         check_attention(self.run.model, train, device)
-        return replace(self, train=train, warnings=(
-            *self.warnings, *unused_gpus(), *risky_options(self.run.model, train, device)))
+        return replace(self, train=train, warnings=(*self.warnings, *unused_gpus()))
 
     @property
     def plan(self) -> BatchPlan:

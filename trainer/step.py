@@ -98,7 +98,7 @@ class TrainingStep:
     def _compile(self, group: dist.ProcessGroup | None) -> nn.Module:
         """Return the compiled training loss; the eager model if any rank cannot compile it."""
         model = self.state.model
-        loss = (Whole if self.process.world_size == 1 else ByLayer)(model, self.train)
+        loss = (Whole if self.process.world_size == 1 else ByLayer)(model)
         self.why_eager = self._first_reason(compile_error(lambda: self._try(loss)), group)
         self.is_compiled = not self.why_eager
         if self.is_compiled:
@@ -118,7 +118,7 @@ class TrainingStep:
 
     def _compile_validation(self) -> None:
         """Compile the validation loss now: signals wait while something compiles."""
-        compiled, shape = compiled_validation_loss(self.state.model, self.train), self._shape()
+        compiled, shape = compiled_validation_loss(self.state.model), self._shape()
         self._compiled_validation = compiled
         self.state.model.eval()
         with torch.inference_mode():
@@ -145,13 +145,11 @@ class TrainingStep:
 
     def facts(self) -> dict[str, Any]:
         """Return what `summary.json` says of how the step is computed."""
-        options = self.state.model.options
         return {
             "compiled": self.is_compiled,
             "attention": self.attention_kernel(),
             "cudnn": cudnn_version(self.process.device),
-            "cross_entropy": "fused" if options.fused_cross_entropy else "torch",
-            "head_chunk_tokens": options.head_chunk_tokens,
+            "head_chunk_tokens": self.state.model.options.head_chunk_tokens,
         }
 
     def consequence(self) -> str:

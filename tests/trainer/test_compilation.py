@@ -23,7 +23,6 @@ from trainer.compilation import (
     choose_forward_options,
     compile_error,
     eager_fallback,
-    risky_options,
 )
 from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
@@ -80,19 +79,6 @@ def test_where_compiling_fails_on_a_gpu_the_head_is_chunked() -> None:
     assert options.attention_in_blocks  # as in eager code on a CPU
 
 
-def test_a_mode_of_the_compiler_with_large_microbatches_is_warned_of() -> None:
-    def warnings_of(device: torch.device, microbatch_size: int, mode: str) -> list[str]:
-        train = TrainConfig(**TINY_TRAIN | {"microbatch_size": microbatch_size,
-                                            "compile_mode": mode})
-        return risky_options(ModelConfig(**TINY_MODEL | GPT2_SIZE), train, device)
-
-    tuned = "max-autotune-no-cudagraphs"
-    (line,) = warnings_of(GPU, 1024, tuned)
-    assert "reported to give NaN with 65,536 or more tokens" in line and "are 65,536;" in line
-    assert not warnings_of(GPU, 1023, tuned) and not warnings_of(CPU, 1024, tuned)
-    assert not warnings_of(GPU, 1024, "default")
-
-
 def test_with_several_processes_embedding_layers_and_loss_are_compiled(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,19 +92,14 @@ def test_with_several_processes_embedding_layers_and_loss_are_compiled(
 
     monkeypatch.setattr(torch, "compile", compile)
     model = model_with(ForwardOptions(), n_layers=2)
-    compilation.ByLayer(model, TrainConfig(**TINY_TRAIN))(*torch.zeros(2, 1, 16, dtype=torch.int64))
+    compilation.ByLayer(model)(*torch.zeros(2, 1, 16, dtype=torch.int64))
     assert ran == ["embed", "run_block", "run_block", "loss"]
 
 
-def test_keys_of_the_run_override_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True,
-             "cross_entropy": "fused"}
-    monkeypatch.setattr("trainer.precision.find_spec", lambda name: name == "triton")
+def test_keys_of_the_run_override_the_defaults() -> None:
+    asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True}
     assert options_for(GPU, "bf16", **asked) == ForwardOptions(
-        head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128,  # of 128 tokens
-        fused_cross_entropy=True)
-    fused_fp32 = options_for(GPU, "fp32", cross_entropy="fused")
-    assert fused_fp32.head_multiple == 128  # 50,257 numbers of 4 bytes prevent wide loads
+        head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128)  # of 128 tokens
 
 
 def model_with(options: ForwardOptions, **changes: object) -> GPTModel:
@@ -324,7 +305,7 @@ def test_compiled_code_draws_the_dropout_of_eager_code(layout: type) -> None:
     step = step_of(compile=False, drop_rate=0.3)
     model, tokens = step.state.model, torch.randint(257, (2, 2, 16))
     losses = []
-    for loss in (model, layout(model, step.train)):
+    for loss in (model, layout(model)):
         torch.manual_seed(5)
         losses.append(loss(*tokens))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
@@ -343,7 +324,7 @@ def test_compiled_code_computes_attention_with_the_chosen_kernel(
     wanted = model(*tokens)
     model.use(ForwardOptions(attention_kernel=KERNELS["math"],
                              activation_checkpointing=checkpoints))
-    compiled = layout(model, TrainConfig(**TINY_TRAIN))
+    compiled = layout(model)
     compiled(*tokens).backward()  # compiles
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         loss = compiled(*tokens)
