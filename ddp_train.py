@@ -183,7 +183,7 @@ class Trainer:
         self.reports.begin(self.state.model.num_parameters())
         agreement.record_training_began(self.prepared.first_step)
         self.step = TrainingStep(self.state, self.config, self.process, wrap=wrap_in_ddp)
-        self.reports.report_compilation(self.step)
+        self.reports.report_step(self.step)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)

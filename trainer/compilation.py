@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from basics.errors import print_line
+from basics.compilers import find_compiler
+from basics.errors import UserError, print_line
 from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
@@ -23,7 +24,6 @@ from run_config import ModelConfig, TrainConfig
 from trainer.attention import KERNELS
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
-EAGER_HEAD_CHUNKS = 8  # where compiling has failed: eager code needs twice the memory
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -45,23 +45,6 @@ def choose_forward_options(
         attention_in_blocks=is_eager_on_cpu and in_16_bits and train.attention == "auto",
         attention_kernel=KERNELS.get(train.attention),
     )
-
-
-def eager_fallback(
-    model: ModelConfig, train: TrainConfig, device: torch.device
-) -> ForwardOptions:
-    """Return how the forward pass is computed where compiling has failed.
-
-    On a GPU in chunks of the head, if the run does not set them: else a microbatch that fits when
-    it is compiled might not fit.
-
-    Args:
-        train: after `resolve_for_device`.
-    """
-    changes = {"compile": False}
-    if device.type == "cuda" and train.head_chunks is None:
-        changes["head_chunks"] = EAGER_HEAD_CHUNKS
-    return choose_forward_options(model, train.model_copy(update=changes), device)
 
 
 def keep_compiled_code() -> None:
@@ -116,27 +99,31 @@ def compiled_validation_loss(model: GPTModel) -> Callable[..., Tensor]:
     return partial(_compiled(_validation_loss), model)
 
 
-def compile_error(work: Callable[[], object]) -> str:
-    """Run something that compiles; return a line about why it failed, empty if it did not.
+def compile_now(work: Callable[[], object], device: torch.device) -> None:
+    """Run something that compiles for a device.
 
     After a failure it is tried once more with a cache of its own: a process that was killed while
     it compiled may have left a truncated file. The shared cache stays: others may compile in it.
 
     Raises:
+        UserError: it failed, which says what is missing.
         Exception: memory ran out, which is not a compile error.
     """
-    reason = _compile_error(work)
-    if reason:
+    if reason := _compile_error(work):
         shared, damage = os.environ.get(CACHE_VARIABLE, "PyTorch's cache"), reason
         own = os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
         atexit.register(shutil.rmtree, own, ignore_errors=True)
         os.environ.pop("TRITON_CACHE_DIR", None)  # a directory inside the other one
         _forget_compiled_code()
         reason = _compile_error(work)
-        if not reason and os.environ.get("RANK", "0") == "0":
+        if reason:
+            _, missing = find_compiler(on_gpu=device.type == "cuda")
+            reason = (f"{reason[:50]}; {missing}: install gcc, g++ and python3-dev, or" if missing
+                      else f"{reason[:110]};")
+            raise UserError(f'compiling failed: {reason} set "compile": false')
+        if os.environ.get("RANK", "0") == "0":
             print_line(f"warning: {shared}: has damaged compiled code ({damage}), which was"
                        " compiled again elsewhere; remove that directory while no run is starting")
-    return reason
 
 
 def _forget_compiled_code() -> None:

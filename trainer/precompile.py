@@ -35,7 +35,7 @@ class Compiled:
 
     Attributes:
         is_new: whether the cache lacked a part of it.
-        why_not: why it could not be compiled; empty if it was.
+        why_not: why that was not tried; empty if it was.
     """
 
     cache_dir: Path
@@ -83,18 +83,18 @@ def _begin_child(num_processes: int) -> None:
 
 
 def compile_for(run: Run, process: Process) -> str:
-    """Compile what a rank does; return why it could not be, empty if it was.
+    """Compile what a rank does; return why it was not tried, empty if it was.
 
     Raises:
-        UserError: the run cannot be trained on the rank's device, or does not fit there.
+        UserError: the run cannot be compiled for the rank's device, or does not fit there.
     """
     if reason := _busy_memory(process.device):
         return reason
     train = resolve_for_device(run.train, process.device)
     try:
         check_attention(run.model, train, process.device)
-        return TrainingStep(build_training_state(run.model, train, process), train,
-                            process).why_eager
+        TrainingStep(build_training_state(run.model, train, process), train, process)
+        return ""
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
