@@ -122,6 +122,7 @@ class TrainingStep:
             "compiled": self.is_compiled,
             "attention": self.attention_kernel(),
             "cudnn": cudnn_version(self.process.device),
+            "deterministic": self.train.deterministic,
             "head_chunk_tokens": self.state.model.options.head_chunk_tokens,
         }
 

@@ -29,7 +29,8 @@ LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change
 )
 MEMORY_SETTINGS = (  # change the memory of a step
     "gradient_accumulation_steps", "residual_dtype", "compile", "attention", "head_chunks",
-    "activation_checkpointing", "optimizer", "cautious_weight_decay", "weight_average",
+    "activation_checkpointing", "deterministic", "optimizer", "cautious_weight_decay",
+    "weight_average",
 )
 
 

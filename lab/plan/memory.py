@@ -197,6 +197,8 @@ def _layer_bytes(setting: Setting) -> float:
     C, H, T = model.emb_dim, model.n_heads, model.context_length
     attention = (3 + 1) * e * C  # q, k, v; output
     chosen = setting.train.attention
+    if setting.train.deterministic and setting.on_gpu and e == FLOAT32:
+        chosen = "math"  # as trainer/precision.py decides
     if setting.is_eager_on_cpu and e < FLOAT32 and chosen == "auto":
         # Attention weights; with dropout also the mask's factors and the weights after dropout.
         scores = sum((stop - start) * stop for start, stop in attention_blocks(T))
