@@ -71,7 +71,7 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"precision": "bf16", "use_amp": False}, "use_amp is false but precision"),
     ("train", {"dataset": "../secrets"}, "dataset should be a plain name, or owner/name, found"),
     ("train", {"deterministic": True, "attention": "cudnn"}, 'attention "cudnn" is not determ'),
-    ("train", {"cross_entropy": "fused"}, 'the key "cross_entropy" has gone: remove it; there is one'),
+    ("train", {"cross_entropy": "fused"}, 'the key "cross_entropy" has gone: remove it;'),
     ("train", {"compile_mode": "default"}, 'the key "compile_mode" has gone: remove it; PyTorch'),
     ("model", {"emb_dim": 15}, "emb_dim 15 is not divisible by n_heads 2"),
     ("model", {"drop_rate": 1.5}, "drop_rate should be less than 1"),

@@ -23,6 +23,7 @@ from processes.run_lock import end_with_parent
 from run_config import Run
 from trainer.attention import check_attention
 from trainer.compilation import CACHE_VARIABLE, keep_compiled_code
+from trainer.portable_cache import compiled_code_of_run
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
@@ -93,7 +94,8 @@ def compile_for(run: Run, process: Process) -> str:
     train = resolve_for_device(run.train, process.device)
     try:
         check_attention(run.model, train, process.device)
-        TrainingStep(build_training_state(run.model, train, process), train, process)
+        with compiled_code_of_run(run.run_dir, train, process):
+            TrainingStep(build_training_state(run.model, train, process), train, process)
         return ""
     except RuntimeError as error:
         if not is_out_of_memory(error):
