@@ -118,9 +118,9 @@ def compile_now(work: Callable[[], object], device: torch.device) -> None:
         reason = _compile_error(work)
         if reason:
             _, missing = find_compiler(on_gpu=device.type == "cuda")
-            reason = (f"{reason[:50]}; {missing}: install gcc, g++ and python3-dev, or" if missing
-                      else f"{reason[:110]};")
-            raise UserError(f'compiling failed: {reason} set "compile": false')
+            advice = f" {missing}: install gcc, g++ and python3-dev, or" if missing else ""
+            reason = reason[: 50 if missing else 110].strip()
+            raise UserError(f'compiling failed: {reason};{advice} set "compile": false')
         if os.environ.get("RANK", "0") == "0":
             print_line(f"warning: {shared}: has damaged compiled code ({damage}), which was"
                        " compiled again elsewhere; remove that directory while no run is starting")
