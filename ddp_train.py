@@ -37,6 +37,7 @@ from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
 from trainer.launcher import launch
 from trainer.learning_rate_search import find_learning_rate
+from trainer.portable_cache import compiled_code_of_run
 from trainer.reports import Reports
 from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run
@@ -186,8 +187,9 @@ class Trainer:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
         self.reports.begin(self.state.model.num_parameters())
         agreement.record_training_began(self.prepared.first_step)
-        self.step = TrainingStep(self.state, self.config, self.process, wrap=wrap_in_ddp)
-        self.reports.report_compilation(self.step)
+        with compiled_code_of_run(self.run.run_dir, self.config, self.process):
+            self.step = TrainingStep(self.state, self.config, self.process, wrap=wrap_in_ddp)
+        self.reports.report_step(self.step)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)

@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ops.block_attention import block_attention
-from ops.chunked_cross_entropy import chunked_cross_entropy, pad_rows
-from ops.functional_cross_entropy import HeadOptions, functional_cross_entropy
+from ops.linear_cross_entropy import linear_cross_entropy, pad_rows
 from run_config import ModelConfig
 
 INIT_STD = 0.02
@@ -39,7 +38,6 @@ class ForwardOptions:
         head_multiple: pad the head with zeros to a multiple of this in its matrix product.
         attention_in_blocks: use `block_attention` instead of one of PyTorch's kernels.
         attention_kernel: the one of PyTorch's kernels to use; None lets PyTorch choose.
-        fused_cross_entropy: compute the loss with a Triton kernel, `fused_cross_entropy`.
     """
 
     residual_dtype: torch.dtype | None = None
@@ -48,7 +46,6 @@ class ForwardOptions:
     head_multiple: int = 1
     attention_in_blocks: bool = False
     attention_kernel: SDPBackend | None = None
-    fused_cross_entropy: bool = False
 
 
 class CausalSelfAttention(nn.Module):
@@ -190,16 +187,9 @@ class GPTModel(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean loss, () float32, of the layers' output (B, T, C); targets (B, T)."""
         x, targets = self.final_norm(x).flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
-        options = self.options
-        if options.fused_cross_entropy or torch.compiler.is_compiling():
-            head = HeadOptions(options.head_chunk_tokens, options.head_multiple,
-                               options.fused_cross_entropy)
-            return functional_cross_entropy(x, self.head_weight, targets, head)
-        if options.head_chunk_tokens is None:
-            return F.cross_entropy(self._logits(x).float(), targets)
-        return chunked_cross_entropy(x, self.head_weight, targets,
-                                     chunk_tokens=options.head_chunk_tokens,
-                                     multiple=options.head_multiple)
+        return linear_cross_entropy(x, self.head_weight, targets,
+                                    chunk_tokens=self.options.head_chunk_tokens,
+                                    multiple=self.options.head_multiple)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Multiply x (..., C) by the head: (..., V)."""

@@ -25,6 +25,8 @@ MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the original system
+GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks saves memory",
+             "compile_mode": "remove it; PyTorch's default mode is the only one"}
 # The keys of the original system's train.json, and what of ours makes a run the same as there.
 ORIGINAL_KEYS = set("""dataset microbatch_size minibatch_size gradient_accumulation_steps use_amp
     min_train_tokens start_train_token start_val_token validation_interval validation_batches
@@ -122,11 +124,10 @@ class TrainConfig(FrozenConfig):
     residual_dtype: Literal["fp32", "bf16"] | None = None
     all_reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients between the processes
     compile: bool | None = None
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     attention: Literal["auto", "flash", "cudnn", "math"] = "auto"
-    cross_entropy: Literal["auto", "torch", "fused"] = "auto"
     head_chunks: int | None = Field(default=None, ge=1, le=2**16)
     activation_checkpointing: bool = False
+    deterministic: bool = False
     random_seed: int = Field(default=42, ge=0, lt=2**63)
     usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD_PER_HOUR)  # of all machines
     max_cost_usd: float | None = Field(default=None, gt=0, le=1e9)
@@ -175,8 +176,8 @@ class TrainConfig(FrozenConfig):
             raise ValueError("fit_budget needs max_cost_usd or max_hours: set one")
         if not self.use_amp and self.precision in ("bf16", "fp16"):
             raise ValueError(f'use_amp is false but precision is "{self.precision}": drop one')
-        if self.compile is False and self.compile_mode != "default":
-            raise ValueError("compile is false but compile_mode is set: drop one")
+        if self.deterministic and self.attention == "cudnn":
+            raise ValueError('attention "cudnn" is not deterministic: drop it, or deterministic')
         if self.sample_prompts and not self.validates:
             raise ValueError("sample_prompts are continued at each validation, but there is none:"
                              " set validation_interval, or drop them")
@@ -297,4 +298,4 @@ def check_inside(path: Path, root: Path, option: str) -> None:
 
 def load_config(path: Path, config_type: type[Config]) -> Config:
     """Read one of the two files into its config. Raises: UserError, naming file, key and value."""
-    return read_config(path, config_type, renamed_keys=RENAMED_KEYS)
+    return read_config(path, config_type, renamed_keys=RENAMED_KEYS, gone_keys=GONE_KEYS)

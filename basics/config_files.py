@@ -23,11 +23,12 @@ class FrozenConfig(BaseModel):
 
 
 def read_config(path: Path, config_type: type[Config], *,
-                renamed_keys: Mapping[str, str]) -> Config:
+                renamed_keys: Mapping[str, str], gone_keys: Mapping[str, str]) -> Config:
     """Read one JSON file into its config.
 
     Args:
         renamed_keys: new names by old ones, which are still accepted.
+        gone_keys: what to do instead, by keys that were accepted once.
 
     Raises:
         UserError: names the file, the key, the value and what is wanted.
@@ -37,6 +38,8 @@ def read_config(path: Path, config_type: type[Config], *,
         if old in values and new in config_type.model_fields and new not in values:
             values[new] = values.pop(old)
     for key in values:
+        if key in gone_keys:
+            raise UserError(f'{path}: the key "{key}" has gone: {gone_keys[key]}')
         if key not in config_type.model_fields:
             raise UserError(f"{path}: {unknown_key(key, config_type.model_fields)}")
     try:

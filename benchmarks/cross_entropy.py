@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from ops.chunked_cross_entropy import pad_rows
-from ops.functional_cross_entropy import HeadOptions, functional_cross_entropy
+from ops.linear_cross_entropy import linear_cross_entropy, pad_rows
 from trainer.compilation import HEAD_MULTIPLE
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,26 +72,23 @@ def measure(makers: dict[str, Callable[[], Form]], inputs: tuple[Tensor, ...],
 def forms(num_tokens: int, names: list[str] | None) -> dict[str, Callable[[], Form]]:
     """Return functions that build the named forms, or all, so that each can fail for itself."""
     result = {"whole, eager": lambda: whole, "whole, compiled": lambda: compiled(whole),
-              "functional whole, compiled": lambda: compiled(ours(None))}
+              "ours whole, compiled": lambda: compiled(ours(None))}
     for chunks in (2, 4, 8):
         n = -(-num_tokens // chunks)
+        result[f"{chunks} chunks, eager"] = lambda n=n: ours(n)
         result[f"{chunks} chunks, compiled"] = lambda n=n: compiled(ours(n))
-        result[f"fused in {chunks} chunks, compiled"] = lambda n=n: compiled(ours(n, fused=True))
-    result |= {"fused, eager": lambda: ours(None, fused=True),
-               "fused, compiled": lambda: compiled(ours(None, fused=True)),
-               "linear_cross_entropy, compiled": linear, "Liger": liger}
+    result |= {"PyTorch's linear_cross_entropy, compiled": linear, "Liger": liger}
     return {name: result[name] for name in names or result}
 
 
 def whole(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute the loss as eager code on a GPU does."""
+    """Compute the loss as eager code does without chunks."""
     logits = F.linear(x, pad_rows(weight, HEAD_MULTIPLE))[:, : len(weight)]
     return F.cross_entropy(logits.float(), targets)
 
 
-def ours(chunk_tokens: int | None, *, fused: bool = False) -> Form:
-    options = HeadOptions(chunk_tokens, HEAD_MULTIPLE, fused)
-    return lambda x, weight, targets: functional_cross_entropy(x, weight, targets, options)
+def ours(chunk_tokens: int | None) -> Form:
+    return partial(linear_cross_entropy, chunk_tokens=chunk_tokens, multiple=HEAD_MULTIPLE)
 
 
 def linear() -> Form:

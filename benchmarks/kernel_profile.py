@@ -41,7 +41,7 @@ KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}  # of a trace, on the
 MATMUL, ATTENTION, CROSS_ENTROPY, NORMS, OPTIMIZER, COPIES, REST = GROUPS = (
     "matmul", "attention", "cross-entropy", "norms and elementwise", "optimizer", "copies", "rest")
 PATTERNS = (
-    (CROSS_ENTROPY, r"log_?softmax|nll_loss|cross_entropy|softmax_online|write_losses"),
+    (CROSS_ENTROPY, r"log_?softmax|nll_loss|cross_entropy|softmax_online"),
     (MATMUL, r"^triton_(tem|mm)_"),
     (COPIES, r"^triton_poi_fused_(_?(to_copy|copy_?|clone|view|t|transpose)_)+\d+$"),
     (NORMS, r"^triton_"),

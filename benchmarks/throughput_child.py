@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from basics.errors import one_line
+from basics.errors import UserError, one_line
 from basics.out_of_memory import is_out_of_memory
 from benchmarks.throughput_blocks import time_steps
-from benchmarks.throughput_rows import SYSTEMS, NotCompiled, Row, RowTask
+from benchmarks.throughput_rows import SYSTEMS, Row, RowTask
 from processes.launch import (
     Process,
     join_process_group,
@@ -54,7 +54,7 @@ def main() -> None:
 def reason_of(error: Exception) -> dict[str, Any]:
     """Say in one line why a row has failed."""
     said = one_line(str(error)) or "no message"
-    is_known = isinstance(error, NotCompiled)
+    is_known = isinstance(error, UserError)
     return {"reason": said if is_known else f"{type(error).__name__}: {said}",
             "is_out_of_memory": is_out_of_memory(error)}
 

@@ -82,10 +82,6 @@ class System:
     is_compiled: bool = False
 
 
-class NotCompiled(Exception):
-    """A row that should have been compiled was not."""
-
-
 def train_values(task: RowTask) -> dict[str, Any]:
     """Return the keys of train.json with which ours trains as the other systems do."""
     return {
@@ -96,11 +92,7 @@ def train_values(task: RowTask) -> dict[str, Any]:
 
 
 def ours(task: RowTask, process: Process) -> System:
-    """Build this trainer as in a run, except that norms and biases decay.
-
-    Raises:
-        NotCompiled: it should be compiled, but that failed.
-    """
+    """Build this trainer as in a run, except that norms and biases decay."""
     train = resolve_for_device(TrainConfig(**train_values(task)), process.device)
     if process.device.type == "cpu":
         keep_freed_memory()  # as ddp_train.py does
@@ -111,8 +103,6 @@ def ours(task: RowTask, process: Process) -> System:
     with patch("trainer.step.choose_forward_options", options):
         state = build_training_state(task.model, train, process)
     step = TrainingStep(state, train, process, wrap=wrap_in_ddp)
-    if train.compile and not step.is_compiled:
-        raise NotCompiled(f"not compiled: {step.why_eager}")
 
     def take(batches: Iterator[Microbatch]) -> Tensor:
         return step.take(batches, num_microbatches=task.num_microbatches(process.world_size),

@@ -119,5 +119,4 @@ def table_row(trial: Trial) -> str:
     if not trial.fits:
         return f"{trial.microbatch_size:>10,} {'out of memory':>28}"
     return (f"{trial.microbatch_size:>10,} {gib(trial.allocated_gib * 2**30):>14}"
-            f" {gib(trial.reserved_gib * 2**30):>13} {trial.tokens_per_second:>12,.0f}"
-            f"{'  not compiled' if trial.why_eager else ''}")
+            f" {gib(trial.reserved_gib * 2**30):>13} {trial.tokens_per_second:>12,.0f}")

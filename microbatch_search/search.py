@@ -129,9 +129,6 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
     def train(microbatch_size: int) -> Trial:
         trial = trials.train(microbatch_size)
         print_on_main(table_row(trial))
-        if trial.why_eager and not any(one.why_eager for one in tried):
-            print_on_main("warning: not compiled, so memory and speed are those of eager code:"
-                          f" {trial.why_eager}")
         tried.append(trial)
         return trial
 

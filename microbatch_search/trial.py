@@ -62,7 +62,6 @@ class Trial:
     demand_gib: float = math.nan  # the one of the two that must stay within `capacity_gib`
     capacity_gib: float = math.nan  # of the process with the least
     tokens_per_second: float = math.nan  # all processes, by the median of the timed steps
-    why_eager: str = ""  # the compile error of a run that should be compiled
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,6 @@ def _worst(trials: list[Trial]) -> Trial:
         demand_gib=max(trial.demand_gib for trial in trials),
         capacity_gib=min(trial.capacity_gib for trial in trials),
         tokens_per_second=min(trial.tokens_per_second for trial in trials),
-        why_eager=trials[0].why_eager,  # the ranks have agreed on it
     )
 
 
@@ -253,7 +251,7 @@ def _train(task: TrialTask) -> Trial:
     tokens = (task.num_microbatches * task.microbatch_size * run.model.context_length
               * process.world_size)
     return Trial(task.microbatch_size, fits=True, tokens_per_second=tokens / seconds,
-                 why_eager=step.why_eager, **asdict(meter.peak()))
+                 **asdict(meter.peak()))
 
 
 def _build_step(task: TrialTask, train: TrainConfig) -> TrainingStep:

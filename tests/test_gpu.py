@@ -193,7 +193,7 @@ def test_compiled_validation_has_the_loss_of_eager_validation() -> None:
 def test_layers_compiled_separately_have_eager_gradients_over_nccl() -> None:
     """One process: a second would need a second GPU."""
     step = step_of(compile=False)
-    loss = ByLayer(step.state.model, step.train)
+    loss = ByLayer(step.state.model)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert re.fullmatch(r"NCCL [\d.]+, PyTorch's ProcessGroupNCCL2?",

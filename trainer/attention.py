@@ -43,8 +43,8 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
         head_size = model.emb_dim // model.n_heads
         raise UserError(f'attention is "{train.attention}", which cannot run here with head size'
                         f" {head_size}, precision {train.precision} and drop_rate"
-                        f" {model.drop_rate:g} ({first_line(error)}); set it to \"auto\" in"
-                        " train.json") from None
+                        f" {model.drop_rate:g} ({first_line(error)}); set it to"
+                        f' "{"math" if train.deterministic else "auto"}" in train.json') from None
 
 
 def kernel_name(model: ModelConfig, train: TrainConfig, device: torch.device,

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from basics.errors import print_line
+from basics.compilers import find_compiler
+from basics.errors import UserError, print_line
 from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
@@ -23,8 +24,6 @@ from run_config import ModelConfig, TrainConfig
 from trainer.attention import KERNELS
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
-EAGER_HEAD_CHUNKS = 8  # where compiling has failed: eager code needs twice the memory
-NAN_REPORTED_TOKENS = 65_536  # in a microbatch, from which max-autotune has been reported to fail
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -38,44 +37,14 @@ def choose_forward_options(
     """
     on_gpu, in_16_bits = device.type == "cuda", train.precision in ("bf16", "fp16")
     is_eager_on_cpu = not on_gpu and not train.compile
-    is_fused = train.cross_entropy == "fused"  # wide loads need rows of a multiple of 16 bytes
     return ForwardOptions(
         residual_dtype=torch.bfloat16 if train.residual_dtype == "bf16" else None,
         head_chunk_tokens=head_chunk_tokens(model, train, is_eager_on_cpu=is_eager_on_cpu),
         activation_checkpointing=train.activation_checkpointing,
-        head_multiple=HEAD_MULTIPLE if on_gpu and (in_16_bits or is_fused) else 1,
+        head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
         attention_in_blocks=is_eager_on_cpu and in_16_bits and train.attention == "auto",
         attention_kernel=KERNELS.get(train.attention),
-        fused_cross_entropy=is_fused,
     )
-
-
-def eager_fallback(
-    model: ModelConfig, train: TrainConfig, device: torch.device
-) -> ForwardOptions:
-    """Return how the forward pass is computed where compiling has failed.
-
-    On a GPU in chunks of the head, if the run does not set them: else a microbatch that fits when
-    it is compiled might not fit.
-
-    Args:
-        train: after `resolve_for_device`.
-    """
-    changes = {"compile": False, "cross_entropy": "torch"}  # Triton may be what has failed
-    if device.type == "cuda" and train.head_chunks is None:
-        changes["head_chunks"] = EAGER_HEAD_CHUNKS
-    return choose_forward_options(model, train.model_copy(update=changes), device)
-
-
-def risky_options(model: ModelConfig, train: TrainConfig, device: torch.device) -> list[str]:
-    """Return warnings of options that have been reported to fail on GPUs."""
-    tokens = train.microbatch_size * model.context_length
-    if (device.type == "cuda" and train.compile_mode != "default"
-            and tokens >= NAN_REPORTED_TOKENS):
-        return [f'compile_mode "{train.compile_mode}" has been reported to give NaN with'
-                f" {NAN_REPORTED_TOKENS:,} or more tokens in a microbatch, and here are"
-                f" {tokens:,}; compare the first losses with those of \"default\""]
-    return []
 
 
 def keep_compiled_code() -> None:
@@ -99,13 +68,13 @@ class ByLayer(nn.Module):
     model, all gradients would become available only at the end of the backward pass.
     """
 
-    def __init__(self, model: GPTModel, train: TrainConfig) -> None:
+    def __init__(self, model: GPTModel) -> None:
         super().__init__()
         torch._dynamo.config.optimize_ddp = False  # do not cut a layer's graph at DDP's buckets
         _draw_dropout_as_eager(model)
         self.model = model
         self._embed, self._run_block, self._loss = (
-            _compiled(function, train) for function in (GPTModel.embed, run_block, GPTModel.loss))
+            _compiled(function) for function in (GPTModel.embed, run_block, GPTModel.loss))
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         x = self.model.transform(self._embed(self.model, token_ids), self._run_block)
@@ -115,42 +84,46 @@ class ByLayer(nn.Module):
 class Whole(nn.Module):
     """A model's training loss, compiled as one graph."""
 
-    def __init__(self, model: GPTModel, train: TrainConfig) -> None:
+    def __init__(self, model: GPTModel) -> None:
         super().__init__()
         _draw_dropout_as_eager(model)
         self.model = model
-        self._loss = _compiled(_training_loss, train)
+        self._loss = _compiled(_training_loss)
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         return self._loss(self.model, token_ids, targets)
 
 
-def compiled_validation_loss(model: GPTModel, train: TrainConfig) -> Callable[..., Tensor]:
+def compiled_validation_loss(model: GPTModel) -> Callable[..., Tensor]:
     """Return a model's loss as a function of (token_ids, targets), compiled for validation."""
-    return partial(_compiled(_validation_loss, train), model)
+    return partial(_compiled(_validation_loss), model)
 
 
-def compile_error(work: Callable[[], object]) -> str:
-    """Run something that compiles; return a line about why it failed, empty if it did not.
+def compile_now(work: Callable[[], object], device: torch.device) -> None:
+    """Run something that compiles for a device.
 
     After a failure it is tried once more with a cache of its own: a process that was killed while
     it compiled may have left a truncated file. The shared cache stays: others may compile in it.
 
     Raises:
+        UserError: it failed, which says what is missing.
         Exception: memory ran out, which is not a compile error.
     """
-    reason = _compile_error(work)
-    if reason:
+    if reason := _compile_error(work):
         shared, damage = os.environ.get(CACHE_VARIABLE, "PyTorch's cache"), reason
         own = os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
         atexit.register(shutil.rmtree, own, ignore_errors=True)
         os.environ.pop("TRITON_CACHE_DIR", None)  # a directory inside the other one
         _forget_compiled_code()
         reason = _compile_error(work)
-        if not reason and os.environ.get("RANK", "0") == "0":
+        if reason:
+            _, missing = find_compiler(on_gpu=device.type == "cuda")
+            advice = f" {missing}: install gcc, g++ and python3-dev, or" if missing else ""
+            reason = reason[: 50 if missing else 110].strip()
+            raise UserError(f'compiling failed: {reason};{advice} set "compile": false')
+        if os.environ.get("RANK", "0") == "0":
             print_line(f"warning: {shared}: has damaged compiled code ({damage}), which was"
                        " compiled again elsewhere; remove that directory while no run is starting")
-    return reason
 
 
 def _forget_compiled_code() -> None:
@@ -220,6 +193,6 @@ def _draw_dropout_as_eager(model: GPTModel) -> None:
         torch._inductor.config.fallback_random = True
 
 
-def _compiled(function: Callable, train: TrainConfig) -> Callable:
+def _compiled(function: Callable) -> Callable:
     """Compile for fixed shapes."""
-    return torch.compile(function, dynamic=False, fullgraph=True, mode=train.compile_mode)
+    return torch.compile(function, dynamic=False, fullgraph=True)

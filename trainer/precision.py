@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import os
 
 import torch
 
@@ -14,11 +14,13 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
     """Return the config with the keys decided whose default depends on the device.
 
     The only place that decides them. Everything that is built later reads the returned config.
+    A deterministic run gets its kernels here, since CUDA must not have been initialised before.
 
     Raises:
-        UserError: a bfloat16 residual stream in another precision than bf16, or a fused
-            cross-entropy without a GPU or without Triton.
+        UserError: a bfloat16 residual stream in another precision than bf16.
     """
+    if train.deterministic:
+        _choose_deterministic_kernels()
     on_gpu = device.type == "cuda"
     precision = train.precision or _default_precision(train, device)
     residual_dtype = train.residual_dtype or (
@@ -26,20 +28,23 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
     if residual_dtype == "bf16" and precision != "bf16":
         raise UserError(f'residual_dtype is "bf16", but the precision here is {precision}; remove'
                         " it from train.json, or use a device that has bf16")
+    attention = train.attention
+    if train.deterministic and on_gpu and attention == "auto":  # flash has 16 bits only
+        attention = "flash" if precision in ("bf16", "fp16") else "math"
     return train.model_copy(update={
-        "precision": precision, "residual_dtype": residual_dtype,
-        "compile": on_gpu if train.compile is None else train.compile,
-        "cross_entropy": _cross_entropy(train, on_gpu=on_gpu)})
+        "precision": precision, "attention": attention, "residual_dtype": residual_dtype,
+        "compile": on_gpu if train.compile is None else train.compile})
 
 
-def _cross_entropy(train: TrainConfig, *, on_gpu: bool) -> str:
-    """Return "torch" or "fused", which `auto` will choose where a GPU's measurements favour it."""
-    if train.cross_entropy == "auto":
-        return "torch"
-    if train.cross_entropy == "fused" and not (on_gpu and find_spec("triton")):
-        raise UserError('cross_entropy is "fused", but there is no GPU here or no Triton; remove it'
-                        ' from train.json, or set it to "torch"')
-    return train.cross_entropy
+def _choose_deterministic_kernels() -> None:
+    """Let this process compute with deterministic kernels only; where there is none PyTorch raises.
+
+    A compiler that measures which kernel is fastest could choose another one in the next launch.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which finds errors, and is slow
 
 
 def _default_precision(train: TrainConfig, device: torch.device) -> Precision:

@@ -23,6 +23,7 @@ from processes.run_lock import end_with_parent
 from run_config import Run
 from trainer.attention import check_attention
 from trainer.compilation import CACHE_VARIABLE, keep_compiled_code
+from trainer.portable_cache import compiled_code_of_run
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
@@ -35,7 +36,7 @@ class Compiled:
 
     Attributes:
         is_new: whether the cache lacked a part of it.
-        why_not: why it could not be compiled; empty if it was.
+        why_not: why that was not tried; empty if it was.
     """
 
     cache_dir: Path
@@ -83,18 +84,19 @@ def _begin_child(num_processes: int) -> None:
 
 
 def compile_for(run: Run, process: Process) -> str:
-    """Compile what a rank does; return why it could not be, empty if it was.
+    """Compile what a rank does; return why it was not tried, empty if it was.
 
     Raises:
-        UserError: the run cannot be trained on the rank's device, or does not fit there.
+        UserError: the run cannot be compiled for the rank's device, or does not fit there.
     """
     if reason := _busy_memory(process.device):
         return reason
     train = resolve_for_device(run.train, process.device)
     try:
         check_attention(run.model, train, process.device)
-        return TrainingStep(build_training_state(run.model, train, process), train,
-                            process).why_eager
+        with compiled_code_of_run(run.run_dir, train, process):
+            TrainingStep(build_training_state(run.model, train, process), train, process)
+        return ""
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

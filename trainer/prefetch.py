@@ -1,6 +1,6 @@
 """`--prefetch`: fetch and verify all that a launch of a run needs, and train nothing.
 
-Nothing is written into the run directory, and it is not locked: the run may be training meanwhile.
+Only compiled code is written into the run directory, and it is not locked: the run may be training.
 """
 
 from __future__ import annotations

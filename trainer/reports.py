@@ -43,7 +43,7 @@ class Reports:
     started and waited for: what they say is what became of these.
     """
 
-    step: TrainingStep  # set by `report_compilation`
+    step: TrainingStep  # set by `report_step`
     identity: Identity  # of what rank 0 saves; set by `begin`
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
@@ -93,14 +93,12 @@ class Reports:
             self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step
 
-    def report_compilation(self, step: TrainingStep) -> None:
-        """Say which attention kernel runs; warn if the step could not be compiled."""
+    def report_step(self, step: TrainingStep) -> None:
+        """Say which attention kernel runs."""
         self.step = step
-        self.console.say(attention_line(step.attention_kernel(), self.process.device)
-                         + f"\n{step.sharing}".rstrip())
-        if step.why_eager:
-            self.console.say(f"warning: compiling failed, so {step.consequence()}:"
-                             f" {step.why_eager}")
+        self.console.say(attention_line(step.attention_kernel(), self.process.device))
+        if step.sharing:
+            self.console.say(step.sharing)
 
     def after_first_step(self, loss: Tensor) -> None:
         """Start to measure speed and to detect hangs: all is compiled and allocated. Every rank."""

@@ -41,9 +41,9 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention
 from trainer.budget import Budget
-from trainer.compilation import risky_options
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
+from trainer.portable_cache import COMPILED
 from trainer.precision import resolve_for_device
 from trainer.resuming import check_position, check_same_run, check_weights_fit, resume_warnings
 from trainer.step import build_training_state
@@ -66,8 +66,7 @@ class PreparedRun:
         """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
         train = resolve_for_device(self.run.train, device)
         check_attention(self.run.model, train, device)
-        return replace(self, train=train, warnings=(
-            *self.warnings, *unused_gpus(), *risky_options(self.run.model, train, device)))
+        return replace(self, train=train, warnings=(*self.warnings, *unused_gpus()))
 
     @property
     def plan(self) -> BatchPlan:
@@ -212,7 +211,7 @@ def check_run_dir(run: Run) -> None:
         UserError: names the first one.
     """
     failpoint("prepare")
-    for path in (run.checkpoints_dir, run.run_dir / "set-aside"):
+    for path in (run.checkpoints_dir, run.run_dir / "set-aside", run.run_dir / COMPILED):
         check_inside(path, run.run_dir, "--runs-dir")
         if (path.exists() or path.is_symlink()) and not path.is_dir():
             raise UserError(f"{path}: is not a directory; move it away")

@@ -21,13 +21,11 @@ from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
 from trainer.attention import cudnn_version, kernel_name
 from trainer.compilation import (
-    EAGER_HEAD_CHUNKS,
     ByLayer,
     Whole,
     choose_forward_options,
-    compile_error,
+    compile_now,
     compiled_validation_loss,
-    eager_fallback,
     keep_compiled_code,
 )
 from trainer.diagnostics import NO_PROBE, Probe
@@ -67,10 +65,10 @@ class TrainingStep:
         wrap: makes the training loss average its gradients over the processes.
 
     Attributes:
-        is_compiled: whether the training loss is compiled.
-        why_eager: the first rank's compile error, or empty. If `is_compiled`, only the validation
-            loss failed to compile.
         sharing: how the ranks share Muon's work, as a line; empty if they do not have to.
+
+    Raises:
+        UserError: it cannot be compiled.
     """
 
     def __init__(self, state: TrainingState, train: TrainConfig, process: Process, *,
@@ -80,14 +78,15 @@ class TrainingStep:
         self.state, self.train, self.process = state, train, process
         self.precision = train.precision
         set_matmul_precision(self.precision)
-        self.is_compiled, self.why_eager = False, ""
+        self.is_compiled = train.compile
         self._compiled_validation: Callable[..., Tensor] | None = None
         loss: nn.Module = state.model
         with long_waits(process) as group:  # the ranks compile for different times
             if train.compile:
-                loss = self._compile(group)
+                loss = (Whole if process.world_size == 1 else ByLayer)(state.model)
+                compile_now(lambda: self._try(loss), process.device)
             validates_here = train.validates and (process.is_main or train.validate_on == "all")
-            if self.is_compiled and validates_here:
+            if train.compile and validates_here:
                 self._compile_validation()
             if group is not None:
                 dist.barrier(group)
@@ -99,17 +98,6 @@ class TrainingStep:
     def unwrap(self) -> None:
         """Drop DDP, whose threads must be gone before its process group; no step follows."""
         del self.parallel_model
-
-    def _compile(self, group: dist.ProcessGroup | None) -> nn.Module:
-        """Return the compiled training loss; the eager model if any rank cannot compile it."""
-        model = self.state.model
-        loss = (Whole if self.process.world_size == 1 else ByLayer)(model, self.train)
-        self.why_eager = self._first_reason(compile_error(lambda: self._try(loss)), group)
-        self.is_compiled = not self.why_eager
-        if self.is_compiled:
-            return loss
-        model.use(eager_fallback(model.config, self.train, self.process.device))
-        return model
 
     def _try(self, loss: nn.Module) -> None:
         """Compile the training loss by running it once, before DDP wraps it."""
@@ -123,26 +111,13 @@ class TrainingStep:
 
     def _compile_validation(self) -> None:
         """Compile the validation loss now: signals wait while something compiles."""
-        compiled, shape = compiled_validation_loss(self.state.model, self.train), self._shape()
+        compiled, shape = compiled_validation_loss(self.state.model), self._shape()
         self._compiled_validation = compiled
         self.state.model.eval()
         with torch.inference_mode():
             tokens = torch.zeros(shape, dtype=torch.int64, device=self.process.device)
-            self.why_eager = compile_error(lambda: self.validation_loss(*tokens))
-        if self.why_eager:
-            self._compiled_validation = None
+            compile_now(lambda: self.validation_loss(*tokens), self.process.device)
         self.state.model.train()
-
-    def _first_reason(self, reason: str, group: dist.ProcessGroup | None) -> str:
-        """Return the first rank's reason that is not empty, so that all ranks do the same.
-
-        Without a process group, as for --prefetch, there are no others.
-        """
-        reasons = [reason]
-        if group is not None:
-            reasons *= self.process.world_size
-            dist.all_gather_object(reasons, reason, group)
-        return next((reason for reason in reasons if reason), "")
 
     def _shape(self) -> tuple[int, int, int]:
         """The shape of a microbatch's token ids and targets, stacked."""
@@ -150,24 +125,13 @@ class TrainingStep:
 
     def facts(self) -> dict[str, Any]:
         """Return what `summary.json` says of how the step is computed."""
-        options = self.state.model.options
         return {
             "compiled": self.is_compiled,
             "attention": self.attention_kernel(),
             "cudnn": cudnn_version(self.process.device),
-            "cross_entropy": "fused" if options.fused_cross_entropy else "torch",
-            "head_chunk_tokens": options.head_chunk_tokens,
+            "deterministic": self.train.deterministic,
+            "head_chunk_tokens": self.state.model.options.head_chunk_tokens,
         }
-
-    def consequence(self) -> str:
-        """Return what follows from a failed compilation, for a warning."""
-        if self.is_compiled:
-            return "validation is slower"
-        chunks, chosen = self.state.model.options.head_chunk_tokens, self.train.head_chunks
-        if self.process.device.type == "cuda" and chunks and chosen is None:
-            return ("training is slower, and head and loss are computed in"
-                    f" {EAGER_HEAD_CHUNKS} chunks to save memory")
-        return "training is slower"
 
     def validation_loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of one microbatch, () float32; the last one may be smaller.

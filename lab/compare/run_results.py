@@ -28,9 +28,9 @@ LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change
     "weight_average",
 )
 MEMORY_SETTINGS = (  # change the memory of a step
-    "gradient_accumulation_steps", "residual_dtype", "compile", "compile_mode", "attention",
-    "cross_entropy", "head_chunks", "activation_checkpointing", "optimizer",
-    "cautious_weight_decay", "weight_average",
+    "gradient_accumulation_steps", "residual_dtype", "compile", "attention", "head_chunks",
+    "activation_checkpointing", "deterministic", "optimizer", "cautious_weight_decay",
+    "weight_average",
 )
 
 

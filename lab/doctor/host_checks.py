@@ -6,13 +6,13 @@ import os
 import resource
 import shutil
 import socket
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
+from basics.compilers import find_compiler
 from basics.machine import num_usable_cores
 from basics.sizes import SNAPSHOT_BLOCK_BYTES, gib
 from lab.doctor.check import Finding, Subject, ok, problem, warning
@@ -130,15 +130,12 @@ def check_compiler(subject: Subject) -> Finding | None:
     """Check for what Triton compiles its launchers with: a C compiler and Python's headers."""
     if not subject.gpus or (subject.run and subject.run.train.compile is False):
         return None
-    named = os.environ.get("CC")
-    compiler = shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if compiler and header.is_file():
+    compiler, missing = find_compiler(on_gpu=True)
+    if compiler:
         return ok(compiler)
-    missing = f"no {header}" if compiler else f"CC is {named}, which is not there" if named else (
-        "neither gcc nor clang is there")
-    return warning(f"{missing}: the training step cannot be compiled, and takes more time and"
-                   " memory", "install gcc, libc6-dev and python3-dev, as ./setup_lambda.sh does")
+    return problem(f"{missing}: the training step cannot be compiled",
+                   "install gcc, libc6-dev and python3-dev, as ./setup_lambda.sh does, or set"
+                   ' "compile": false')
 
 
 def check_runs_disk(subject: Subject) -> Finding:

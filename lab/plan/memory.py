@@ -39,7 +39,7 @@ class Memory:
 
 def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Return the memory at the peak of a step: in the backward pass, or in the optimizer's step."""
-    if _chunk_tokens(setting, microbatch_size) is None and not _is_fused(setting):
+    if _chunk_tokens(setting, microbatch_size) is None:
         moments = [_in_loss_backward, _in_head_backward]
     else:
         moments = [_in_chunked_loss, _after_chunked_loss]
@@ -89,10 +89,6 @@ def _chunk_tokens(setting: Setting, microbatch_size: int) -> int | None:
     return head_chunk_tokens(setting.model, train, is_eager_on_cpu=setting.is_eager_on_cpu)
 
 
-def _is_fused(setting: Setting) -> bool:
-    return setting.train.cross_entropy == "fused"
-
-
 def _is_compiled(setting: Setting) -> bool:
     """Return whether the loss is compiled: it has no float32 logits then."""
     return setting.on_gpu and setting.train.compile is not False
@@ -102,15 +98,13 @@ def _in_chunked_loss(setting: Setting, microbatch_size: int) -> Memory:
     """One chunk's logits, float32 logits, probabilities and part of the head's gradient are held.
 
     So are the whole gradients of the head and of its input. Compiled code has two buffers of a
-    chunk's size in low precision, which it uses in turn. The fused form has one, for one chunk or
-    all tokens. Part of the head's gradient is float32 in fp16.
+    chunk's size in low precision, which it uses in turn. Part of the head's gradient is float32 in
+    fp16.
     """
     V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
     tokens = microbatch_size * setting.model.context_length
     n = min(_chunk_tokens(setting, microbatch_size) or tokens, tokens)
-    logit = 2 * FLOAT32 + (e if e < FLOAT32 else 0)
-    if _is_fused(setting) or _is_compiled(setting):
-        logit = e if _is_fused(setting) else 2 * e
+    logit = 2 * e if _is_compiled(setting) else 2 * FLOAT32 + (e if e < FLOAT32 else 0)
     chunk = logit * n * V + (FLOAT32 if setting.precision == "fp16" else e) * V * C
     whole = e * tokens * C + (FLOAT32 * tokens * C if e < FLOAT32 else 0) + FLOAT32 * V * C
     return _memory(setting, microbatch_size, temporary=chunk + whole)
@@ -203,6 +197,8 @@ def _layer_bytes(setting: Setting) -> float:
     C, H, T = model.emb_dim, model.n_heads, model.context_length
     attention = (3 + 1) * e * C  # q, k, v; output
     chosen = setting.train.attention
+    if setting.train.deterministic and setting.on_gpu and e == FLOAT32:
+        chosen = "math"  # as trainer/precision.py decides
     if setting.is_eager_on_cpu and e < FLOAT32 and chosen == "auto":
         # Attention weights; with dropout also the mask's factors and the weights after dropout.
         scores = sum((stop - start) * stop for start, stop in attention_blocks(T))

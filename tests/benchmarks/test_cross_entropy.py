@@ -20,7 +20,7 @@ def test_forms_are_measured_and_a_failure_is_a_line(
     monkeypatch.setattr(cross_entropy, "compiled", lambda form: form)
     monkeypatch.setattr(sys, "argv", [
         "cross_entropy", "--tokens", "32", "--width", "8", "--vocabulary", "101", "--rounds", "2",
-        "--output", str(output), "--forms", "whole, eager", "functional whole, compiled",
+        "--output", str(output), "--forms", "whole, eager", "ours whole, compiled",
         "4 chunks, compiled", "Liger"])
     cross_entropy.main()
     rows = [json.loads(line) for line in output.read_text().splitlines()]

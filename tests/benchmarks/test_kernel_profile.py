@@ -22,7 +22,6 @@ NAMES = {
         "cross-entropy",
     "void (anonymous namespace)::cunn_SoftMaxForward<..., LogSoftMaxForwardEpilogue>":
         "cross-entropy",
-    "write_losses_and_gradients": "cross-entropy",
     "triton_per_fused_add_native_layer_norm_native_layer_norm_backward_7": "norms and elementwise",
     "triton_poi_fused_addmm_gelu_3": "norms and elementwise",
     "triton_poi_fused__to_copy_0": "copies",

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from basics.errors import UserError
 from benchmarks.throughput_benches import Bench, benches_of
 from benchmarks.throughput_blocks import time_steps
 from benchmarks.throughput_child import measure, reason_of
@@ -32,7 +33,7 @@ from benchmarks.throughput_report import (
     reports_of,
     table,
 )
-from benchmarks.throughput_rows import NotCompiled, Row, RowTask
+from benchmarks.throughput_rows import Row, RowTask
 from benchmarks.throughput_tokens import (
     as_in_a_plain_loop,
     as_in_a_run,
@@ -146,11 +147,14 @@ def test_two_processes_have_the_curve_of_one(
 def test_a_row_that_did_not_compile_has_failed(
     tokens_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.step.compile_error", lambda work: "no C++ compiler")
+    def fail(*_: object) -> None:
+        raise UserError("compiling failed: no C++ compiler")
+
+    monkeypatch.setattr("trainer.step.compile_now", fail)
     row = Row("compiled", "ours", {"precision": "fp32", "compile": True})
-    with pytest.raises(NotCompiled) as failed:
+    with pytest.raises(UserError) as failed:
         measure(task_of(row, tokens_path, num_steps=4), ALONE)
-    assert reason_of(failed.value)["reason"] == "not compiled: no C++ compiler"
+    assert reason_of(failed.value)["reason"] == "compiling failed: no C++ compiler"
 
 
 def test_all_systems_have_the_same_curve(rows: dict[str, list[dict[str, Any]]]) -> None:

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import socket
+import sysconfig
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -125,8 +126,8 @@ COMPILERS = {  # CC, what is installed, train.json: the verdict, and a part of t
     "gcc": (None, ["gcc", "clang"], {}, OK, "gcc"),
     "clang alone": (None, ["clang"], {}, OK, "clang"),
     "named": ("icx", ["icx"], {}, OK, "icx"),
-    "none": (None, [], {}, WARNING, "neither gcc nor clang"),
-    "another is named": ("icx", ["gcc"], {}, WARNING, "CC is icx"),
+    "none": (None, [], {}, PROBLEM, "no gcc or clang: the"),
+    "another is named": ("icx", ["gcc"], {}, PROBLEM, "CC is icx"),
     "nothing is compiled": (None, [], {"compile": False}, None, ""),
 }
 
@@ -137,7 +138,7 @@ def test_a_compiler_is_missed_where_the_step_is_compiled(
 ) -> None:
     named, installed, train, verdict, text = COMPILERS[case]
     monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
-    monkeypatch.setattr(host_checks.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     (tmp_path / "Python.h").touch()
     monkeypatch.delenv("CC", raising=False)
     if named:

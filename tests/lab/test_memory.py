@@ -85,33 +85,6 @@ def test_prediction_is_within_10_percent_of_the_measured_peak(
     assert peak_memory(setting, train.microbatch_size).total == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("head_chunks", [1, 3])
-def test_a_fused_cross_entropy_holds_one_copy_of_the_logits(
-    precision: str, head_chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.precision._cross_entropy", lambda train, **_: "fused")
-    monkeypatch.setattr("ops.functional_cross_entropy.fused_losses_", in_few_rows)
-    model, train = configs(MANY_WORDS, precision=precision, microbatch_size=6,
-                           gradient_accumulation_steps=1, head_chunks=head_chunks,
-                           cross_entropy="fused")
-    measured = peak_of_training(model, train, CPU)
-    setting = Setting(model, train, precision, num_processes=1, on_gpu=False)
-    assert peak_memory(setting, 6).total == pytest.approx(measured, rel=0.1)
-
-
-def in_few_rows(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, *,
-               with_gradients: bool) -> torch.Tensor:
-    """Stand in for the kernel, which needs a GPU and no memory but its result."""
-    losses = []
-    for rows, wanted in zip(logits.split(8), targets.split(8), strict=True):
-        log_probabilities = rows.float().log_softmax(1)
-        losses.append(-log_probabilities.gather(1, wanted[:, None]))
-        rows.copy_(log_probabilities.exp_())
-        rows.scatter_add_(1, wanted[:, None], -torch.ones_like(wanted[:, None]).to(rows))
-    return torch.cat(losses)
-
-
 def test_bf16_residual_stream_needs_less_memory() -> None:
     model, train = configs(MANY_TOKENS, precision="bf16", microbatch_size=6,
                            gradient_accumulation_steps=1, residual_dtype="bf16")
@@ -128,7 +101,7 @@ def test_bf16_residual_stream_needs_less_memory() -> None:
 def test_a_compiled_loss_has_no_logits_in_float32(
     precision: str, head_chunks: int | None, compiled: int, eager: int
 ) -> None:
-    """Bytes per logit; tests/ops/test_functional_cross_entropy.py counts the buffers."""
+    """Bytes per logit; tests/ops/test_linear_cross_entropy.py counts the buffers."""
     V, T = 2**16, 64  # logits are nearly all that grows with the microbatch
     for compiles, wanted in ((None, compiled), (True, compiled), (False, eager)):
         model, train = configs({"vocab_size": V, "context_length": T, "emb_dim": 4, "n_heads": 1,
@@ -212,14 +185,12 @@ def test_all_microbatches_up_to_the_largest_fit_with_a_global_batch(global_batch
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("microbatch_size", [1, 8, 24])
-@pytest.mark.parametrize(("drop_rate", "cross_entropy"), [
-    (0.0, "torch"), (0.1, "torch"), (0.0, "fused")])
+@pytest.mark.parametrize("drop_rate", [0.0, 0.1])
 def test_prediction_is_within_10_percent_on_a_gpu(
-    precision: str, microbatch_size: int, drop_rate: float, cross_entropy: str
+    precision: str, microbatch_size: int, drop_rate: float
 ) -> None:
     model, train = configs(GPT2_SMALL, precision=precision, drop_rate=drop_rate,
-                           microbatch_size=microbatch_size, compile=False,
-                           cross_entropy=cross_entropy)
+                           microbatch_size=microbatch_size, compile=False)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
     measured = peak_of_training(model, train, process)
     predicted = peak_memory(Setting(model, train, precision, num_processes=1), microbatch_size)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 import uuid
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,31 +219,6 @@ def test_the_result_is_a_json_document_and_all_else_goes_to_stderr(
     assert document.memory_gib == pytest.approx({"fixed": 1.0, "a_sequence": 0.5})
     assert [trial.fits for trial in document.trials if trial.microbatch_size == 6] == [False]
     assert "largest microbatch: 5\n" in output.err
-
-
-class MemoryOfEagerCode(Memory):
-    """Memory of trials that could not be compiled, but for the first."""
-
-    def train(self, microbatch_size: int) -> Trial:
-        why_eager = f"no compiler found for {microbatch_size}" if microbatch_size > 1 else ""
-        return replace(super().train(microbatch_size), why_eager=why_eager)
-
-
-def test_trials_that_were_not_compiled_are_marked_and_the_reason_is_printed_once(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workplace.add_run()
-    simulated_search(workplace, monkeypatch, capacity=3.7,
-                     memory=MemoryOfEagerCode(1.0, 0.5, 3.7))
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line for line in lines if re.match(r" +\d+ +\d", line)]
-    assert len(rows) > 2
-    assert [row.endswith("  not compiled") for row in rows] == [False] + [True] * (len(rows) - 1)
-    warnings = [index for index, line in enumerate(lines) if line.startswith("warning: ")]
-    assert [lines[index] for index in warnings] == [
-        "warning: not compiled, so memory and speed are those of eager code: no compiler found for"
-        " 4"]
-    assert lines[warnings[0] - 1] == rows[1]
 
 
 @pytest.mark.parametrize(("train", "options", "message"), [

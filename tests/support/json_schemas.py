@@ -160,7 +160,6 @@ class TrialOf(_Part):
     demand_gib: float | None
     capacity_gib: float | None
     tokens_per_second: float | None
-    why_eager: str
 
 
 class Search(_Part):

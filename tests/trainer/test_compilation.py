@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
 from torch.profiler import ProfilerActivity, profile
 
+from basics.errors import UserError
 from gpt import ForwardOptions, GPTModel
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
@@ -21,9 +25,7 @@ from trainer.attention import KERNELS
 from trainer.compilation import (
     Recompilations,
     choose_forward_options,
-    compile_error,
-    eager_fallback,
-    risky_options,
+    compile_now,
 )
 from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
@@ -68,31 +70,6 @@ def test_what_is_compiled_again_after_the_first_validation_is_told_once() -> Non
     assert run(5) == ""
 
 
-def test_where_compiling_fails_on_a_gpu_the_head_is_chunked() -> None:
-    """Else a microbatch that fits when it is compiled might not fit."""
-    model = ModelConfig(**TINY_MODEL | GPT2_SIZE)
-    for device, keys, chunk_tokens in ((GPU, {}, 16), (GPU, {"head_chunks": 1}, None),
-                                       (GPU, {"head_chunks": 2}, 64),
-                                       (CPU, {"compile": True}, 2**23 // 50257)):
-        train = resolve_for_device(TrainConfig(**TINY_TRAIN | {"precision": "bf16"} | keys), device)
-        options = eager_fallback(model, train, device)
-        assert options.head_chunk_tokens == chunk_tokens  # of 128 tokens
-    assert options.attention_in_blocks  # as in eager code on a CPU
-
-
-def test_a_mode_of_the_compiler_with_large_microbatches_is_warned_of() -> None:
-    def warnings_of(device: torch.device, microbatch_size: int, mode: str) -> list[str]:
-        train = TrainConfig(**TINY_TRAIN | {"microbatch_size": microbatch_size,
-                                            "compile_mode": mode})
-        return risky_options(ModelConfig(**TINY_MODEL | GPT2_SIZE), train, device)
-
-    tuned = "max-autotune-no-cudagraphs"
-    (line,) = warnings_of(GPU, 1024, tuned)
-    assert "reported to give NaN with 65,536 or more tokens" in line and "are 65,536;" in line
-    assert not warnings_of(GPU, 1023, tuned) and not warnings_of(CPU, 1024, tuned)
-    assert not warnings_of(GPU, 1024, "default")
-
-
 def test_with_several_processes_embedding_layers_and_loss_are_compiled(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,19 +83,14 @@ def test_with_several_processes_embedding_layers_and_loss_are_compiled(
 
     monkeypatch.setattr(torch, "compile", compile)
     model = model_with(ForwardOptions(), n_layers=2)
-    compilation.ByLayer(model, TrainConfig(**TINY_TRAIN))(*torch.zeros(2, 1, 16, dtype=torch.int64))
+    compilation.ByLayer(model)(*torch.zeros(2, 1, 16, dtype=torch.int64))
     assert ran == ["embed", "run_block", "run_block", "loss"]
 
 
-def test_keys_of_the_run_override_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True,
-             "cross_entropy": "fused"}
-    monkeypatch.setattr("trainer.precision.find_spec", lambda name: name == "triton")
+def test_keys_of_the_run_override_the_defaults() -> None:
+    asked = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True}
     assert options_for(GPU, "bf16", **asked) == ForwardOptions(
-        head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128,  # of 128 tokens
-        fused_cross_entropy=True)
-    fused_fp32 = options_for(GPU, "fp32", cross_entropy="fused")
-    assert fused_fp32.head_multiple == 128  # 50,257 numbers of 4 bytes prevent wide loads
+        head_chunk_tokens=43, activation_checkpointing=True, head_multiple=128)  # of 128 tokens
 
 
 def model_with(options: ForwardOptions, **changes: object) -> GPTModel:
@@ -206,21 +178,35 @@ def losses_of(step: TrainingStep, num_steps: int = 4) -> list[float]:
     RuntimeError("no compiler found\nsecond line"), OSError("no compiler found"),
     subprocess.CalledProcessError(1, "no compiler found"),
 ])
-def test_a_compile_error_falls_back_to_eager_code(
-    monkeypatch: pytest.MonkeyPatch, failure: Exception
+@pytest.mark.parametrize("broken", ["_training_loss", "_validation_loss"])
+def test_a_compile_error_ends_the_run_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception, broken: str
 ) -> None:
-    def broken(function, **_):
-        def fail(*_):
-            raise failure
-        return fail
+    def compile(function, **_):
+        return function if function.__name__ != broken else lambda *_: raise_(failure)
 
-    monkeypatch.setattr(torch, "compile", broken)
-    step = step_of()
-    assert not step.is_compiled and "no compiler found" in step.why_eager
-    assert "\n" not in step.why_eager
-    monkeypatch.undo()
-    assert losses_of(step) == losses_of(step_of(compile=False))
-    assert step.validation_loss(*torch.zeros(2, 2, 16, dtype=torch.int64)).isfinite()
+    monkeypatch.setattr(torch, "compile", compile)
+    with pytest.raises(UserError, match=".*no compiler found") as caught:
+        step_of(validation_interval=1, validation_batches=1)
+    line = str(caught.value)
+    assert line.startswith("compiling failed: ") and line.endswith('; set "compile": false')
+    assert "\n" not in line and caught.value.status == 2
+
+
+@pytest.mark.parametrize(("device", "missing"), [(CPU, "no g++"), (GPU, "no gcc or clang")])
+def test_a_compile_error_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, kept: Path, device: torch.device, missing: str
+) -> None:
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    advice = ': install gcc, g++ and python3-dev, or set "compile": false'
+    with pytest.raises(UserError, match=re.escape(missing + advice)):
+        compile_now(lambda: trip_over(""), device)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(kept))
+    with pytest.raises(UserError, match=re.escape(f"; no {kept}/Python.h{advice}")):
+        compile_now(lambda: trip_over(""), device)
 
 
 @pytest.mark.parametrize("failure", [
@@ -234,7 +220,7 @@ def test_a_compile_error_falls_back_to_eager_code(
 ], ids=["allocator", "driver", "triton", "cublas", "inductor", "dynamo", "host"])
 def test_out_of_memory_is_not_a_compile_error(failure: Exception) -> None:
     with pytest.raises(type(failure)) as caught:
-        compile_error(lambda: raise_(failure))
+        compile_now(lambda: raise_(failure), CPU)
     assert caught.value is failure
 
 
@@ -246,9 +232,10 @@ def test_an_error_raised_from_out_of_memory_is_not_a_compile_error() -> None:
             raise RuntimeError("the backward pass failed") from error
 
     with pytest.raises(RuntimeError, match="the backward pass failed"):
-        compile_error(fail)
+        compile_now(fail, CPU)
     reason = "out of resource: shared memory, required: 262144, hardware limit: 232448"
-    assert compile_error(lambda: raise_(RuntimeError(reason))) == reason
+    with pytest.raises(UserError, match=f"compiling failed: {reason};"):
+        compile_now(lambda: raise_(RuntimeError(reason)), CPU)
 
 
 def test_compiled_code_is_kept_in_the_users_cache(
@@ -284,11 +271,11 @@ def test_a_damaged_cache_is_named_and_left_to_those_who_compile_in_it(
     kept: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (kept / "of another run").touch()
-    assert compile_error(lambda: trip_over("half.so")) == ""
+    compile_now(lambda: trip_over("half.so"), CPU)
     assert {path.name for path in kept.iterdir()} == {"half.so", "of another run"}
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning: {kept}: has damaged compiled code (ImportError: half.so:")
-    assert compile_error(lambda: trip_over("half.so")) == ""  # in the cache of its own
+    compile_now(lambda: trip_over("half.so"), CPU)  # in the cache of its own
 
 
 @pytest.mark.thorough  # the test above does the same without a compiler
@@ -298,13 +285,15 @@ def test_truncated_compiled_code_is_compiled_again(kept: Path) -> None:
     written = [file for file in kept.rglob("*.so") if file.parent != kept]
     for file in written:
         os.truncate(file, 100)
-    assert written and compile_error(lambda: exec(work)) == ""
+    assert written
+    compile_now(lambda: exec(work), CPU)
 
 
 def test_an_error_without_the_cache_too_is_the_error(
     kept: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert compile_error(lambda: trip_over("")) == "ImportError: : file too short"
+    with pytest.raises(UserError, match="compiling failed: ImportError: : file too short;"):
+        compile_now(lambda: trip_over(""), CPU)
     assert not capsys.readouterr().out
 
 
@@ -324,7 +313,7 @@ def test_compiled_code_draws_the_dropout_of_eager_code(layout: type) -> None:
     step = step_of(compile=False, drop_rate=0.3)
     model, tokens = step.state.model, torch.randint(257, (2, 2, 16))
     losses = []
-    for loss in (model, layout(model, step.train)):
+    for loss in (model, layout(model)):
         torch.manual_seed(5)
         losses.append(loss(*tokens))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
@@ -343,7 +332,7 @@ def test_compiled_code_computes_attention_with_the_chosen_kernel(
     wanted = model(*tokens)
     model.use(ForwardOptions(attention_kernel=KERNELS["math"],
                              activation_checkpointing=checkpoints))
-    compiled = layout(model, TrainConfig(**TINY_TRAIN))
+    compiled = layout(model)
     compiled(*tokens).backward()  # compiles
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         loss = compiled(*tokens)
@@ -357,7 +346,7 @@ def test_compiled_code_computes_attention_with_the_chosen_kernel(
 @pytest.mark.parametrize("changes", [{}, {"head_chunks": 4, "activation_checkpointing": True}])
 def test_compiled_code_trains_and_validates_as_eager_code(changes: dict) -> None:
     step, plain = step_of(**changes), step_of(compile=False)
-    assert step.is_compiled and not step.why_eager
+    assert step.is_compiled
     torch.testing.assert_close(losses_of(step), losses_of(plain), rtol=1e-4, atol=0)
     tokens = torch.arange(64).view(2, 2, 16)
     for found in (step, plain):

@@ -120,7 +120,7 @@ def test_nothing_is_compiled_again(layout: type, monkeypatch: pytest.MonkeyPatch
     """Dynamo decides what is compiled; a compiler that takes long is not needed for that."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     step, batches = step_of(compile=False), microbatches()
-    step.parallel_model = layout(step.state.model, step.train)
+    step.parallel_model = layout(step.state.model)
     for _ in range(2):
         step.take(batches, num_microbatches=2, learning_rate=0.01)
     with torch.compiler.set_stance("fail_on_recompile"):

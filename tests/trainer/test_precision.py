@@ -53,19 +53,6 @@ def test_a_bfloat16_residual_stream_needs_bf16() -> None:
         resolved(CPU, precision="fp32", residual_dtype="bf16")
 
 
-def test_a_fused_cross_entropy_needs_a_gpu_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {resolved(CPU, cross_entropy=asked).cross_entropy for asked in ("auto", "torch")} == {
-        "torch"}
-    with pytest.raises(UserError, match='cross_entropy is "fused", but there is no GPU'):
-        resolved(CPU, cross_entropy="fused")
-    assert resolved(GPU, precision="bf16").cross_entropy == "torch"
-    monkeypatch.setattr(precision, "find_spec", lambda name: name == "triton")
-    assert resolved(GPU, precision="bf16", cross_entropy="fused").cross_entropy == "fused"
-    monkeypatch.setattr(precision, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="or no Triton; remove it from train.json"):
-        resolved(GPU, precision="bf16", cross_entropy="fused")
-
-
 @pytest.mark.parametrize(("name", "dtype"), [
     ("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16),
     ("fp16", torch.float16),

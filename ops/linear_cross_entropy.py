@@ -1,0 +1,187 @@
+"""Output head and cross-entropy: the mean loss of a microbatch, whole or in chunks of its tokens.
+
+Shapes as in `gpt.py`, and: N tokens in a microbatch, n in a chunk, V' padded vocabulary size.
+Where code is compiled, the softmax is written out so that the compiler fuses it with what reads it,
+and padded columns are masked by their index, since slicing (N, V') would copy it. Eager code has
+PyTorch's softmax, which is one pass instead of six.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
+                         chunk_tokens: int | None = None, multiple: int = 1) -> Tensor:
+    """Compute the mean cross-entropy of `x @ weight.T`, () float32.
+
+    In chunks, the forward pass computes the gradients too, while a chunk's logits are there, so
+    that nothing is computed twice. PyTorch's function of this name returns the loss in the dtype
+    of the matrix product: bf16 has two significant digits.
+
+    Args:
+        x: (N, C), after the final norm.
+        weight: (V, C), the output head.
+        targets: (N,) int64, each from 0 to V - 1.
+        chunk_tokens: n, of every chunk but the last; None computes all tokens at once.
+        multiple: pad the head with zeros to a multiple of this in its matrix products.
+
+    Source: Hsu et al. 2024, "Liger Kernel", section 3.2, for gradients in the forward pass.
+    """
+    x = x.to(autocast_dtype(x))
+    with torch.autocast(x.device.type, enabled=False):
+        if chunk_tokens is not None and torch.is_grad_enabled():
+            return _ChunkedCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple)
+        head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
+        if chunk_tokens is None:
+            return _whole(F.linear(x, head), targets, len(weight))
+        losses = [_loss_sum(part @ head.T, part_targets, len(weight))
+                  for part, part_targets in _chunks(x, targets, chunk_tokens)]
+        return sum(losses) / len(x)
+
+
+def pad_rows(weight: Tensor, multiple: int) -> Tensor:
+    """Pad a matrix (V, C) with rows of zeros: tensor cores are fastest on whole tiles."""
+    missing_rows = -len(weight) % multiple
+    return F.pad(weight, (0, 0, 0, missing_rows)) if missing_rows else weight
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that autocast would give a matrix product of `x`."""
+    device_type = x.device.type
+    is_on = torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else x.dtype
+
+
+def token_sum(grad: Tensor, x: Tensor) -> Tensor:
+    """Compute `grad.T @ x`: (n, V') and (n, C) to (V', C).
+
+    In float32 where those are fp16, whose largest number, 65,504, sums over tokens can exceed.
+    """
+    if x.dtype != torch.float16:
+        return grad.T @ x
+    if x.device.type == "cpu":  # CPUs have no matrix product with another dtype
+        return grad.T.float() @ x.float()
+    return torch.mm(grad.T, x, out_dtype=torch.float32)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The mean loss; its forward pass also computes the gradients of the summed loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
+                multiple: int) -> Tensor:
+        head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
+        x_grads, losses = [], []
+        head_grad = torch.zeros_like(head, dtype=torch.float32)
+        for part, part_targets in _chunks(x, targets, chunk_tokens):
+            grad, loss = _logit_gradients(part @ head.T, part_targets, len(weight))
+            losses.append(loss)
+            x_grads.append(grad @ head)
+            head_grad += token_sum(grad, part)
+            del grad  # before the next chunk's logits are allocated
+        ctx.save_for_backward(torch.cat(x_grads), head_grad[: len(weight)])
+        return sum(losses) / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad, weight_grad = ctx.saved_tensors
+        scale = loss_grad / len(x_grad)
+        return x_grad * scale, weight_grad * scale, None, None, None
+
+
+def _chunks(x: Tensor, targets: Tensor, chunk_tokens: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
+
+
+def _whole(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return the mean loss of logits (N, V'), of which V columns count."""
+    if torch.compiler.is_compiling():
+        return _WholeCrossEntropy.apply(logits, targets, vocab_size)
+    return F.cross_entropy(logits[:, :vocab_size].float(), targets)
+
+
+def _loss_sum(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _losses(logits, targets, *_softmax_parts(logits, vocab_size)).sum()
+    return _log_probabilities(logits, targets, vocab_size)[1]
+
+
+def _logit_gradients(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the summed loss, (n, V') in the logits' dtype, and that sum.
+
+    The gradients are the probabilities, minus 1 at each target.
+    """
+    if torch.compiler.is_compiling():
+        parts = _softmax_parts(logits, vocab_size)
+        grad = _written_out_gradients(logits, targets, *parts, vocab_size)
+        return grad.to(logits.dtype), _losses(logits, targets, *parts).sum()
+    log_probabilities, loss = _log_probabilities(logits, targets, vocab_size)
+    grad = log_probabilities.exp_()
+    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
+    grad, padding = grad.to(logits.dtype), logits.shape[1] - vocab_size
+    return F.pad(grad, (0, padding)) if padding else grad, loss
+
+
+def _log_probabilities(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities, (n, V) float32, and the sum of the losses."""
+    log_probabilities = F.log_softmax(logits[:, :vocab_size], 1, dtype=torch.float32)
+    return log_probabilities, -log_probabilities.gather(1, targets[:, None]).sum()
+
+
+class _WholeCrossEntropy(torch.autograd.Function):
+    """The mean loss of logits (N, V'), of which V columns count; keeps the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        largest, total = _softmax_parts(logits, vocab_size)
+        ctx.save_for_backward(logits, targets, largest, total)
+        ctx.vocab_size = vocab_size
+        return _losses(logits, targets, largest, total).mean()
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, largest, total = ctx.saved_tensors
+        scale = loss_grad / len(logits)
+        grad = _written_out_gradients(logits, targets, largest, total, ctx.vocab_size) * scale
+        return grad.to(logits.dtype), None, None
+
+
+def _softmax_parts(logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return each row's largest logit m, and its sum of exp(logit - m): (n, 1) float32 each.
+
+    Written out, because inductor knows this form: it reads the logits once.
+    """
+    logits = _masked(logits, vocab_size)
+    largest = logits.amax(1, keepdim=True)
+    return largest, (logits - largest).exp().sum(1, keepdim=True)
+
+
+def _losses(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor) -> Tensor:
+    """Return the loss of each row, (n, 1) float32."""
+    return total.log() - (logits.gather(1, targets[:, None]).float() - largest)
+
+
+def _written_out_gradients(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor,
+                           vocab_size: int) -> Tensor:
+    """Return the gradients of the losses, (n, V') float32."""
+    probabilities = (_masked(logits, vocab_size) - largest).exp() / total
+    is_target = _columns(logits) == targets[:, None]
+    return probabilities - is_target.float()
+
+
+def _masked(logits: Tensor, vocab_size: int) -> Tensor:
+    """Return the logits in float32, with -inf in padded columns."""
+    logits = logits.float()
+    if logits.shape[1] == vocab_size:
+        return logits
+    return torch.where(_columns(logits) < vocab_size, logits, -math.inf)
+
+
+def _columns(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device)  # (V',)

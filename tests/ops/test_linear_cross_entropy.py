@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ops.linear_cross_entropy import linear_cross_entropy, token_sum
+
+N, C, V, CHUNK = 256, 16, 1009, 64
+FORMS = {"whole": {"multiple": 128}, "in chunks": {"chunk_tokens": CHUNK, "multiple": 128}}
+
+
+def inputs(x_dtype: torch.dtype = torch.float32, num_tokens: int = N) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, C, generator=generator).to(x_dtype).requires_grad_()
+    weight = torch.randn(V, C, generator=generator).requires_grad_()
+    return x, weight, torch.randint(V, (num_tokens,), generator=generator)
+
+
+def with_gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    scaled = loss * 8 / 3  # factors of a gradient scaler and of accumulation
+    return [loss.detach(), *torch.autograd.grad(scaled, tensors)]
+
+
+def found(precision: torch.dtype | None, x_dtype: torch.dtype,
+          function: Callable = linear_cross_entropy, **options: int) -> list[Tensor]:
+    x, weight, targets = inputs(x_dtype)
+    with torch.autocast("cpu", precision, enabled=precision is not None):
+        return with_gradients(function(x, weight, targets, **options), x, weight)
+
+
+def exact(x_dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    x, weight, targets = inputs(x_dtype)
+    return with_gradients(F.cross_entropy(F.linear(x.float(), weight), targets), x, weight)
+
+
+def assert_close(values: list[Tensor], tolerance: float,
+                 x_dtype: torch.dtype = torch.float32) -> None:
+    assert [value.dtype for value in values] == [torch.float32, x_dtype, torch.float32]
+    for value, wanted in zip(values, exact(x_dtype), strict=True):
+        assert (value.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
+
+
+@pytest.mark.parametrize(("chunk_tokens", "multiple"), [
+    (None, 1), (None, 64), (1, 1), (100, 64), (CHUNK, 1), (N, 64), (N + 1, 1)])
+@pytest.mark.parametrize(("precision", "x_dtype", "tolerance"), [
+    (None, torch.float32, 1e-6),
+    (torch.bfloat16, torch.float32, 2e-2),
+    (torch.bfloat16, torch.bfloat16, 2e-2),
+    (torch.float16, torch.float32, 2e-3),
+])
+def test_loss_and_gradients_are_those_of_float32(
+    chunk_tokens: int | None, multiple: int, precision: torch.dtype | None, x_dtype: torch.dtype,
+    tolerance: float
+) -> None:
+    assert_close(found(precision, x_dtype, chunk_tokens=chunk_tokens, multiple=multiple),
+                 tolerance, x_dtype)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 9])
+def test_the_loss_is_float32_in_low_precision(chunk_tokens: int | None) -> None:
+    loss = found(torch.bfloat16, torch.float32, chunk_tokens=chunk_tokens)[0]
+    assert loss != loss.bfloat16()  # not rounded to two digits
+    assert abs(loss - exact()[0]) < 2e-3 * loss
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 9])
+def test_without_gradients_the_loss_is_the_same(chunk_tokens: int | None) -> None:
+    with torch.no_grad():
+        loss = linear_cross_entropy(*inputs(), chunk_tokens=chunk_tokens)
+    assert loss == found(None, torch.float32, chunk_tokens=chunk_tokens)[0]
+
+
+def compiled(**options: int) -> list[str]:
+    """Check the compiled form; return "(shape) dtype" of each buffer that its code allocates."""
+    function = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=False)
+    with (torch._inductor.config.patch(fx_graph_cache=False),  # else there is no code to see
+          torch._functorch.config.patch(enable_autograd_cache=False)):
+        torch.compiler.reset()
+        values, codes = run_and_get_code(
+            lambda: found(torch.bfloat16, torch.bfloat16, function, **options))
+    assert_close(values, 0.015, torch.bfloat16)
+    made = re.findall(r"= empty_strided_\w+\((\(.*?\)), \(.*?\), torch\.(\w+)", "\n".join(codes))
+    return [f"{shape} {dtype}" for shape, dtype in made]
+
+
+@pytest.mark.thorough
+def test_whole_compiled_code_keeps_the_logits_in_low_precision_only() -> None:
+    buffers = compiled(**FORMS["whole"])
+    float32 = [name for name in buffers if name.endswith("float32")]
+    # Largest logits and sums. The backward pass has no third one, the sums of one-hot targets.
+    assert [name for name in float32 if name.startswith(f"({N}, ")] == [f"({N}, 1) float32"] * 2
+    assert buffers.count(f"({N}, 1024) bfloat16") == 1
+
+
+def test_compiled_code_in_chunks_uses_two_buffers_in_turn() -> None:
+    sizes = [name for name in compiled(**FORMS["in chunks"])
+             if name.startswith((f"({N}, 10", f"({CHUNK}, 10"))]
+    assert sizes == [f"({CHUNK}, 1024) bfloat16"] * 2
+
+
+@pytest.mark.parametrize("backend", [
+    None, "eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_large_logits_are_exact(options: dict, backend: str | None) -> None:
+    """The backend "eager" runs what is written out for compiled code, operation by operation."""
+    function = linear_cross_entropy if backend is None else torch.compile(
+        linear_cross_entropy, backend=backend, dynamic=False)
+    x, weight, targets = (tensor.detach() * 100 if tensor.is_floating_point() else tensor
+                          for tensor in inputs())
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    loss = function(x, weight, targets, **options)
+    expected = F.cross_entropy((x @ weight.T).double(), targets)
+    grads, wanted = (torch.autograd.grad(value, (x, weight)) for value in (loss, expected))
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(function(x, weight, targets, **options), loss)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [None, 2**17])
+def test_sums_over_many_tokens_do_not_overflow_in_fp16(
+    chunk_tokens: int | None, compiles: bool
+) -> None:
+    """The logits are equal, and most tokens have the first of five targets."""
+    function = linear_cross_entropy if not compiles else torch.compile(
+        linear_cross_entropy, backend="eager", dynamic=False)
+    targets = torch.zeros(2**17, dtype=torch.int64)
+    targets[::4] = 1
+    x, weight = torch.full((2**17, 2), 2.0), torch.zeros(5, 2)
+    with torch.autocast("cpu", torch.float16):
+        loss = function(x.requires_grad_(), weight.requires_grad_(), targets,
+                        chunk_tokens=chunk_tokens)
+    (loss * 2**14).backward()  # as a gradient scaler does; in the whole form, else they vanish
+    shares = torch.tensor([0.75, 0.25, 0, 0, 0])
+    torch.testing.assert_close(weight.grad / 2**14, (2 * (0.2 - shares))[:, None].expand(5, 2),
+                               rtol=2e-3, atol=0)
+
+
+def test_gpus_sum_fp16_over_tokens_in_float32() -> None:
+    """On the device without memory, which has the operators of GPUs."""
+    for dtype, wanted in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        grad, x = (torch.empty(6, n, dtype=dtype, device="meta") for n in (5, 4))
+        assert token_sum(grad, x).dtype == wanted and token_sum(grad, x).shape == (5, 4)
+
+
+def test_an_impossible_target_has_a_finite_loss() -> None:
+    x, weight = torch.full((1, C), 10.0), torch.zeros(V, C)
+    weight[1] = 10.0
+    loss = linear_cross_entropy(x, weight, torch.tensor([0]), chunk_tokens=1)
+    assert loss == 10.0 * 10.0 * C
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the sizes of all results, and the sizes of matrix products other than `known`."""
+
+    def __init__(self, *known: int) -> None:
+        super().__init__()
+        self.known, self.results, self.products = {*known}, [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.results.append(tensor.numel())
+        if function.name().startswith("aten::mm"):
+            self.products.append(sorted({*args[0].shape, *args[1].shape} - self.known))
+        return result
+
+
+def test_no_tensor_has_the_logits_of_all_tokens() -> None:
+    x, weight, targets = inputs(num_tokens=40)
+    with Recorder() as recorder:
+        linear_cross_entropy(x, weight, targets, chunk_tokens=10).backward()
+    assert max(recorder.results) == V * C  # the head itself; a chunk has 10 * V
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_every_matrix_product_has_the_padded_head(trains: bool) -> None:
+    x, weight, targets = inputs(num_tokens=40)
+    with Recorder(10, C) as recorder, torch.set_grad_enabled(trains):
+        linear_cross_entropy(x, weight, targets, chunk_tokens=10, multiple=64)
+    assert recorder.products == [[1024]] * (12 if trains else 4)
