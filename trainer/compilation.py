@@ -55,9 +55,6 @@ def keep_compiled_code() -> None:
     """
     with suppress(RuntimeError):  # the user has no home directory
         os.environ.setdefault(CACHE_VARIABLE, str(Path.home() / ".cache/ddp-train/inductor"))
-    # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
-    # watchdog's thread would wait as well. Triton's launcher releases it.
-    os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
 
 class ByLayer(nn.Module):
@@ -194,5 +191,10 @@ def _draw_dropout_as_eager(model: GPTModel) -> None:
 
 
 def _compiled(function: Callable) -> Callable:
-    """Compile for fixed shapes."""
+    """Compile for fixed shapes. The settings are part of the cache's key, so all set them here."""
+    # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
+    # watchdog's thread would wait as well. Triton's launcher releases it.
+    torch._inductor.config.use_static_cuda_launcher = False
+    if torch.are_deterministic_algorithms_enabled():  # do not measure which kernel is fastest
+        torch._inductor.config.deterministic = True
     return torch.compile(function, dynamic=False, fullgraph=True)

@@ -37,14 +37,10 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
 
 
 def _choose_deterministic_kernels() -> None:
-    """Let this process compute with deterministic kernels only; where there is none PyTorch raises.
-
-    A compiler that measures which kernel is fastest could choose another one in the next launch.
-    """
+    """Let this process compute with deterministic kernels; where one is missing PyTorch raises."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which finds errors, and is slow
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds errors, and is slow
 
 
 def _default_precision(train: TrainConfig, device: torch.device) -> Precision:

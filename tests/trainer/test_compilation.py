@@ -83,7 +83,9 @@ def test_with_several_processes_embedding_layers_and_loss_are_compiled(
 
     monkeypatch.setattr(torch, "compile", compile)
     model = model_with(ForwardOptions(), n_layers=2)
-    compilation.ByLayer(model)(*torch.zeros(2, 1, 16, dtype=torch.int64))
+    with torch._inductor.config.patch(use_static_cuda_launcher=True):
+        compilation.ByLayer(model)(*torch.zeros(2, 1, 16, dtype=torch.int64))
+        assert not torch._inductor.config.use_static_cuda_launcher
     assert ran == ["embed", "run_block", "run_block", "loss"]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor.config
 
 from checkpointing import Snapshot, SnapshotBuffers
 from processes.launch import Process
@@ -22,10 +23,10 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for variable in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
-        monkeypatch.setenv(variable, "")  # so that it is restored
-        monkeypatch.delenv(variable)
-    yield
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with torch._inductor.config.patch(deterministic=False):
+        yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
@@ -45,7 +46,15 @@ def test_all_is_set_before_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
     assert resolved(GPU, precision=None).attention == "flash"
-    assert seen == [(":4096:8", True)] and os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+    assert seen == [(":4096:8", True)]
+
+
+def test_a_deterministic_compiler_measures_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for is_on in (False, True):
+        torch.use_deterministic_algorithms(is_on)
+        step_of(CPU, "fp32", compiles=True, deterministic=is_on)
+        assert torch._inductor.config.deterministic == is_on
 
 
 def test_without_the_key_nothing_is_chosen() -> None:
@@ -65,8 +74,9 @@ def test_attention_has_a_deterministic_kernel(
     assert resolved(device, **keys).attention == attention
 
 
-def step_of(device: torch.device, precision: str, *, compiles: bool) -> TrainingStep:
-    train = resolved(device, precision=precision, compile=compiles)
+def step_of(device: torch.device, precision: str, *, compiles: bool,
+            deterministic: bool = True) -> TrainingStep:
+    train = resolved(device, precision=precision, compile=compiles, deterministic=deterministic)
     model = ModelConfig(**TINY_MODEL | {"drop_rate": 0.1, "vocab_size": 1000, "emb_dim": 128})
     process = Process(rank=0, local_rank=0, world_size=1, device=device)
     return TrainingStep(build_training_state(model, train, process), train, process)
