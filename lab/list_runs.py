@@ -46,7 +46,7 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     rows += [[name, NEW, *["-"] * 5] for name in new]
     click.echo(visible(tabulate(rows, headers=HEADS, disable_numparse=True,
                                 colalign=["left", "left", *["right"] * 5])))
-    click.echo(_total(states))
+    click.echo(visible(_total(states)))
 
 
 def _total(states: list[RunState]) -> str:
