@@ -140,7 +140,7 @@ class TrainConfig(FrozenConfig):
     @model_validator(mode="after")
     def _check_batch(self) -> TrainConfig:
         if self.min_train_tokens != -1 and self.min_train_tokens < 1:
-            raise ValueError(f"min_train_tokens is {self.min_train_tokens}; wanted 1 or more, or -1")
+            raise ValueError(f"min_train_tokens is {self.min_train_tokens}; wanted 1 or more or -1")
         if self.repeat_data and self.min_train_tokens == -1:
             raise ValueError("repeat_data needs min_train_tokens, the tokens to train on: set it")
         if self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set:
