@@ -54,7 +54,7 @@ class TrackerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._told_at, self._has_warned = 0.0, False
         self._progress, self._progress_at = 0, 0.0
-        self._failure, self._restart_at = "", math.inf
+        self._said, self._failure, self._restart_at = "", "", math.inf
         self._start: Start | None = None  # of this launch, until it is saved
         self._starts_over = False
 
@@ -101,8 +101,11 @@ class TrackerProcess:
             is_due = time.monotonic() >= self._restart_at and not self._told_at
             return self._try_to_start() if is_due else ""
         if self._process.poll() is None:
-            return self._note() or self._lag()
-        said, process, self._process = self._note(), self._process, None
+            # Told at the next call: these may be its last words, which belong to its end.
+            said, self._said = self._said, self._note()
+            return said or self._lag()
+        said, self._said = "; ".join(filter(None, (self._said, self._note()))), ""
+        process, self._process = self._process, None
         process.stdin.close()
         failure = failure_of(process, "tracker")
         if not self._told_at:

@@ -269,7 +269,7 @@ def test_a_run_name_that_is_no_plain_name_is_refused(tiny: Workplace, name: str)
 @pytest.mark.parametrize("name", CHECKPOINT_NAMES, ids=lambda name: repr(name)[:20])
 def test_an_unknown_checkpoint_name_is_refused(tiny: Workplace, name: str) -> None:
     line = refused(tiny, "tiny", name)  # with a slash it would be the directory of the datasets
-    assert re.search("names no checkpoint|and --datasets-dir is|: no checkpoint '2026", line)
+    assert re.search(": no directory of datasets|and --datasets-dir is|: no checkpoint '2026", line)
 
 
 @pytest.mark.parametrize("root", ["runs", "datasets"])

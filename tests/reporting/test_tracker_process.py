@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -199,6 +200,17 @@ def test_a_tracker_that_fails_is_started_again_after_a_while(
     process.end()
     assert process.finish(lambda: 100.0) == ""
     assert (tmp_path / "steps").read_text() == "1 2 3 "
+
+
+def test_the_last_words_of_a_tracker_that_has_not_ended_yet_belong_to_its_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, child = TrackerProcess(run), MagicMock()
+    child.poll.side_effect, child.stderr.read.side_effect = [None, 1], [b"ValueError: broken", b""]
+    process._process, process._progress_at = child, time.monotonic()
+    monkeypatch.setattr(tracker_process, "failure_of", lambda *_: "it ended with status 1")
+    assert process.take_failure() == ""
+    assert process.take_failure() == "ValueError: broken" + REMEDY + AGAIN
 
 
 @pytest.mark.parametrize("place", ["init", "log", "finish"])
