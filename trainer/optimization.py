@@ -103,9 +103,8 @@ def set_rates(optimizer: AdamW, *, learning_rate: float, momentum: float) -> Non
         group["momentum"] = momentum
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
     """Return the gradient's norm over all parameters, (); clip it to `max_norm` if that is set."""
-    parameters = list(model.parameters())
     norm = get_total_norm([parameter.grad for parameter in parameters])
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, norm)

@@ -32,7 +32,7 @@ def test_the_norm_is_measured_and_clipped_where_set(
 ) -> None:
     model = nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert clip_gradients(model, max_norm).item() == pytest.approx(5.0)
+    assert clip_gradients(list(model.parameters()), max_norm).item() == pytest.approx(5.0)
     assert model.weight.grad.norm().item() == pytest.approx(norm_after, rel=1e-4)
 
 
