@@ -154,8 +154,7 @@ class Muon(AdamWWithCautiousDecay):
                        ) -> tuple[Tensor, dist.Work | None]:
         """Return the updates of matrices of one shape, (n or more, r, c), and what brings them."""
         size = self._share_of(parts)
-        first = self._rank * size
-        starts = [first] if self._shares else range(0, len(parts), size)
+        starts = [self._rank * size] if self._shares else range(0, len(parts), size)
         batches = []
         for start in starts:
             mine = parts[start : start + size]

@@ -164,6 +164,8 @@ def test_an_old_heartbeat_and_one_of_this_machine_are_not_waited_for(
     os.utime(own_locks / HEARTBEAT, (time.time() - age,) * 2)
     monkeypatch.setattr(heartbeat, "_is_alive", lambda _: pytest.fail("waited"))
     lock_run(own_locks)
+    with pytest.raises(BlockingIOError):  # it is held
+        lock_directory(own_locks)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', '{"pid": [], "host": 1, "time": 2}'])
