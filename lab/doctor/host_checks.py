@@ -14,9 +14,9 @@ import psutil
 
 from basics.compilers import find_compiler
 from basics.machine import num_usable_cores
-from basics.sizes import SNAPSHOT_BLOCK_BYTES, gib
+from basics.sizes import gib
 from lab.doctor.check import Finding, Subject, ok, problem, warning
-from lab.plan.estimate import bytes_of_checkpoint, default_precision
+from lab.plan.estimate import bytes_of_checkpoint, default_precision, pinned_bytes
 from lab.plan.memory import peak_memory
 from lab.plan.setting import Setting
 from reporting.speed import find_gpu
@@ -53,11 +53,9 @@ def check_ram(subject: Subject) -> Finding:
 
 
 def _snapshot_gib(subject: Subject) -> float:
-    """Return the GiB of rank 0's snapshot: see `SnapshotBuffers` in `checkpointing.py`."""
-    num_bytes = bytes_of_checkpoint(subject.run)
-    if subject.gpus:  # pinned, in whole blocks
-        num_bytes = -(-num_bytes // SNAPSHOT_BLOCK_BYTES) * SNAPSHOT_BLOCK_BYTES
-    return num_bytes / 2**30
+    """Return the GiB of the copy that rank 0 writes checkpoints from."""
+    run = subject.run
+    return (pinned_bytes(run) if subject.gpus else bytes_of_checkpoint(run)) / 2**30
 
 
 def _needed_gib(subject: Subject) -> float:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from lab.plan.estimate import Estimate, bytes_of_checkpoint, num_checkpoints, num_validations
+from lab.plan.estimate import (
+    Estimate,
+    bytes_of_checkpoint,
+    num_checkpoints,
+    num_validations,
+    pinned_bytes,
+)
 from lab.plan.memory import largest_microbatch, peak_memory
 from lab.plan.setting import num_parameters, size_name
 from lab.plan.tables import settings_of, verdict
@@ -27,7 +33,7 @@ def plan_document(run: Run, estimates: list[Estimate], *, num_tokens: int,
         "model": size_name(run.model), "parameters": num_parameters(run.model),
         "tokens": num_tokens,
         "flops_per_token": flops_per_token(run.model),
-        "checkpoint_bytes": bytes_of_checkpoint(run),
+        "checkpoint_bytes": bytes_of_checkpoint(run), "pinned_bytes": pinned_bytes(run),
         "memory_bytes": {name: asdict(peak) | {"total": peak.total}
                          for name, peak in peaks.items()},
         "largest_microbatch": [

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from basics.errors import UserError
+from basics.sizes import SNAPSHOT_BLOCK_BYTES
 from lab.plan.machines import Machine
 from lab.plan.memory import largest_microbatch
 from lab.plan.setting import Setting, num_parameters
@@ -169,3 +170,8 @@ def most_checkpoints(train: TrainConfig, total: int | None) -> int | None:
 def bytes_of_checkpoint(run: Run) -> int:
     """Return the size of a run's largest checkpoint."""
     return checkpoint_bytes(run.model, run.train, num_parameters(run.model))
+
+
+def pinned_bytes(run: Run) -> int:
+    """Return the pinned host memory of rank 0's snapshot on a GPU: see `SnapshotBuffers`."""
+    return -(-bytes_of_checkpoint(run) // SNAPSHOT_BLOCK_BYTES) * SNAPSHOT_BLOCK_BYTES

@@ -10,9 +10,9 @@ import click
 from basics.errors import UserError, visible
 from basics.json_output import print_json
 from basics.option_types import ABOVE_0
-from basics.sizes import gb
+from basics.sizes import gb, gib
 from lab.plan.document import plan_document
-from lab.plan.estimate import bytes_of_checkpoint, estimate
+from lab.plan.estimate import bytes_of_checkpoint, estimate, pinned_bytes
 from lab.plan.machines import known_machines, parse_machine
 from lab.plan.setting import num_parameters, size_name
 from lab.plan.speed_sources import SpeedSources
@@ -21,6 +21,7 @@ from reporting.speed import GPUS, flops_per_token
 from run_config import Run, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
+ALL_REDUCE_BYTES = {"fp32": 4, "bf16": 2}  # of a gradient's element
 PACKAGES_BYTES = 6e9  # nearly all of it PyTorch with CUDA
 
 
@@ -80,4 +81,8 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
           if run.train.repeat_data else []),
         f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below), {gb(2 * num_tokens)}"
         f" or more for the tokens, {gb(PACKAGES_BYTES)} for the packages",
+        f"host RAM: {gib(pinned_bytes(run))} of rank 0's is pinned for the copy that checkpoints"
+        " are written from",
+        f"between several GPUs: {gb(ALL_REDUCE_BYTES[run.train.all_reduce_dtype] * parameters)} of"
+        f" gradients a step (all_reduce_dtype {run.train.all_reduce_dtype})",
     ]

@@ -43,11 +43,21 @@ def test_original_run_has_its_published_figures() -> None:
     assert re.search(r"validation every.*\n.* 617 steps", output)
     assert "854.4 MFLOP per token" in output
     assert ("disk: 1.96 GB a checkpoint (how many: below), 6.52 GB or more for the tokens,"
-            " 6.00 GB for the packages\n") in output
+            " 6.00 GB for the packages\n"
+            "host RAM: 2.00 GiB of rank 0's is pinned for the copy that checkpoints are written"
+            " from\nbetween several GPUs: 652 MB of gradients a step (all_reduce_dtype fp32)\n"
+            ) in output
     row = next(row for row in batch_rows(output) if row[0] == "8x A100-40")
     assert row[1] == "13 x 1"
     assert row[3:5] == ["104", "30,614"]  # global batch, steps
     assert row[5:] == ["50 (97.8 GB)", "50"]  # the published number of validations
+
+
+def test_gradients_in_bf16_halve_what_is_sent_between_the_gpus(workplace: Workplace) -> None:
+    for dtype, sent in (("fp32", "59.9 kB"), ("bf16", "30.0 kB")):
+        workplace.add_run(dtype, train={"all_reduce_dtype": dtype, "min_train_tokens": 9999})
+        assert (f"\nbetween several GPUs: {sent} of gradients a step (all_reduce_dtype {dtype})\n"
+                in plan(dtype, runs_dir=workplace.runs_dir))
 
 
 def test_memory_is_shown_by_part_and_the_parts_add_up() -> None:
