@@ -39,13 +39,13 @@ from basics.manifest import (
 )
 from basics.run_identity import Name, read_identity
 from basics.sizes import SNAPSHOT_BLOCK_BYTES
-from basics.tensor_files import header_of, read_tensors, write_tensors
+from basics.tensor_files import read_tensors, write_tensors
 from gpt import GPTModel, num_parameters
 from run_config import ModelConfig
 
 WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
-AVERAGE = "average.safetensors"  # averaged weights, towards the end of a run with weight_average
+AVERAGE = "average.safetensors"  # of earlier versions; not read any more
 ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
 FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, AVERAGE}
 # An optimizer's state of one parameter.
@@ -90,24 +90,20 @@ class CheckpointMeta(_Record):
 class Validation(_Record):
     """`validation.json`: the result of validating a checkpoint."""
 
+    model_config = ConfigDict(extra="ignore")  # earlier versions wrote `raw_loss`
+
     loss: float | None  # nats per token; None if not finite
-    raw_loss: float | None = None  # of the weights themselves, if `loss` is that of their average
     seconds: ByPhase = {}  # of the run up to here, as in `meta.json`
     usd: ByPhase = {}
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The unwrapped model, the optimizer, the gradient scaler: nothing else has a state to save.
-
-    Attributes:
-        average: the averaged weights by parameter, float32; empty before the averaging begins.
-    """
+    """The unwrapped model, the optimizer, the gradient scaler: nothing else has a state to save."""
 
     model: GPTModel
     optimizer: Optimizer
     scaler: GradScaler
-    average: dict[str, Tensor] = field(default_factory=dict)
 
     def loss_scale(self) -> LossScale | None:
         """Return the scaler's state; None if it is disabled. In fp16 this waits for the device."""
@@ -123,7 +119,6 @@ class Snapshot:
 
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]  # by "exp_avg/<parameter's name>"
-    average: dict[str, Tensor] = field(default_factory=dict)
 
 
 class SnapshotBuffers:
@@ -143,11 +138,9 @@ class SnapshotBuffers:
         moments = {f"{moment}/{name}": self._copy(f"{moment}/{name}", tensor)
                    for name, parameter in state.model.named_parameters()
                    for moment, tensor in state.optimizer.state[parameter].items()}
-        average = {name: self._copy(f"average/{name}", tensor)
-                   for name, tensor in state.average.items()}
         if any(tensor.is_cuda for tensor in state.model.parameters()):
             torch.cuda.synchronize()
-        return Snapshot(weights, moments, average)
+        return Snapshot(weights, moments)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._buffers:
@@ -167,7 +160,6 @@ class Checkpoint:
     path: Path
     meta: CheckpointMeta
     validation: Validation | None = None  # None until it has been validated
-    has_average: bool = False  # holds averaged weights beside the ones to resume from
     remark: str = field(default="", compare=False)  # what failed after it was saved
 
     @property
@@ -178,11 +170,6 @@ class Checkpoint:
     def loss(self) -> float | None:
         """The loss that decides which checkpoint is `best`."""
         return (self.validation or self.meta).loss
-
-    @property
-    def weights_path(self) -> Path:
-        """The weights to evaluate and to export: the averaged ones, if there are any."""
-        return self.path / (AVERAGE if self.has_average else WEIGHTS)
 
     def facts(self) -> dict[str, Any]:
         """Return what `summary.json` records of it."""
@@ -207,8 +194,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
                         place="save.rename")
     except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: out of memory
         raise as_os_error(error) from None
-    return Checkpoint(checkpoints_dir / name, meta, has_average=bool(snapshot.average),
-                      remark=_sync_and_link(checkpoints_dir))
+    return Checkpoint(checkpoints_dir / name, meta, remark=_sync_and_link(checkpoints_dir))
 
 
 def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint:
@@ -243,8 +229,6 @@ def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
     write_tensors(directory / WEIGHTS, snapshot.weights)
     failpoint("save.optimizer")
     write_tensors(directory / OPTIMIZER, snapshot.moments)
-    if snapshot.average:
-        write_tensors(directory / AVERAGE, snapshot.average)
     failpoint("save.meta")
     (directory / META).write_text(meta.model_dump_json(indent=2))
     if meta.tokenizer_file is not None:
@@ -295,7 +279,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False,
             validation = None
             if VALIDATION in manifest.files:
                 validation = Validation.model_validate_json(read_regular_file(path / VALIDATION))
-            checkpoint = Checkpoint(path, meta, validation, AVERAGE in manifest.files)
+            checkpoint = Checkpoint(path, meta, validation)
             if (meta.global_step, meta.tokens) != (manifest.global_step, manifest.tokens):
                 damage = f"{META} does not agree with the manifest"
             elif thoroughly:
@@ -390,10 +374,6 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
         for parameter, keys in _state_names(state.optimizer).items():
             state.optimizer.state[parameter] = {  # "step" too: a fused optimizer wants it there
                 key: moments[f"{key}/{names[parameter]}"].to(parameter.device) for key in keys}
-        if checkpoint.has_average:
-            device = state.model.head_weight.device
-            state.average.update({name: tensor.to(device) for name, tensor in read_tensors(
-                checkpoint.path / AVERAGE, wanted=header_of(weights)).items()})
         if state.scaler.is_enabled() and (saved := checkpoint.meta.loss_scale):
             state.scaler.load_state_dict(state.scaler.state_dict() | {
                 "scale": saved.scale, "_growth_tracker": saved.growth_tracker})
@@ -403,13 +383,13 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
 
 
 def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
-    """Load only the model's weights, in place; the averaged ones, if the checkpoint has them.
+    """Load only the model's weights, in place.
 
     Raises:
         UserError: the file is damaged.
     """
     try:
-        model.load_state_dict(read_tensors(checkpoint.weights_path))
+        model.load_state_dict(read_tensors(checkpoint.path / WEIGHTS))
     except DAMAGE as error:
         raise UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}") from None
 

@@ -45,7 +45,6 @@ from trainer.step import TrainingStep
 from trainer.stopping import Stop
 from trainer.user_commands import run_when_done
 from trainer.validation import validate
-from trainer.weight_average import update_average
 
 
 def main() -> None:
@@ -161,7 +160,6 @@ class Trainer:
                 learning_rate=learning_rate, momentum=momentum_at(
                     self.config, global_step, num_steps=self.stop.num_steps),
                 probe=self.reports.diagnostics.probe(global_step))
-            update_average(self.state, self.config, global_step, num_steps=self.stop.num_steps)
             self.reports.add(loss, grad_norm)
             if global_step == self.prepared.first_step:
                 self.reports.after_first_step(loss)
@@ -247,18 +245,17 @@ class Trainer:
         if not (self.process.is_main or on_all):
             return
         with self.clock.phase(VALIDATION) as phase:
-            losses = validate(
+            loss = validate(
                 self.step, self.data.validation, shares=on_all,
                 watched=lambda microbatches, count: self.reports.console.validation_bar(
                     self.watchdog.watching(microbatches), count),
                 is_interrupted=lambda: bool(self.watchdog.stop_signal))
-        if losses is not None and self.process.is_main:
+        if loss is not None and self.process.is_main:
             self.reports.console.report_validation(
-                global_step, losses, phase.seconds, bytes_per_token=self.data.bytes_per_token)
+                global_step, loss, phase.seconds, bytes_per_token=self.data.bytes_per_token)
             self.reports.write_samples(global_step)  # before: after a kill both are repeated
             self.saver.add_validation(Validation(
-                loss=finite_or_none(losses.loss), raw_loss=finite_or_none(losses.raw_loss),
-                seconds=self.clock.read(), usd=self.clock.usd()))
+                loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()))
 
 
 if __name__ == "__main__":

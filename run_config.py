@@ -26,7 +26,9 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the original system
 GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks saves memory",
-             "compile_mode": "remove it; PyTorch's default mode is the only one"}
+             "compile_mode": "remove it; PyTorch's default mode is the only one",
+             "cautious_weight_decay": "remove it; no gain was measured, weight_decay remains",
+             "weight_average": "remove it; averaged weights were not better"}
 # The keys of the original system's train.json, and what of ours makes a run the same as there.
 ORIGINAL_KEYS = set("""dataset microbatch_size minibatch_size gradient_accumulation_steps use_amp
     min_train_tokens start_train_token start_val_token validation_interval validation_batches
@@ -98,7 +100,6 @@ class TrainConfig(FrozenConfig):
     head_weight_decay: GroupDecay = None
     vector_weight_decay: GroupDecay = None
     decay_norms_and_biases: bool = False
-    cautious_weight_decay: bool = False
     beta1: float = Field(default=0.9, ge=0, lt=1)
     matrix_beta1: GroupBeta = None
     embedding_beta1: GroupBeta = None
@@ -118,7 +119,6 @@ class TrainConfig(FrozenConfig):
     warmup_period_percent: float = Field(default=0, ge=0, lt=100)  # of the global steps
     decay_period_percent: float | None = Field(default=None, gt=0, le=100)  # of the global steps
     final_learning_rate_fraction: float | None = Field(default=None, ge=0, le=1)
-    weight_average: Count | None = None  # global steps
     use_amp: bool = True
     precision: Precision | None = None
     residual_dtype: Literal["fp32", "bf16"] | None = None

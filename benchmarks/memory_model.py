@@ -22,7 +22,6 @@ from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
-from trainer.weight_average import update_average
 
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
               "n_layers": 12}
@@ -78,7 +77,7 @@ def _peak_on_cpu(step: TrainingStep, model: ModelConfig) -> int:
             lambda *_: buckets.append(_storages(p.grad for p in parameters)))
     _take_steps(step, model, 2)
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    held = _storages([*parameters, *moments, *step.state.average.values()])
+    held = _storages([*parameters, *moments])
     held |= buckets[-1] if buckets else {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         _take_steps(step, model, 1)
@@ -110,7 +109,6 @@ def _take_steps(step: TrainingStep, model: ModelConfig, num_steps: int) -> None:
     for _ in range(num_steps):
         step.take(microbatches, num_microbatches=step.train.gradient_accumulation_steps,
                   learning_rate=1e-3)
-        update_average(step.state, step.train, 0, num_steps=0)
 
 
 if __name__ == "__main__":

@@ -259,9 +259,6 @@ def _build_step(task: TrialTask, train: TrainConfig) -> TrainingStep:
     # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
     scaler = GradScaler(task.process.device.type, init_scale=1.0,
                         enabled=state.scaler.is_enabled())
-    if train.weight_average is not None:  # it begins late in a run, when memory must not run out
-        state.average.update({name: weight.detach().clone()
-                              for name, weight in state.model.named_parameters()})
     return TrainingStep(replace(state, scaler=scaler), train, task.process, wrap=task.wrap)
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
@@ -27,18 +27,6 @@ from tokens.batch_plan import BatchPlan
 PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a bar
 ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the steps
 WORTH_SHARING = 0.02  # share of the time that validation takes on rank 0 while the others wait
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Result of a validation, in nats per token.
-
-    Attributes:
-        raw_loss: of the weights themselves, where `loss` is that of their average.
-    """
-
-    loss: float
-    raw_loss: float | None = None
 
 
 class Console:
@@ -128,20 +116,17 @@ class Console:
         if self.is_active:
             self._record(global_step, values, seconds=closed.seconds, usd=closed.usd)
 
-    def report_validation(self, global_step: int, losses: Losses, seconds: float, *,
+    def report_validation(self, global_step: int, loss: float, seconds: float, *,
                           bytes_per_token: float | None = None) -> None:
         """Record and show one validation; with the mean length of its tokens, bits per byte too."""
         if not self.is_active:
             return
-        record, averaged = {"validation_loss": losses.loss, "validation_seconds": seconds}, ""
-        if losses.raw_loss is not None:
-            record["raw_validation_loss"] = losses.raw_loss
-            averaged = f" of the averaged weights ({losses.raw_loss:.4f} without averaging)"
+        record = {"validation_loss": loss, "validation_seconds": seconds}
         if bytes_per_token is not None:
-            record["validation_bits_per_byte"] = losses.loss / math.log(2) / bytes_per_token
+            record["validation_bits_per_byte"] = loss / math.log(2) / bytes_per_token
         self._record(global_step, record)
-        self.say(f"step {global_step + 1:,}/{self.num_steps:,} | validation loss {losses.loss:.4f}"
-                 f"{averaged} | {seconds:.1f} s")
+        self.say(f"step {global_step + 1:,}/{self.num_steps:,} | validation loss {loss:.4f}"
+                 f" | {seconds:.1f} s")
         if self._others_wait:
             self._report_waiting(global_step, seconds)
 

@@ -21,7 +21,6 @@ NAMES = {
     "slowest_step": "train/slowest_step",
     "slowest_step_seconds": "train/slowest_step_seconds",
     "validation_loss": "validation/loss",
-    "raw_validation_loss": "validation/raw_loss",
     "validation_bits_per_byte": "validation/bits_per_byte",
     "validation_seconds": "validation/seconds",
     "tokens": "progress/tokens",
@@ -56,7 +55,7 @@ NAMES = {
     "gpu_throttling": "machine/gpu_{gpu}/is_throttled",  # text, "" for no: 1 or 0
 }
 FINAL_KEYS = ("global_step", "num_steps", "tokens", "num_parameters", "train_loss",
-              "validation_loss", "raw_validation_loss", "validation_bits_per_byte",
+              "validation_loss", "validation_bits_per_byte",
               "skipped_steps", "tokens_per_second", "tokens_per_second_overall")
 
 

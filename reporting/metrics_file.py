@@ -20,7 +20,7 @@ UPPER_BOUNDS = {"seconds": 1e12, "usd": 1e12, "tokens": 2**60, "skipped_steps": 
                 "mfu": 1e3, "host_ram_gib": 1e12, "host_load": 1e12, "disk_free_gib": 1e12,
                 "energy_kwh": 1e12}
 NUMBERS = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss",
-           "raw_validation_loss", "grad_norm",
+           "grad_norm",
            "grad_norm_max", "learning_rate", "slowest_step", "slowest_step_seconds",
            "validation_seconds",
            "embedding_grad_norm", "head_grad_norm", "embedding_update_ratio", "head_update_ratio",

@@ -146,14 +146,11 @@ def flops_per_token(model: ModelConfig) -> float:
 def checkpoint_bytes(model: ModelConfig, train: TrainConfig, num_parameters: int) -> int:
     """Return the size of a run's largest checkpoint.
 
-    Float32 numbers: the weights, AdamW's two moments or Muon's one of each hidden matrix, and the
-    averaged weights.
+    Float32 numbers: the weights, AdamW's two moments or Muon's one of each hidden matrix.
     """
     numbers = 3 * num_parameters
     if train.optimizer == "muon":
         numbers -= 12 * model.n_layers * model.emb_dim**2
-    if train.weight_average:
-        numbers += num_parameters
     return 4 * numbers
 
 

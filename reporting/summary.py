@@ -85,7 +85,6 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "tokenizer": end.tokenizer,
         "train_loss": _last(records, "train_loss"),
         "validation_loss": _last(records, "validation_loss"),
-        "raw_validation_loss": _last(records, "raw_validation_loss"),
         "validation_bits_per_byte": _last(records, "validation_bits_per_byte"),
         "skipped_steps": sum(record.get("skipped_steps", 0) for record in records),
         "best": end.best,
@@ -178,8 +177,6 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     losses = f"training loss {_loss(summary['train_loss'])}"
     if summary["validation_loss"] is not None:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
-    if summary["raw_validation_loss"] is not None:
-        losses += f" (averaged weights; {_loss(summary['raw_validation_loss'])} without averaging)"
     because = f" ({summary['reason']})" if summary["reason"] else ""
     return [
         f"{run.name} {summary['status']} at step {summary['global_step'] + 1:,} of"

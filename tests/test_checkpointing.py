@@ -214,6 +214,16 @@ def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
             safetensors.torch.load_file(path)
 
 
+def test_a_checkpoint_of_earlier_versions_opens(tmp_path: Path) -> None:
+    """They wrote a second loss, and averaged weights."""
+    path = save(tmp_path, 3).path
+    (path / "validation.json").write_text('{"loss": 1.5, "raw_loss": null}')
+    shutil.copy(path / "model.safetensors", path / "average.safetensors")
+    (path / MANIFEST).unlink()
+    write_manifest(path, global_step=3, tokens=0)
+    assert open_checkpoint(path, thoroughly=True).loss == 1.5
+
+
 @pytest.mark.parametrize(("change", "message"), [
     (lambda moments: moments.pop(f"step/{NORM}"), f"step/{NORM} is absent"),
     (lambda moments: moments.update(more=torch.zeros(1)), "more is"),

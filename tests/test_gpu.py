@@ -117,7 +117,7 @@ def test_the_default_is_the_fast_path_and_learns_like_float32() -> None:
 @pytest.mark.parametrize("changes", [
     {}, {"compile": False}, {"head_chunks": 4}, {"precision": "fp16", "head_chunks": 4},
     {"activation_checkpointing": True}, {"activation_checkpointing": True, "compile": False},
-    {"optimizer": "muon"}, {"cautious_weight_decay": True},
+    {"optimizer": "muon"},
 ])
 def test_a_step_never_waits_for_the_device(changes: dict) -> None:
     step, batches = step_of(**changes), rising_tokens()

@@ -59,7 +59,7 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"vector_weight_decay": 0.1, "decay_norms_and_biases": True}, "exclude each other"),
     ("train", {"matrix_learning_rate": 0}, "matrix_learning_rate should be greater than 0"),
     ("train", {"beta2": 1.0}, "beta2 should be less than 1"),
-    ("train", {"weight_average": 0}, "weight_average should be greater than or equal to 1"),
+    ("train", {"weight_average": 0}, "has gone: remove it; averaged weights were not better"),
     ("train", {"fit_budget": True}, "fit_budget needs max_cost_usd or max_hours"),
     ("train", {"usd_per_hour": 0}, "usd_per_hour should be greater than 0"),
     ("train", {"usd_per_hour": 1e308}, "usd_per_hour should be less than or equal to 1000000"),

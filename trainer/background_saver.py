@@ -155,7 +155,7 @@ class BackgroundSaver:
 
     def _save(self, snapshot: Snapshot, meta: CheckpointMeta) -> bool:
         what = f"the checkpoint of step {meta.global_step + 1:,}"
-        if broken := first_non_finite(snapshot.weights | snapshot.moments | snapshot.average):
+        if broken := first_non_finite(snapshot.weights | snapshot.moments):
             raise UserError(f"{what} was not saved: {broken} is not finite; resume from the one"
                             " before, perhaps with a lower learning_rate", NON_FINITE)
         try:

@@ -48,10 +48,9 @@ class Pace:
         step = steps / num_steps if num_steps else first
         forward = step / plan.gradient_accumulation_steps / 3
         num_batches = -(-train.num_validation_sequences // plan.microbatch_size)
-        num_models = 1 if train.weight_average is None else 2  # near the end: averaged weights too
         return cls(
             step=step,
-            validation=num_models * (clock.longest[VALIDATION] or forward * num_batches),
+            validation=clock.longest[VALIDATION] or forward * num_batches,
             save=clock.longest[CHECKPOINT] + clock.longest[CHART]
             or checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND,
         )

@@ -47,37 +47,7 @@ class _Part:
         return max(1.0, num_rows / self.parameter.shape[1]) ** 0.5
 
 
-class AdamWWithCautiousDecay(AdamW):
-    """AdamW whose decay of a group can be cautious: it never works against the update.
-
-    A group's `cautious_decay` replaces its `weight_decay`. It shrinks a weight only in steps in
-    which the update shrinks the weight as well; a weight without an update stays. The update's sign
-    is that of the first moment, also where the update is too small to change the rounded weight.
-
-    Attributes:
-        found_inf: () float32, set before each step; if it is 1, the step changes nothing.
-
-    Source: Chen et al. 2025, "Cautious Weight Decay", algorithm 1.
-    """
-
-    found_inf: Tensor
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        decayed = [group for group in self.param_groups if group["cautious_decay"]]
-        before = [[parameter.clone() for parameter in group["params"]] for group in decayed]
-        super().step(closure)
-        for group, old in zip(decayed, before, strict=True):
-            moments = [self.state[parameter]["exp_avg"] for parameter in group["params"]]
-            shrinks = torch._foreach_mul(moments, old)
-            torch._foreach_sign_(shrinks)
-            torch._foreach_clamp_min_(shrinks, 0.0)  # 1 where the update shrinks, else 0
-            torch._foreach_mul_(shrinks, 1 - self.found_inf)
-            torch._foreach_addcmul_(group["params"], old, shrinks,
-                                    value=-group["lr"] * group["cautious_decay"])
-
-
-class Muon(AdamWWithCautiousDecay):
+class Muon(AdamW):
     """Muon for the groups with `is_orthogonalised`, AdamW for the others. `step`: every rank.
 
     All ranks hold the momentum of all matrices. Each one orthogonalises its share of them, a batch
@@ -90,9 +60,14 @@ class Muon(AdamWWithCautiousDecay):
         dtype: of the orthogonalisation.
         rank, world_size: of this process.
 
+    Attributes:
+        found_inf: () float32, set before each step; if it is 1, the step changes nothing.
+
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et
     al. 2025, "Muon is Scalable for LLM Training", section 2.2, for its weight decay.
     """
+
+    found_inf: Tensor
 
     def __init__(self, groups: list[dict[str, Any]], *, dtype: torch.dtype, rank: int,
                  world_size: int) -> None:
@@ -132,8 +107,9 @@ class Muon(AdamWWithCautiousDecay):
         for parts, updates, gathering in started:
             if gathering is not None:
                 gathering.wait()
-            _apply([part.of(part.parameter) for part in parts], updates[: len(parts)],
-                   self._scales[parts[0].shape], rate, cautious_decay=group["cautious_decay"])
+            scales = self._scales[parts[0].shape] * rate  # (n, 1, 1)
+            torch._foreach_sub_(  # the product has the weights' type: one pass
+                [part.of(part.parameter) for part in parts], list(updates[: len(parts)] * scales))
 
     def _update_momentum(self, group: dict[str, Any]) -> None:
         """Add the gradients to their moving averages, in one pass and not in a skipped step.
@@ -200,18 +176,6 @@ class Muon(AdamWWithCautiousDecay):
         gradient = torch.stack([part.of(part.parameter.grad) for part in parts])
         average = torch.stack([part.of(self.state[part.parameter]["momentum"]) for part in parts])
         return torch.where(skips, average, gradient).lerp_(average, momentum)  # always finite
-
-
-def _apply(weights: list[Tensor], updates: Tensor, scales: Tensor, rate: Tensor, *,
-           cautious_decay: float) -> None:
-    """Subtract updates (n, r, c) times scales (n, 1, 1) and rate () from as many weights (r, c)."""
-    if cautious_decay:
-        stacked = torch.stack(weights)
-        updates = updates * scales
-        updates.add_(stacked.mul_(updates * stacked > 0), alpha=cautious_decay).mul_(rate)
-    else:
-        updates = updates * (scales * rate)  # to the weights' type in the same pass
-    torch._foreach_sub_(weights, list(updates))
 
 
 def _parts(parameter: Tensor) -> list[_Part]:

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from processes.launch import Process
 from run_config import Group, ModelConfig, TrainConfig
-from trainer.muon import AdamWWithCautiousDecay, Muon
+from trainer.muon import Muon
 from trainer.schedule import schedule_of
 
 MUON_LEARNING_RATE = 0.02
@@ -34,8 +34,6 @@ def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> A
     if train.optimizer == "muon":
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         return Muon(groups, dtype=dtype, rank=process.rank, world_size=process.world_size)
-    if train.cautious_weight_decay:
-        return AdamWWithCautiousDecay(groups, fused=True)
     return AdamW(groups, fused=True)
 
 
@@ -83,14 +81,12 @@ def _options(group: Group, train: TrainConfig) -> dict[str, Any]:
 
     decays = group != "vector" or train.decay_norms_and_biases
     decay = own_or("weight_decay", train.weight_decay if decays else 0.0)
-    is_cautious = train.cautious_weight_decay
     peak = peak_learning_rate(group, train)
     return {
         "lr": peak, "peak_ratio": peak / train.learning_rate,
         "betas": (own_or("beta1", train.beta1), own_or("beta2", train.beta2)),
         "eps": train.epsilon,
-        "weight_decay": 0.0 if is_cautious else decay,
-        "cautious_decay": decay if is_cautious else 0.0,
+        "weight_decay": decay,
         "is_orthogonalised": group == "matrix" and train.optimizer == "muon",
         "momentum": train.momentum,
     }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +31,6 @@ from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
 from trainer.step import TrainingStep
 from trainer.user_commands import after_checkpoint_failed
-from trainer.weight_average import averaged_weights
 
 
 class Reports:
@@ -207,7 +204,7 @@ class Reports:
         """Continue the run's `sample_prompts` with the model, after a validation. Rank 0."""
         self._recompilations.begin()
         if prompts := self.run.train.sample_prompts:
-            with self.clock.phase(VALIDATION), self._inference():
+            with self.clock.phase(VALIDATION), autocast(self.step.precision, self.process.device):
                 failure = self._sampler().try_to_write(
                     self.run.samples_path, prompts, global_step)
             self.console.warn("no samples", failure)
@@ -277,13 +274,6 @@ class Reports:
             self.saver.wait(timeout=self.watchdog.deadlines.last_write)
             self.console.write_status(status, reason)
 
-    @contextmanager
-    def _inference(self) -> Iterator[None]:
-        """Compute as in validation: with autocast, and with averaged weights if there are any."""
-        with (averaged_weights(self.step.state),
-              autocast(self.step.precision, self.process.device)):
-            yield
-
     def _sampler(self) -> Sampler:
         return Sampler(self.step.state.model, self.prepared.data.tokenizer_name,
                        heartbeat=self.watchdog.heartbeat,
@@ -294,7 +284,7 @@ class Reports:
         if self.prepared.data.tokenizer_name is None:
             return
         try:
-            with self._inference():
+            with autocast(self.step.precision, self.process.device):
                 self.console.say(f"sample:\n{self._sampler().text()}")
         except Exception as error:
             self.console.say(f"warning: no sample: {describe(error)}")

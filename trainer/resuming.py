@@ -30,15 +30,15 @@ def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
     """
     with torch.device("meta"):
         wanted = header_of(GPTModel(model).state_dict())
-    for path in {checkpoint.path / WEIGHTS, checkpoint.weights_path}:
-        try:
-            check_header(path, wanted)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
-                            " name another checkpoint") from None
-        except ValueError as error:
-            raise UserError(f"{path.parent}: {error} by model.json; restore model.json, or start"
-                            " over with --fresh") from None
+    path = checkpoint.path / WEIGHTS
+    try:
+        check_header(path, wanted)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
+                        " name another checkpoint") from None
+    except ValueError as error:
+        raise UserError(f"{checkpoint.path}: {error} by model.json; restore model.json, or start"
+                        " over with --fresh") from None
 
 
 def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:

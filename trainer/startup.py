@@ -195,8 +195,6 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
     state = build_training_state(run.model, prepared.train, process)
     if prepared.resume_from is not None:
         load_checkpoint(prepared.resume_from, state)
-        if run.train.weight_average is None:  # dropped since
-            state.average.clear()
     elif run.train.init_from:
         initial = initial_model(run, prepared.options.runs_dir,
                                 tokenizer_name=prepared.data.tokenizer_name)

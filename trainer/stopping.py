@@ -18,7 +18,6 @@ from trainer.background_saver import BackgroundSaver
 from trainer.budget import Budget, Pace
 from trainer.schedule import is_in_late_decay
 from trainer.startup import PreparedRun, is_due
-from trainer.weight_average import average_start
 
 LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the budget
 
@@ -140,8 +139,6 @@ class Stop:
         """Return the most steps that a fitted schedule may have; only fewer near its end."""
         config = self._config
         ends = is_in_late_decay(config, global_step, num_steps=self.num_steps)
-        if config.weight_average is not None:
-            ends |= global_step >= average_start(config, num_steps=self.num_steps)
         return self.num_steps if ends else self._prepared.plan.num_steps
 
     def _is_spent_after(self, global_step: int, pace: Pace) -> bool:

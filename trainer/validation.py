@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from basics.failpoints import failpoint
-from reporting.console import Losses
 from tokens.batches import Microbatch, Microbatches, prefetch
 from trainer.step import TrainingStep
-from trainer.weight_average import averaged_weights
-
-
-def validate(step: TrainingStep, data: Microbatches, **options: Any) -> Losses | None:
-    """Measure the loss of the weights, and of their average if there is one.
-
-    Args:
-        options: as those of `mean_loss`.
-
-    Returns:
-        None if it was interrupted.
-    """
-    with averaged_weights(step.state):
-        loss = mean_loss(step, data, **options)
-    if loss is None or not step.state.average:
-        return loss if loss is None else Losses(loss)
-    return Losses(loss, raw_loss=mean_loss(step, data, **options))
 
 
 @torch.inference_mode()
-def mean_loss(
+def validate(
     step: TrainingStep, data: Microbatches, *, shares: bool,
     watched: Callable[[Iterable[Microbatch], int], Iterable[Microbatch]],
     is_interrupted: Callable[[], bool],

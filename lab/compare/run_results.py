@@ -23,14 +23,12 @@ FINISHED, PUBLISHED = "finished", "published"
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
     "dataset", "min_train_tokens", "repeat_data", "init_from", "optimizer", "weight_decay",
     *(f"{group}_weight_decay" for group in GROUPS), "decay_norms_and_biases",
-    "cautious_weight_decay", "clipping_max_norm", "schedule", "schedule_learning_rate",
+    "clipping_max_norm", "schedule", "schedule_learning_rate",
     "warmup_period_percent", "decay_period_percent", "final_learning_rate_fraction",
-    "weight_average",
 )
 MEMORY_SETTINGS = (  # change the memory of a step
     "gradient_accumulation_steps", "residual_dtype", "compile", "attention", "head_chunks",
-    "activation_checkpointing", "deterministic", "optimizer", "cautious_weight_decay",
-    "weight_average",
+    "activation_checkpointing", "deterministic", "optimizer",
 )
 
 

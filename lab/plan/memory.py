@@ -25,7 +25,6 @@ class Memory:
 
     weights: float
     optimizer: float
-    average: float  # of the weights, once a run with `weight_average` keeps it
     gradients: float
     buckets: float  # of DDP; the gradients are views of them
     weight_copies: float  # of autocast, in low precision, kept for the backward pass
@@ -153,7 +152,6 @@ def _memory(setting: Setting, microbatch_size: int, *, temporary: float) -> Memo
     return Memory(
         weights=weights,
         optimizer=state_bytes(setting),
-        average=weights if setting.train.weight_average else 0,
         gradients=weights if accumulates and not is_distributed else 0,
         buckets=weights if is_distributed else 0,
         weight_copies=setting.element * matmul_weights if has_copies else 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lab.plan.setting import FLOAT32, Setting, parameters_by_group
-from run_config import ModelConfig, TrainConfig
 
 
 def state_bytes(setting: Setting) -> int:
@@ -22,36 +21,11 @@ def step_bytes(setting: Setting) -> int:
 
 
 def _most_temporary_bytes(setting: Setting) -> int:
-    found = [0]
-    if setting.train.cautious_weight_decay:
-        found.append(_cautious_decay_bytes(setting))
-    if setting.train.optimizer == "muon":
-        C, L = setting.model.emb_dim, setting.model.n_layers
-        found += [_orthogonalising_bytes(setting, 4 * L, columns=C),
-                  _orthogonalising_bytes(setting, 2 * L, columns=4 * C)]
-    return max(found)
-
-
-def _cautious_decay_bytes(setting: Setting) -> int:
-    """Count the weights as they were before AdamW's step, and two products of the largest."""
-    train, model = setting.train, setting.model
-    sizes = {group: size for group, size in parameters_by_group(model).items()
-             if size and _decays(train, group)}
-    if train.optimizer == "muon":
-        sizes.pop("matrix", None)
-    largest = max((_largest_parameter(model, group) for group in sizes), default=0)
-    return FLOAT32 * (sum(sizes.values()) + 2 * largest)
-
-
-def _decays(train: TrainConfig, group: str) -> bool:
-    own = getattr(train, f"{group}_weight_decay")
-    by_default = group != "vector" or train.decay_norms_and_biases
-    return bool(train.weight_decay * by_default if own is None else own)
-
-
-def _largest_parameter(model: ModelConfig, group: str) -> int:
-    C = model.emb_dim
-    return {"matrix": 4 * C**2, "vector": 4 * C}.get(group, model.vocab_size * C)
+    if setting.train.optimizer != "muon":
+        return 0
+    C, L = setting.model.emb_dim, setting.model.n_layers
+    return max(_orthogonalising_bytes(setting, 4 * L, columns=C),
+               _orthogonalising_bytes(setting, 2 * L, columns=4 * C))
 
 
 def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int) -> int:
@@ -59,17 +33,16 @@ def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int)
 
     First a process holds its share of them: gradients and momenta in float32; then the input, x and
     the next x, and gram and polynomial, both C x C. Then its own updates beside the gathered ones;
-    at last all updates as computed and in float32, with a cautious decay two more in float32.
+    at last all updates as computed and in float32.
     """
     C, element = setting.model.emb_dim, 2 if setting.precision == "bf16" else FLOAT32
     share = -(-num_matrices // setting.num_processes)
     one, gathered = C * columns, share * setting.num_processes
     own = element * share * one
     gradients = FLOAT32 * parameters_by_group(setting.model)["matrix"]
-    in_float32 = (3 if setting.train.cautious_weight_decay else 1) * FLOAT32 * num_matrices
     return gradients + max(
         own + 2 * FLOAT32 * share * one,
         3 * own + 2 * element * share * C**2,
         (own if setting.num_processes > 1 else 0) + element * gathered * one,
-        (element * gathered + in_float32) * one,
+        (element * gathered + FLOAT32 * num_matrices) * one,
     )

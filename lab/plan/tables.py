@@ -25,7 +25,7 @@ from run_config import Run
 
 PART_NAMES = {
     "weights": "weights", "optimizer": "optimizer state",
-    "average": "averaged weights", "gradients": "gradients",
+    "gradients": "gradients",
     "buckets": "DDP buckets, which hold the gradients",
     "weight_copies": "weight copies in low precision", "activations": "activations",
     "logits": "logits, loss and their gradients",

@@ -246,11 +246,6 @@ def _notes(target: Target) -> str:
     notes = []
     if target.tokenizer_name == "bytes":
         notes.append("Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n")
-    if target.checkpoint.has_average:
-        raw_loss = target.checkpoint.validation and target.checkpoint.validation.raw_loss
-        notes.append("Its weights are a moving average over the last steps of training"
-                     + (f"; without averaging, the validation loss is {raw_loss:.6f}"
-                        if raw_loss is not None else "") + ".\n")
     return "\n".join(notes)
 
 

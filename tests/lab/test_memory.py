@@ -41,12 +41,6 @@ CHANGES = {
     "math attention and dropout": {"microbatch_size": 6, "gradient_accumulation_steps": 1,
                                    "attention": "math", "drop_rate": 0.1},
     "muon": {"microbatch_size": 1, "gradient_accumulation_steps": 1, "optimizer": "muon"},
-    "cautious decay": {"microbatch_size": 1, "gradient_accumulation_steps": 1,
-                       "cautious_weight_decay": True},
-    "averaged weights": {"microbatch_size": 1, "gradient_accumulation_steps": 2,
-                         "weight_average": 2},
-    "cautious muon": {"microbatch_size": 1, "gradient_accumulation_steps": 1, "optimizer": "muon",
-                      "cautious_weight_decay": True, "matrix_weight_decay": 0.01},
 }
 CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 

@@ -14,12 +14,11 @@ import torch
 from click.testing import Result
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from basics.directory_lock import lock_directory
 from basics.errors import UserError
-from checkpointing import Snapshot, Validation, add_validation, find_checkpoint, save_checkpoint
+from checkpointing import find_checkpoint
 from lab.publish import export
 from lab.publish.export import write_export
 from lab.publish.model_card import CardFacts, model_card
@@ -111,27 +110,6 @@ def test_the_card_says_from_which_weights_a_run_was_trained(trained: Workplace) 
         summary_path.write_text(json.dumps(summary))
         target = load_target("tiny", runs_dir=trained.runs_dir)
         assert words in " ".join(model_card(target, CardFacts("tiny", "tiny")).split())
-
-
-@torch.no_grad()
-def test_averaged_weights_are_exported_and_the_card_says_so(
-    trained: Workplace, tmp_path: Path
-) -> None:
-    shutil.copytree(trained.runs_dir / "tiny", tmp_path / "runs/tiny", symlinks=True)
-    checkpoints_dir, output = tmp_path / "runs/tiny/checkpoints", tmp_path / "export"
-    newest = find_checkpoint(checkpoints_dir, "latest")
-    weights = load_file(newest.path / "model.safetensors")
-    average = {name: weight + 0.01 * torch.randn_like(weight) for name, weight in weights.items()}
-    saved = save_checkpoint(checkpoints_dir, Snapshot(weights, {}, average), newest.meta.model_copy(
-        update={"global_step": newest.meta.global_step + 1}))
-    add_validation(saved, Validation(loss=0.125, raw_loss=0.25))
-    succeeded(publish(Workplace(tmp_path), "tiny", "--output", str(output)))
-    exported = GPT2LMHeadModel.from_pretrained(output)
-    torch.testing.assert_close(exported.transformer.wte.weight.data,
-                               average["token_embedding.weight"])
-    card = (output / "README.md").read_text()
-    assert "Its weights are a moving average" in card
-    assert "without averaging, the validation loss is 0.250000" in card
 
 
 def test_a_card_describes_the_training_not_a_later_config(trained: Workplace) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from processes.command_line import Options
 from processes.startup_agreement import AgreedError, Agreement
 from reporting.clock import PhaseClock
-from reporting.console import Console, Losses
+from reporting.console import Console
 from run_config import load_run
 from tests.support.fake_time import FakeTime
 from tests.support.runs import SETTINGS, last_line_of_ours, summary_of, weights_of, with_fault
@@ -93,7 +93,8 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
     trained = SimpleNamespace(
         console=SimpleNamespace(say=said.append),
         prepared=SimpleNamespace(data=SimpleNamespace(tokenizer_name="gpt2")),
-        _sampler=lambda: SimpleNamespace(text=draw), _inference=nullcontext)
+        _sampler=lambda: SimpleNamespace(text=draw),
+        process=SimpleNamespace(device=torch.device("cpu")), step=SimpleNamespace(precision="fp32"))
 
     def draw(*_: object) -> str:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
@@ -125,7 +126,7 @@ class Validating:
     def validate(self, seconds: float) -> list[str]:
         """Return the lines after the validation's own."""
         self.said.clear()
-        self.console.report_validation(self.global_step, Losses(3.5), seconds)
+        self.console.report_validation(self.global_step, 3.5, seconds)
         return self.said[1:]
 
 

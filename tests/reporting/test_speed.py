@@ -237,10 +237,9 @@ def test_some_memory_of_a_card_is_not_usable(card: int) -> None:
 
 @pytest.mark.parametrize(("options", "num_floats"), [
     ({}, 3 * 163_009_536),
-    ({"weight_average": 100}, 4 * 163_009_536),
     ({"optimizer": "muon"}, 3 * 163_009_536 - 12 * 12 * 768**2),  # one moment of each matrix
 ])
-def test_a_checkpoint_holds_weights_moments_and_averages(options: dict, num_floats: int) -> None:
+def test_a_checkpoint_holds_weights_and_moments(options: dict, num_floats: int) -> None:
     run = load_run(PROJECT_DIR / "runs", "original")
     train = run.train.model_copy(update=options)
     assert checkpoint_bytes(run.model, train, 163_009_536) == 4 * num_floats

@@ -3,9 +3,9 @@
 Everything is float64 and plain: no modules, kernels, chunks, processes or optimizer classes, and
 nothing of the trainer's but its configs. Shapes as in `gpt.py`.
 
-Sources: Radford et al. 2019 for the model; Loshchilov and Hutter 2019, algorithm 2, for AdamW; Chen
-et al. 2025, algorithm 1, for cautious decay; Jordan et al. 2024 and Amsel et al. 2025, algorithm 1,
-for Muon; docs/configuration.md for the meaning of the keys.
+Sources: Radford et al. 2019 for the model; Loshchilov and Hutter 2019, algorithm 2, for AdamW;
+Jordan et al. 2024 and Amsel et al. 2025, algorithm 1, for Muon; docs/configuration.md for the
+meaning of the keys.
 """
 
 from __future__ import annotations
@@ -152,8 +152,7 @@ class ReferenceLoop:
             {name: torch.zeros_like(weight) for name, weight in self.initial.items()}
             for _ in range(3))
         self.first_noise, self.second_noise = (dict.fromkeys(self.initial, 0.0) for _ in range(2))
-        self.average: Weights = {}
-        self.num_updates = self.num_skipped = self.num_averaged = 0
+        self.num_updates = self.num_skipped = 0
 
     def take(self, step: int, *, skips: bool = False) -> tuple[Tensor, Tensor]:
         """Take a global step, or skip it; return its loss and its gradient's norm, () each."""
@@ -169,17 +168,10 @@ class ReferenceLoop:
         return loss, norm
 
     @torch.no_grad()
-    def follow(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Go on from other weights than those after this step; add them to the average."""
+    def follow(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on from other weights than its own."""
         for name, weight in weights.items():
             self.weights[name].copy_(weight)
-        horizon = self.train.weight_average
-        if horizon is None or step < self.num_steps - 5 * horizon:
-            return
-        self.num_averaged += 1
-        share = max(1 / self.num_averaged, 1 / horizon)
-        for name, weight in self.weights.items():
-            self.average[name] = share * weight + (1 - share) * self.average.get(name, 0.0)
 
     def _gradients(self, step: int, weights: Weights) -> tuple[Tensor, Tensor, Weights]:
         """Return loss and gradient norm of a step, () each, and the clipped gradients."""
@@ -225,10 +217,6 @@ class ReferenceLoop:
         update, slack = (self._muon(name, gradient, mu) if options["is_muon"] else
                          self._adamw(name, gradient, options))
         decay = options["weight_decay"] * weight
-        if self.train.cautious_weight_decay:
-            is_unclear = update.abs() <= slack
-            slack = slack + decay.abs() * is_unclear
-            decay = decay * (update * weight > 0)
         self.slack[name] = rate * slack + FLOAT32 * (weight.abs() + rate * update.abs())
         self.total_slack[name] += self.slack[name]
         weight -= rate * (update + decay)

@@ -25,7 +25,6 @@ from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from basics.tensor_files import read_tensors
 from checkpointing import (
-    AVERAGE,
     OPTIMIZER,
     WEIGHTS,
     CheckpointMeta,
@@ -57,7 +56,6 @@ from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run
 from trainer.step import TrainingStep
 from trainer.targets import load_target
-from trainer.weight_average import update_average
 
 NUM_CONFIGURATIONS, SAMPLE, STEPS = 500, 20, 3
 # What rounding explains, relative: of the loss, of the gradient's norm, and of the change of the
@@ -141,13 +139,12 @@ def draw_optimizer(draw: random.Random) -> dict[str, Any]:
             "decay_norms_and_biases": True}
     return schedule | groups | {"learning_rate": 10 ** draw.uniform(-4, -2)} | sometimes(
         draw, optimizer="muon", weight_decay=draw.choice([0.0, 0.5]),
-        cautious_weight_decay=True, beta1=draw.choice([0.0, 0.8]), beta2=draw.choice([0.9, 0.99]),
+        beta1=draw.choice([0.0, 0.8]), beta2=draw.choice([0.9, 0.99]),
         epsilon=draw.choice([1e-6, 1e-10]), momentum=draw.choice([0.0, 0.5, 0.9]),
         momentum_warmup_percent=draw.choice([40, 70, 100]),
         clipping_max_norm=10 ** draw.uniform(-2, 0.5), warmup_period_percent=percent,
         decay_period_percent=draw.choice([20, 40, 50]),
-        final_learning_rate_fraction=draw.choice([0.0, 0.2, 1.0]),
-        weight_average=draw.choice([1, 2, 5]))
+        final_learning_rate_fraction=draw.choice([0.0, 0.2, 1.0]))
 
 
 def sometimes(draw: random.Random, **options: Any) -> dict[str, Any]:
@@ -223,7 +220,6 @@ class Training:
                 loss, norm = step.take(
                     microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
                     learning_rate=rates[0], momentum=rates[1])
-            update_average(step.state, self.config, global_step, num_steps=self.plan.num_steps)
             yield global_step, loss, norm
 
     def skips(self, global_step: int) -> bool:
@@ -315,10 +311,7 @@ def compare_state(found: Snapshot, global_step: int, reference: ReferenceLoop,
         else:
             wanted = reference.first[name]
             differences.add(kind, moment, wanted, reference.first_noise[name])
-    reference.follow(found.weights, global_step)
-    assert found.average.keys() == reference.average.keys()
-    for name, wanted in reference.average.items():
-        differences.add("average", found.average[name], wanted, FLOAT32 * wanted.abs().max())
+    reference.follow(found.weights)
 
 
 def compare_change(weights: dict[str, Tensor], alone: ReferenceLoop, slack: float,
@@ -350,7 +343,7 @@ def compare_export(training: Training, step: TrainingStep, differences: Differen
     ids = torch.from_numpy(training.tokens[: model.context_length].astype(np.int64))[None]
     logits = load_target(str(directory), runs_dir=runs_dir).model(ids)
     assert torch.equal(logits, target.model(ids)), "exported: other logits"
-    trained = step.state.average or dict(step.state.model.named_parameters())
+    trained = dict(step.state.model.named_parameters())
     wanted = forward({name: weight.double() for name, weight in trained.items()}, model, ids)
     differences.add("logits", logits, wanted, 2e-6 * wanted.abs().max())
     return directory
@@ -474,8 +467,7 @@ def test_two_processes_train_as_the_reference(chosen: int, tmp_path: Path) -> No
     assert [checkpoint.meta.global_step for checkpoint in checkpoints] == list(range(STEPS))
     for global_step, checkpoint in enumerate(checkpoints):
         reference.take(global_step)
-        average = read_tensors(checkpoint.path / AVERAGE) if checkpoint.has_average else {}
         compare_state(Snapshot(read_tensors(checkpoint.path / WEIGHTS),
-                               read_tensors(checkpoint.path / OPTIMIZER), average),
+                               read_tensors(checkpoint.path / OPTIMIZER)),
                       global_step, reference, differences)
     assert not differences.report(), json.dumps(drawn)

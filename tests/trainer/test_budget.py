@@ -204,7 +204,6 @@ def test_max_steps_counts_from_the_beginning_of_the_launch(
 @pytest.mark.parametrize(("changes", "global_step", "longest"), [
     ({"schedule": "wsd"}, 79, 500), ({"schedule": "wsd"}, 80, 100),
     ({"schedule": "linear"}, 99, 500),
-    ({"weight_average": 4}, 79, 500), ({"weight_average": 4}, 80, 100),
 ])
 def test_a_fitted_schedule_only_shrinks_once_its_end_has_begun(
     changes: dict, global_step: int, longest: int

@@ -81,7 +81,7 @@ class CountReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("changes", [{}, {"clipping_max_norm": None}, {"head_chunks": 3},
                                      {"activation_checkpointing": True},
-                                     {"cautious_weight_decay": True}, {"optimizer": "muon"},
+                                     {"optimizer": "muon"},
                                      {"diagnostics_interval": 1}])
 def test_a_step_reads_nothing_from_the_device(
     changes: dict, monkeypatch: pytest.MonkeyPatch
