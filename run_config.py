@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
-from os.path import realpath
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from basics.config_files import Config, FrozenConfig, read_config
 from basics.errors import UserError
+from basics.files import check_inside
 from basics.json_files import read_json_object
 from basics.option_types import MAX_USD_PER_HOUR
 
@@ -28,6 +28,7 @@ RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the ori
 GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks saves memory",
              "compile_mode": "remove it; PyTorch's default mode is the only one",
              "cautious_weight_decay": "remove it; no gain was measured, weight_decay remains",
+             **{f"{group}_beta1": "set beta1, which is that of all groups" for group in GROUPS},
              "weight_average": "remove it; averaged weights were not better"}
 # The keys of the original system's train.json, and what of ours makes a run the same as there.
 ORIGINAL_KEYS = set("""dataset microbatch_size minibatch_size gradient_accumulation_steps use_amp
@@ -101,10 +102,6 @@ class TrainConfig(FrozenConfig):
     vector_weight_decay: GroupDecay = None
     decay_norms_and_biases: bool = False
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    matrix_beta1: GroupBeta = None
-    embedding_beta1: GroupBeta = None
-    head_beta1: GroupBeta = None
-    vector_beta1: GroupBeta = None
     beta2: float = Field(default=0.999, ge=0, lt=1)
     matrix_beta2: GroupBeta = None
     embedding_beta2: GroupBeta = None
@@ -198,6 +195,11 @@ class TrainConfig(FrozenConfig):
         return (self.validation_batches or 0) * self.microbatch_size
 
 
+def _inside(name: str) -> Any:
+    """Return the property that is a path in the run directory."""
+    return property(lambda run: run.run_dir / name)
+
+
 @dataclass(frozen=True)
 class Run:
     """A run directory and its configs."""
@@ -208,40 +210,13 @@ class Run:
     train: TrainConfig
     warnings: tuple[str, ...] = ()
 
-    @property
-    def checkpoints_dir(self) -> Path:
-        """Directory of the checkpoints and the links `latest` and `best`."""
-        return self.run_dir / "checkpoints"
-
-    @property
-    def metrics_path(self) -> Path:
-        """One JSON line per report and per validation."""
-        return self.run_dir / "metrics.jsonl"
-
-    @property
-    def evaluations_path(self) -> Path:
-        """One JSON line per `lab evaluate`."""
-        return self.run_dir / "evaluations.jsonl"
-
-    @property
-    def samples_path(self) -> Path:
-        """One JSON line per sample prompt and validation."""
-        return self.run_dir / "samples.jsonl"
-
-    @property
-    def summary_path(self) -> Path:
-        """Losses, times, cost and machine of the run."""
-        return self.run_dir / "summary.json"
-
-    @property
-    def heartbeat_path(self) -> Path:
-        """Progress of the processes, for monitoring from outside."""
-        return self.run_dir / "heartbeat.json"
-
-    @property
-    def train_path(self) -> Path:
-        """The config that `train` was read from."""
-        return self.run_dir / "train.json"
+    checkpoints_dir = _inside("checkpoints")  # and the links `latest` and `best`
+    metrics_path = _inside("metrics.jsonl")  # one line per report and per validation
+    evaluations_path = _inside("evaluations.jsonl")  # one line per `lab evaluate`
+    samples_path = _inside("samples.jsonl")  # one line per sample prompt and validation
+    summary_path = _inside("summary.json")  # losses, times, cost and machine
+    heartbeat_path = _inside("heartbeat.json")  # progress of the processes, for monitoring
+    train_path = _inside("train.json")  # that `train` was read from
 
     def priced(self, usd_per_hour: float | None) -> Run:
         """Return this run with the price of the command line, of all machines, if that has one.
@@ -271,8 +246,8 @@ def load_run(runs_dir: Path, name: str) -> Run:
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
     check_inside(run_dir, runs_dir, "--runs-dir")
-    model = load_config(run_dir / "model.json", ModelConfig)
-    train = load_config(run_dir / "train.json", TrainConfig)
+    model, train = with_defaults(load_config(run_dir / "model.json", ModelConfig),
+                                 load_config(run_dir / "train.json", TrainConfig))
     keys, path = read_json_object(run_dir / "train.json").keys(), run_dir / "train.json"
     warnings = [f"{path}: {key} is now called {RENAMED_KEYS[key]}"
                 for key in keys & RENAMED_KEYS.keys()]
@@ -288,11 +263,33 @@ def load_run(runs_dir: Path, name: str) -> Run:
     return Run(name=name, run_dir=run_dir, model=model, train=train, warnings=tuple(warnings))
 
 
-def check_inside(path: Path, root: Path, option: str) -> None:
-    """Refuse a path that a link leads out of `root`. Raises: UserError."""
-    if not Path(realpath(path)).is_relative_to(realpath(root)):  # resolve() raises on loops
-        raise UserError(f"{path}: leads out of {root}; name the directory that it leads to"
-                        f" with {option}")
+def with_defaults(model: ModelConfig, train: TrainConfig) -> tuple[ModelConfig, TrainConfig]:
+    """Set the keys whose default with `muon` is the recipe's and not the original's.
+
+    The rates are those of `benchmarks/recipes.md` at a width of 128, and shrink with its square
+    root; those of matrices do not depend on the width. With `learning_rate` set, that is the rate
+    of every group without one of its own, but for the matrices. The keys still count as not set.
+    """
+    if train.optimizer != "muon":
+        return model, train
+    narrower = (128 / model.emb_dim) ** 0.5
+    defaults: dict[str, Any] = {"matrix_learning_rate": 0.02, "weight_decay": 0.0, "beta2": 0.95}
+    if "learning_rate" not in train.model_fields_set:
+        defaults |= {"learning_rate": 0.02 * narrower, "embedding_learning_rate": 0.15 * narrower,
+                     "vector_learning_rate": 0.01 * narrower}
+    if not train.schedule_learning_rate:
+        defaults["schedule"] = "linear"
+    missing = {key: float(f"{value:.3g}") if isinstance(value, float) else value
+               for key, value in defaults.items() if key not in train.model_fields_set}
+    if train.init_from is None and "init" not in model.model_fields_set:
+        model = _filled(model, {"init": "zero_projections"})
+    return model, _filled(train, missing)
+
+
+def _filled(config: Config, missing: dict[str, Any]) -> Config:
+    config = config.model_copy(update=missing)
+    config.model_fields_set.difference_update(missing)
+    return config
 
 
 def load_config(path: Path, config_type: type[Config]) -> Config:

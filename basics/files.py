@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from basics.errors import UserError
+
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
 MAX_RECOVERED_BYTES = 2**28  # of records
 MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
@@ -197,3 +199,11 @@ def fsync(path: Path) -> None:
     except OSError as error:
         if not (is_refused(error) and path.is_dir()):
             raise
+
+
+def check_inside(path: Path, root: Path, option: str) -> None:
+    """Refuse a path that a link leads out of `root`. Raises: UserError."""
+    place, limit = map(os.path.realpath, (path, root))  # Path.resolve() raises on loops
+    if not Path(place).is_relative_to(limit):
+        raise UserError(f"{path}: leads out of {root}; name the directory that it leads to"
+                        f" with {option}")

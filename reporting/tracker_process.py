@@ -22,6 +22,7 @@ from typing import Any
 
 from basics.errors import UserError, describe, one_line, visible
 from basics.failpoints import failpoint
+from basics.files import check_inside
 from processes.helper_process import failure_of, kill, start_module
 from processes.run_lock import end_with_parent
 from reporting.chart_process import LOWEST
@@ -30,7 +31,7 @@ from reporting.metrics_file import check_records
 from reporting.summary import read_summary
 from reporting.tracked_run import STATE_NAME, Feed, Sent, Start, TrackedRun
 from reporting.tracker_backends import Place, open_tracker, wandb_mode
-from run_config import Run, check_inside, load_run
+from run_config import Run, load_run
 
 WAIT_SECONDS = 2.0  # between two looks for new records
 POLL_SECONDS = 0.25  # between two heartbeats while the tracker is waited for

@@ -20,9 +20,9 @@ from pydantic.fields import FieldInfo
 from transformers import pipeline
 
 from lab.__main__ import cli
-from run_config import ModelConfig, TrainConfig
+from run_config import ModelConfig, TrainConfig, with_defaults
 from tests.support.hub_server import Hub, serving
-from tests.support.workplace import PROJECT_DIR, read_lines, run_command, succeeded
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines, run_command, succeeded
 
 README = (PROJECT_DIR / "README.md").read_text()
 CONFIGURATION = (PROJECT_DIR / "docs/configuration.md").read_text()
@@ -209,7 +209,7 @@ def test_fineweb_is_prepared_from_the_hub(checkout: Path) -> None:
 def rows_of(text: str, *, key: str) -> list[list[str]]:
     """Return the cells of the table rows whose first cell is a key."""
     rows = [line for line in text.splitlines() if line.startswith(f"| `{key}` |")]
-    return [[cell.strip().strip("`") for cell in row.strip("|").split(" | ")] for row in rows]
+    return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in rows]
 
 
 def is_default(shown: str, field: FieldInfo) -> bool:
@@ -227,6 +227,18 @@ def test_every_key_is_documented_once_with_its_default(config: type) -> None:
         assert is_default(row[2], field), row
         for row in rows_of(README, key=key):
             assert is_default(row[1], field), row
+
+
+def test_the_defaults_with_muon_are_documented() -> None:
+    """The column before the unit; its factor s is 1 at a width of 128."""
+    model = ModelConfig(**TINY_MODEL | {"emb_dim": 128})
+    train = TrainConfig(dataset="x", microbatch_size=1, checkpoint_interval=1, optimizer="muon")
+    changed = {key: value for key, value in with_defaults(model, train)[1].model_dump().items()
+               if value != getattr(train, key)}
+    documented = {key: row[3].removesuffix(" s") for key in TrainConfig.model_fields
+                  for row in rows_of(CONFIGURATION, key=key) if len(row) == 6 and row[3]}
+    assert documented == {key: f"{value:g}" if isinstance(value, float) else value
+                          for key, value in changed.items()}
 
 
 def test_no_unknown_key_is_documented() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from basics.errors import UserError
-from run_config import AS_ORIGINAL, Run, load_run
-from tests.support.workplace import PROJECT_DIR, Workplace
+from run_config import AS_ORIGINAL, ModelConfig, Run, TrainConfig, load_run, with_defaults
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, Workplace
 
 
 def load(workplace: Workplace, **changes: dict) -> Run:
@@ -186,3 +186,41 @@ def test_validation_is_counted_in_sequences(
     workplace: Workplace, train: dict, sequences: int
 ) -> None:
     assert load(workplace, train=train).train.num_validation_sequences == sequences
+
+
+def test_the_defaults_with_muon_are_those_of_the_recipe(workplace: Workplace) -> None:
+    """At the width of GPT-2 small, `optimizer` alone means what runs/gpt2-small-muon has."""
+    recipe = load_run(PROJECT_DIR / "runs", "gpt2-small-muon")
+    model = recipe.model.model_dump(exclude={"init"})
+    keys = {"optimizer": "muon", "learning_rate": None}
+    workplace.add_run("muon", model=model, train=keys)
+    run = load_run(workplace.runs_dir, "muon")
+    for key in ("learning_rate", "matrix_learning_rate", "embedding_learning_rate",
+                "vector_learning_rate"):
+        assert getattr(run.train, key) == pytest.approx(getattr(recipe.train, key), rel=0.03)
+    for key in ("weight_decay", "beta2", "schedule", "momentum"):
+        assert getattr(run.train, key) == getattr(recipe.train, key)
+    assert run.model.init == recipe.model.init == "zero_projections"
+    assert not {"embedding_learning_rate", "schedule"} & run.train.model_fields_set
+
+
+@pytest.mark.parametrize(("model", "train", "wanted"), [
+    ({"init": "gpt2"}, {"weight_decay": 0.1, "beta2": 0.9}, {
+        "init": "gpt2", "weight_decay": 0.1, "beta2": 0.9}),
+    ({}, {"init_from": "other"}, {"init": "gpt2"}),
+    ({}, {"schedule": "wsd"}, {"schedule": "wsd"}),
+    ({}, {"schedule_learning_rate": True}, {"schedule": None}),
+    ({}, {"learning_rate": 0.01}, {"learning_rate": 0.01, "embedding_learning_rate": None,
+                                   "matrix_learning_rate": 0.02}),
+])
+def test_what_is_set_beside_muon_stays(model: dict, train: dict, wanted: dict[str, object]) -> None:
+    given = {key: value for key, value in TINY_TRAIN.items() if key != "learning_rate"}
+    found = with_defaults(ModelConfig(**TINY_MODEL | model),
+                          TrainConfig(**given | train | {"optimizer": "muon"}))
+    values = found[0].model_dump() | found[1].model_dump()
+    assert {key: values[key] for key in wanted} == wanted
+
+
+def test_adamw_keeps_the_originals_defaults() -> None:
+    model, train = ModelConfig(**TINY_MODEL), TrainConfig(**TINY_TRAIN)
+    assert with_defaults(model, train) == (model, train)

@@ -10,11 +10,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
 from processes.launch import Process
-from run_config import Group, ModelConfig, TrainConfig
+from run_config import GROUPS, Group, ModelConfig, TrainConfig
 from trainer.muon import Muon
 from trainer.schedule import schedule_of
-
-MUON_LEARNING_RATE = 0.02
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> AdamW:
@@ -49,18 +47,29 @@ def group_of(name: str, parameter: Tensor) -> Group:
 def peak_learning_rate(group: Group, train: TrainConfig) -> float:
     """Return the highest learning rate of a group."""
     own = getattr(train, f"{group}_learning_rate")
-    if own is None and group == "matrix" and train.optimizer == "muon":
-        return MUON_LEARNING_RATE
     return train.learning_rate if own is None else own
+
+
+def rates_line(model: ModelConfig, train: TrainConfig) -> str:
+    """Name the peak rate of each group, and which are the defaults."""
+    rates = []
+    for group in GROUPS:
+        if group == "head" and model.tie_weights:
+            continue
+        key = f"{group}_learning_rate"
+        decides = "learning_rate" if getattr(train, key) is None else key
+        default = "" if decides in train.model_fields_set else " (default)"
+        rates.append(f"{group} {peak_learning_rate(group, train):g}{default}")
+    return ", ".join(rates)
 
 
 def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
     """Return a warning for options that are set but have no effect beside another one."""
     unused = {
         'optimizer "adamw"': {"momentum", "momentum_warmup_percent"},
-        'optimizer "muon"': {"matrix_beta1", "matrix_beta2"},
+        'optimizer "muon"': {"matrix_beta2"},
         'schedule "constant"': {"decay_period_percent", "final_learning_rate_fraction"},
-        "tie_weights": {"head_learning_rate", "head_weight_decay", "head_beta1", "head_beta2"},
+        "tie_weights": {"head_learning_rate", "head_weight_decay", "head_beta2"},
     }
     reasons = [f'optimizer "{train.optimizer}"', f'schedule "{schedule_of(train)}"',
                *(["tie_weights"] if model.tie_weights else [])]
@@ -84,7 +93,7 @@ def _options(group: Group, train: TrainConfig) -> dict[str, Any]:
     peak = peak_learning_rate(group, train)
     return {
         "lr": peak, "peak_ratio": peak / train.learning_rate,
-        "betas": (own_or("beta1", train.beta1), own_or("beta2", train.beta2)),
+        "betas": (train.beta1, own_or("beta2", train.beta2)),
         "eps": train.epsilon,
         "weight_decay": decay,
         "is_orthogonalised": group == "matrix" and train.optimizer == "muon",

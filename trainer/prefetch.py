@@ -13,13 +13,14 @@ from pathlib import Path
 
 from basics.checkpoint_names import BEST, named_as_checkpoints
 from basics.errors import print_line
+from basics.files import check_inside
 from preparation.digests import verify_digests
 from preparation.ensure_dataset import is_complete, provide_dataset
 from processes.command_line import Options
 from processes.launch import num_gpus
 from reporting.summary import FINISHED, has_status
 from reporting.tracker_process import check_tracker
-from run_config import Run, check_inside, load_run
+from run_config import Run, load_run
 from tokens.batches import RunData, open_run_data
 from tokens.tokenizer import load_tokenizer
 from tokens.tokenizer_file import TOKENIZER_FILE

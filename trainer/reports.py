@@ -26,6 +26,7 @@ from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import clean_up
 from trainer.compilation import Recompilations
 from trainer.diagnostics import Diagnostics
+from trainer.optimization import rates_line
 from trainer.precision import autocast
 from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
@@ -86,6 +87,7 @@ class Reports:
         ratio = num_steps * self.plan.tokens_per_step / num_parameters
         self.console.say(f"{num_parameters:,} parameters, {ratio:.1f} tokens per parameter;"
                          f" {self.prepared.train.precision} on {self.process.device.type}")
+        self.console.say(f"learning rates: {rates_line(self.run.model, self.run.train)}")
         if self.process.is_main:
             self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step

@@ -13,6 +13,7 @@ import torch
 from basics.checkpoint_names import BEST, LATEST, is_link
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
+from basics.files import check_inside
 from basics.manifest import digest_of
 from basics.run_identity import IDENTITY, Identity, read_identity
 from checkpointing import (
@@ -36,7 +37,7 @@ from reporting.metrics_file import check_records, read_metrics, spent_before
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status
 from reporting.tracker_process import check_tracker
-from run_config import Run, TrainConfig, check_inside, load_run
+from run_config import Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from basics.errors import UserError, one_line, print_error
 from lab.compare.run_figures import Figures, Record, Written, figures_of, number, read_text
 from lab.plan.setting import size_name
-from run_config import GROUPS, ModelConfig, TrainConfig, load_config
+from run_config import GROUPS, ModelConfig, TrainConfig, load_config, with_defaults
 
 LONGEST_VALUE = 60  # characters of a setting
 HEARTBEAT_TIMEOUT = 60  # seconds; a run that trains writes its heartbeat every few seconds
@@ -225,16 +225,18 @@ def _config(run_dir: Path, written: Written) -> dict[str, Any]:
     The summary has them even if the files were edited later. A setting that it resolved by the
     device, and that train.json does not set, is shown as not set: it is no choice of the person.
     """
+    in_files: dict[str, dict[str, Any]] = {}
+    with suppress(UserError):
+        configs = with_defaults(load_config(run_dir / "model.json", ModelConfig),
+                                load_config(run_dir / "train.json", TrainConfig))
+        in_files = {name: config.model_dump()
+                    for name, config in zip(("model", "train"), configs, strict=True)}
     config: dict[str, Any] = {}
     for name, config_type in (("model", ModelConfig), ("train", TrainConfig)):
-        try:
-            in_file = load_config(run_dir / f"{name}.json", config_type).model_dump()
-        except UserError:
-            in_file = {}
         resolved = written.part(name)
-        if not in_file and not resolved:
+        if not in_files and not resolved:
             return {}
-        config |= _with_defaults(config_type, resolved) if resolved else in_file
+        config |= _with_defaults(config_type, resolved) if resolved else in_files[name]
     return config
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from basics.errors import UserError
+from basics.files import check_inside
 from basics.sizes import gb, gib
 from lab.doctor.check import Finding, Subject, ok, problem, skipped, warning
 from lab.doctor.gpu_checks import numbers
@@ -13,7 +14,6 @@ from lab.doctor.host_checks import existing, training_gib
 from lab.plan.estimate import bytes_of_checkpoint, most_checkpoints, num_checkpoints
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete
 from reporting.speed import usable_gib
-from run_config import check_inside
 from tokens.batch_plan import BatchPlan, accumulation_steps_of, plan_batches
 from tokens.token_file import TokenFile
 

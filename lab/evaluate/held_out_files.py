@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from basics.errors import UserError
+from basics.files import check_inside
 from lab.evaluate.held_out import Slice, choose_slice
 from lab.evaluate.sharing import Share
 from preparation.ensure_dataset import provide_dataset
-from run_config import DATASET_NAME, check_inside, load_run
+from run_config import DATASET_NAME, load_run
 from tokens.token_file import TokenFile
 from trainer.targets import is_run
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from basics.errors import UserError
+from basics.files import check_inside
 from basics.json_files import found_object
 from lab.compare.run_figures import Record, number
 from lab.compare.run_results import (
@@ -26,7 +27,7 @@ from lab.compare.run_results import (
 from lab.watch.files import identity_of
 from lab.watch.latest import Latest, latest_of, words
 from reporting.summary import duration
-from run_config import RUN_NAME, check_inside
+from run_config import RUN_NAME
 
 LITTLE_DISK_GIB = 5.0
 LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run has one of them

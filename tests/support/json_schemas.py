@@ -47,6 +47,7 @@ class Plan(_Part):
     tokens: int
     flops_per_token: float
     checkpoint_bytes: int
+    pinned_bytes: int
     memory_bytes: dict[Literal["one_gpu", "several_gpus"], dict[str, float]]
     largest_microbatch: list[dict[Literal["card_gib", "one_gpu", "several_gpus"], int]]
     machines: list[Machine]

@@ -103,14 +103,12 @@ def options_of(name: str, train: TrainConfig) -> dict[str, Any]:
     group = "vector" if name.endswith("bias") or "norm" in name else (
         "embedding" if "embedding" in name else "head" if name == "head.weight" else "matrix")
     is_muon = train.optimizer == "muon" and group == "matrix"
-    options = {key: getattr(train, key)
-               for key in ("learning_rate", "weight_decay", "beta1", "beta2")}
-    if is_muon:
-        options["learning_rate"] = 0.02
+    options = {key: getattr(train, key) for key in ("learning_rate", "weight_decay", "beta2")}
     if group == "vector" and not train.decay_norms_and_biases:
         options["weight_decay"] = 0.0
     own = {key: getattr(train, f"{group}_{key}") for key in options}
-    return options | {"is_muon": is_muon} | {k: v for k, v in own.items() if v is not None}
+    return options | {k: v for k, v in own.items() if v is not None} | {
+        "is_muon": is_muon, "beta1": train.beta1}
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ def draw_optimizer(draw: random.Random) -> dict[str, Any]:
     percent = draw.choice([10, 33.4, 50])
     groups = sometimes(draw, **{f"{group}_{key}": value for group in GROUPS for key, value in (
         ("learning_rate", 10 ** draw.uniform(-4, -2)), ("weight_decay", draw.choice([0.0, 0.3])),
-        ("beta1", draw.choice([0.0, 0.8])), ("beta2", draw.choice([0.9, 0.95])))})
+        ("beta2", draw.choice([0.9, 0.95])))})
     if draw.random() < 0.3:
         groups = {k: v for k, v in groups.items() if k != "vector_weight_decay"} | {
             "decay_norms_and_biases": True}
