@@ -206,6 +206,25 @@ def test_fineweb_is_prepared_from_the_hub(checkout: Path) -> None:
     assert (checkout / "datasets/fineweb/train.safetensors").is_file()
 
 
+@pytest.mark.parametrize(("repository", "taken", "left_out"), [
+    ("HuggingFaceFW/fineweb-edu", "sample/10BT/000_00000.parquet", "data/CC-MAIN-2024/0.parquet"),
+    ("karpathy/climbmix-400b-shuffle", "shard_00069.parquet", "shard_00070.parquet"),
+])
+def test_other_corpora_are_prepared_from_the_hub(
+    repository: str, taken: str, left_out: str, checkout: Path
+) -> None:
+    """The commands of docs/data.md, on a hub with one file of each kind."""
+    command, = re.findall(rf"^uv run prepare_dataset.py {repository} .*$",
+                          (PROJECT_DIR / "docs/data.md").read_text(), flags=re.MULTILINE)
+    content = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a text"] * 200}), content)
+    hub = Hub(dict.fromkeys((taken, left_out), content.getvalue()), repository=repository)
+    with serving(hub):
+        succeeded(run_in(checkout, command, HF_ENDPOINT=hub.endpoint,
+                         HF_HOME=str(checkout / "home")))
+    assert hub.downloads(taken) and not hub.downloads(left_out)
+
+
 def rows_of(text: str, *, key: str) -> list[list[str]]:
     """Return the cells of the table rows whose first cell is a key."""
     rows = [line for line in text.splitlines() if line.startswith(f"| `{key}` |")]

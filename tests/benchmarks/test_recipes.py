@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 from basics.errors import UserError
 from benchmarks.recipes import main
 from run_config import load_run
+from tests.support.lab_cli import run_lab
 from tests.support.workplace import PROJECT_DIR
 
 TWINS = PROJECT_DIR / "benchmarks/twins"
@@ -20,6 +22,19 @@ def test_twins_are_valid_runs_of_one_dataset_each(name: str) -> None:
     assert run.train.dataset == f"prose-{name.split('-')[0]}"
     assert run.model.vocab_size == (257 if name.startswith("bytes") else 4096)
     assert not run.warnings
+
+
+def test_the_projected_dollars_are_those_of_lab_plan() -> None:
+    text = (PROJECT_DIR / "benchmarks/recipes.md").read_text()
+    command, = re.findall(r"^uv run lab (plan gpt2-small-one-dollar .*)$", text, re.MULTILINE)
+    plan = json.loads(run_lab(*command.split(), "--json", "--runs-dir",
+                              str(PROJECT_DIR / "runs")).stdout)
+    found = {machine["name"]: machine for machine in plan["machines"]}
+    for name, row in (("4090", "one RTX 4090 at US$0.35 an hour"),
+                      ("8x H100", "8x H100 at US$23.92 an hour")):
+        hours, usd = found[name]["hours"], found[name]["usd"]
+        assert (f"| {row} | {hours['expected']:.2f} | {usd['expected']:.2f} |"
+                f" {usd['low']:.2f} to {usd['high']:.2f} |" in text)
 
 
 def add_run(sweep_dir: Path, name: str, *, tokens: int, losses: list[float]) -> None:
