@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.amp import GradScaler
@@ -90,11 +90,17 @@ class CheckpointMeta(_Record):
 class Validation(_Record):
     """`validation.json`: the result of validating a checkpoint."""
 
-    model_config = ConfigDict(extra="ignore")  # earlier versions wrote `raw_loss`
-
     loss: float | None  # nats per token; None if not finite
     seconds: ByPhase = {}  # of the run up to here, as in `meta.json`
     usd: ByPhase = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_weights(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Take the weights' own loss where an earlier version has that of their average too."""
+        raw_loss = values.get("raw_loss")
+        known = {key: value for key, value in values.items() if key != "raw_loss"}
+        return known if raw_loss is None else known | {"loss": raw_loss}
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,13 @@ DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,9
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the original system
 GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks saves memory",
              "compile_mode": "remove it; PyTorch's default mode is the only one",
-             "cautious_weight_decay": "remove it; no gain was measured, weight_decay remains",
-             **{f"{group}_beta1": "set beta1, which is that of all groups" for group in GROUPS},
+             "cautious_weight_decay": "remove it; it was never measured here",
+             **{f"{group}_beta1": "remove it; beta1 is that of all groups" for group in GROUPS},
              "weight_average": "remove it; averaged weights were not better"}
+MUON_DEFAULTS: dict[str, Any] = {
+    "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
+    "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta2": 0.95, "schedule": "linear"}
+WIDTH_DEPENDENT = {"learning_rate", "embedding_learning_rate", "vector_learning_rate"}
 # The keys of the original system's train.json, and what of ours makes a run the same as there.
 ORIGINAL_KEYS = set("""dataset microbatch_size minibatch_size gradient_accumulation_steps use_amp
     min_train_tokens start_train_token start_val_token validation_interval validation_batches
@@ -195,7 +199,7 @@ class TrainConfig(FrozenConfig):
         return (self.validation_batches or 0) * self.microbatch_size
 
 
-def _inside(name: str) -> Any:
+def _inside(name: str) -> property:
     """Return the property that is a path in the run directory."""
     return property(lambda run: run.run_dir / name)
 
@@ -264,23 +268,22 @@ def load_run(runs_dir: Path, name: str) -> Run:
 
 
 def with_defaults(model: ModelConfig, train: TrainConfig) -> tuple[ModelConfig, TrainConfig]:
-    """Set the keys whose default with `muon` is the recipe's and not the original's.
+    """Set the keys of `MUON_DEFAULTS` that are not set or null; they still count as not set.
 
-    The rates are those of `benchmarks/recipes.md` at a width of 128, and shrink with its square
-    root; those of matrices do not depend on the width. With `learning_rate` set, that is the rate
-    of every group without one of its own, but for the matrices. The keys still count as not set.
+    The rates are those of `runs/gpt2-small-muon`: at a width of 128 as below, and smaller by the
+    square root of the width; that of matrices is the same at all widths. With `learning_rate` set,
+    that is the rate of every group without one of its own, except the matrices.
     """
     if train.optimizer != "muon":
         return model, train
-    narrower = (128 / model.emb_dim) ** 0.5
-    defaults: dict[str, Any] = {"matrix_learning_rate": 0.02, "weight_decay": 0.0, "beta2": 0.95}
-    if "learning_rate" not in train.model_fields_set:
-        defaults |= {"learning_rate": 0.02 * narrower, "embedding_learning_rate": 0.15 * narrower,
-                     "vector_learning_rate": 0.01 * narrower}
-    if not train.schedule_learning_rate:
-        defaults["schedule"] = "linear"
-    missing = {key: float(f"{value:.3g}") if isinstance(value, float) else value
-               for key, value in defaults.items() if key not in train.model_fields_set}
+    missing = {key: value for key, value in MUON_DEFAULTS.items()
+               if key not in train.model_fields_set or getattr(train, key) is None}
+    if train.schedule_learning_rate:
+        missing.pop("schedule", None)
+    for key in WIDTH_DEPENDENT & missing.keys():
+        missing[key] = float(f"{missing[key] * (128 / model.emb_dim) ** 0.5:.3g}")
+    if "learning_rate" in train.model_fields_set:
+        missing = {key: value for key, value in missing.items() if key not in WIDTH_DEPENDENT}
     if train.init_from is None and "init" not in model.model_fields_set:
         model = _filled(model, {"init": "zero_projections"})
     return model, _filled(train, missing)

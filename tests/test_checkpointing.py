@@ -35,6 +35,7 @@ from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import prune, remove_partial_checkpoints, set_aside
 from trainer.resuming import check_same_run, check_weights_fit, resume_warnings
+from trainer.schedule import learning_rate_at
 from trainer.startup import PreparedRun, prepare_run
 
 NORM = "final_norm.bias"
@@ -215,13 +216,18 @@ def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_earlier_versions_opens(tmp_path: Path) -> None:
-    """They wrote a second loss, and averaged weights."""
+    """They wrote averaged weights and their loss, beside the loss of the weights themselves."""
     path = save(tmp_path, 3).path
-    (path / "validation.json").write_text('{"loss": 1.5, "raw_loss": null}')
-    shutil.copy(path / "model.safetensors", path / "average.safetensors")
-    (path / MANIFEST).unlink()
-    write_manifest(path, global_step=3, tokens=0)
-    assert open_checkpoint(path, thoroughly=True).loss == 1.5
+    for raw_loss, wanted in (("null", 1.5), ("2.5", 2.5)):
+        (path / "validation.json").write_text(f'{{"loss": 1.5, "raw_loss": {raw_loss}}}')
+        shutil.copy(path / "model.safetensors", path / "average.safetensors")
+        (path / MANIFEST).unlink()
+        write_manifest(path, global_step=3, tokens=0)
+        found = open_checkpoint(path, thoroughly=True)
+        assert found.loss == wanted
+        loaded = state(0)
+        load_checkpoint(found, loaded)
+        assert torch.equal(loaded.model.head_weight, state(3).model.head_weight)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -450,6 +456,21 @@ def test_a_checkpoint_may_have_fewer_fingerprints_than_the_run(workplace: Workpl
 def recorded(steps: Iterable[int], learning_rate: float = 0.01) -> list[dict]:
     return [{"global_step": step, "train_loss": None, "learning_rate": learning_rate}
             for step in steps]
+
+
+def test_other_defaults_than_in_earlier_launches_are_a_warning(workplace: Workplace) -> None:
+    workplace.add_run(train={"optimizer": "muon", "learning_rate": None, "beta2": 0.9})
+    run, checkpoint = load_run(workplace.runs_dir, "tiny"), save(workplace.root, 3)
+    rates = recorded(range(4), learning_rate_at(run.train, 3, num_steps=9))
+    for before, wanted in (
+        (run.train.model_dump(), []),
+        (run.train.model_dump() | {"beta2": 0.7}, []),  # it is set
+        (run.train.model_dump() | {"schedule": None, "weight_decay": 0.1},
+         ['"schedule": null, "weight_decay": 0.1 then']),
+    ):
+        run.summary_path.write_text(json.dumps({"train": before}))
+        found = resume_warnings(checkpoint, run, rates, data=checkpoint.meta.data, num_steps=9)
+        assert len(found) == len(wanted) and all(map(str.__contains__, found, wanted))
 
 
 @pytest.mark.parametrize(("steps", "missing"), [

@@ -249,15 +249,15 @@ def test_every_key_is_documented_once_with_its_default(config: type) -> None:
 
 
 def test_the_defaults_with_muon_are_documented() -> None:
-    """The column before the unit; its factor s is 1 at a width of 128."""
-    model = ModelConfig(**TINY_MODEL | {"emb_dim": 128})
+    """In the column before the unit; its factor s is 1 / 2 at a width of 512."""
+    model = ModelConfig(**TINY_MODEL | {"emb_dim": 512})
     train = TrainConfig(dataset="x", microbatch_size=1, checkpoint_interval=1, optimizer="muon")
     changed = {key: value for key, value in with_defaults(model, train)[1].model_dump().items()
                if value != getattr(train, key)}
-    documented = {key: row[3].removesuffix(" s") for key in TrainConfig.model_fields
-                  for row in rows_of(CONFIGURATION, key=key) if len(row) == 6 and row[3]}
-    assert documented == {key: f"{value:g}" if isinstance(value, float) else value
-                          for key, value in changed.items()}
+    shown = {key: row[3] for key in TrainConfig.model_fields
+             for row in rows_of(CONFIGURATION, key=key) if len(row) == 6 and row[3]}
+    assert {key: float(text.removesuffix(" s")) / (2 if text.endswith(" s") else 1)
+            if text[0].isdigit() else text for key, text in shown.items()} == changed
 
 
 def test_no_unknown_key_is_documented() -> None:

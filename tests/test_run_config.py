@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from basics.errors import UserError
-from run_config import AS_ORIGINAL, ModelConfig, Run, TrainConfig, load_run, with_defaults
+from run_config import (
+    AS_ORIGINAL,
+    MUON_DEFAULTS,
+    ModelConfig,
+    Run,
+    TrainConfig,
+    load_run,
+    with_defaults,
+)
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, Workplace
 
 
@@ -60,6 +68,8 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"matrix_learning_rate": 0}, "matrix_learning_rate should be greater than 0"),
     ("train", {"beta2": 1.0}, "beta2 should be less than 1"),
     ("train", {"weight_average": 0}, "has gone: remove it; averaged weights were not better"),
+    ("train", {"cautious_weight_decay": True}, "has gone: remove it; it was never measured here"),
+    ("train", {"head_beta1": 0.8}, "has gone: remove it; beta1 is that of all groups"),
     ("train", {"fit_budget": True}, "fit_budget needs max_cost_usd or max_hours"),
     ("train", {"usd_per_hour": 0}, "usd_per_hour should be greater than 0"),
     ("train", {"usd_per_hour": 1e308}, "usd_per_hour should be less than or equal to 1000000"),
@@ -189,7 +199,7 @@ def test_validation_is_counted_in_sequences(
 
 
 def test_the_defaults_with_muon_are_those_of_the_recipe(workplace: Workplace) -> None:
-    """At the width of GPT-2 small, `optimizer` alone means what runs/gpt2-small-muon has."""
+    """At the width of GPT-2 small, those of runs/gpt2-small-muon."""
     recipe = load_run(PROJECT_DIR / "runs", "gpt2-small-muon")
     model = recipe.model.model_dump(exclude={"init"})
     keys = {"optimizer": "muon", "learning_rate": None}
@@ -201,6 +211,11 @@ def test_the_defaults_with_muon_are_those_of_the_recipe(workplace: Workplace) ->
     for key in ("weight_decay", "beta2", "schedule", "momentum"):
         assert getattr(run.train, key) == getattr(recipe.train, key)
     assert run.model.init == recipe.model.init == "zero_projections"
+    set_in_the_recipe_alone = {"matrix_weight_decay", "momentum_warmup_percent"}
+    assert {key for key in recipe.train.model_fields_set & {
+        *MUON_DEFAULTS, "matrix_weight_decay", "momentum_warmup_percent", "momentum"}
+            if getattr(run.train, key) == type(run.train).model_fields[key].default
+            } == set_in_the_recipe_alone
     assert not {"embedding_learning_rate", "schedule"} & run.train.model_fields_set
 
 
@@ -210,6 +225,8 @@ def test_the_defaults_with_muon_are_those_of_the_recipe(workplace: Workplace) ->
     ({}, {"init_from": "other"}, {"init": "gpt2"}),
     ({}, {"schedule": "wsd"}, {"schedule": "wsd"}),
     ({}, {"schedule_learning_rate": True}, {"schedule": None}),
+    ({}, {"matrix_learning_rate": None, "schedule": None}, {
+        "matrix_learning_rate": 0.02, "schedule": "linear"}),
     ({}, {"learning_rate": 0.01}, {"learning_rate": 0.01, "embedding_learning_rate": None,
                                    "matrix_learning_rate": 0.02}),
 ])

@@ -198,7 +198,7 @@ def suggested_rates(train: TrainConfig, learning_rate: float) -> dict[str, float
     rates = {"learning_rate": learning_rate}
     for group in get_args(Group):
         key, peak = f"{group}_learning_rate", peak_learning_rate(group, train)
-        if getattr(train, key) is not None or peak != train.learning_rate:
+        if getattr(train, key) is not None:
             rates[key] = learning_rate * peak / train.learning_rate
     return rates
 

@@ -71,7 +71,10 @@ def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
         'schedule "constant"': {"decay_period_percent", "final_learning_rate_fraction"},
         "tie_weights": {"head_learning_rate", "head_weight_decay", "head_beta2"},
     }
+    if train.weight_decay == 0 and train.decay_norms_and_biases:
+        unused["weight_decay 0"] = {"decay_norms_and_biases"}
     reasons = [f'optimizer "{train.optimizer}"', f'schedule "{schedule_of(train)}"',
+               "weight_decay 0",
                *(["tie_weights"] if model.tie_weights else [])]
     warnings = []
     if train.init_from is not None and "init" in model.model_fields_set:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from basics.errors import UserError
+from basics.json_files import read_json_object
 from basics.tensor_files import check_header, header_of
 from checkpointing import WEIGHTS, Checkpoint
 from gpt import GPTModel
@@ -106,6 +108,7 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
     if was != found:  # as another split can cause
         warnings.append(f"a validation has {found} sequences now, up to {checkpoint.name} it had"
                         f" {was}: best compares losses of both lengths")
+    warnings += _changed_defaults(run)
     rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
              if "train_loss" in record and record["global_step"] <= last_step}
     gaps = [f"{before + 2:,} to {after - REPORT_INTERVAL + 1:,}" for before, after in pairwise(
@@ -121,3 +124,18 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
                         f" {rates[last_step]:.2g} to {next_rate:.2g}; README.md says how to train"
                         " on")
     return warnings
+
+
+def _changed_defaults(run: Run) -> list[str]:
+    """Return a warning of settings that had another default in the run's earlier launches."""
+    try:
+        before = read_json_object(run.summary_path)["train"]
+        keys = {"learning_rate", "weight_decay", "beta2", "schedule"} - run.train.model_fields_set
+        changed = {key: before[key] for key in sorted(keys)
+                   if before[key] != getattr(run.train, key)}
+    except (UserError, KeyError, TypeError):  # a summary of another version, or none
+        return []
+    if not changed:
+        return []
+    return [f"{run.train_path}: other defaults than when the run began: {json.dumps(changed)[1:-1]}"
+            " then; to go on with these, set them (schedule null: \"constant\")"]

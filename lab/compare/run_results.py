@@ -236,7 +236,7 @@ def _config(run_dir: Path, written: Written) -> dict[str, Any]:
         resolved = written.part(name)
         if not in_files and not resolved:
             return {}
-        config |= _with_defaults(config_type, resolved) if resolved else in_files[name]
+        config |= _with_field_defaults(config_type, resolved) if resolved else in_files[name]
     return config
 
 
@@ -253,7 +253,7 @@ def _size(config: dict[str, Any]) -> str:
         return ""
 
 
-def _with_defaults(config_type: type[BaseModel], resolved: Record) -> dict[str, Any]:
+def _with_field_defaults(config_type: type[BaseModel], resolved: Record) -> dict[str, Any]:
     """Add the defaults of settings that an older version did not have."""
     fields = config_type.model_fields
     defaults = {key: found.default for key, found in fields.items() if not found.is_required()}

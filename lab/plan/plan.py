@@ -14,14 +14,14 @@ from basics.sizes import gb, gib
 from lab.plan.document import plan_document
 from lab.plan.estimate import bytes_of_checkpoint, estimate, pinned_bytes
 from lab.plan.machines import known_machines, parse_machine
-from lab.plan.setting import num_parameters, size_name
+from lab.plan.setting import num_parameters, parameters_by_group, size_name
 from lab.plan.speed_sources import SpeedSources
 from lab.plan.tables import batch_lines, card_lines, cost_lines, memory_lines
 from reporting.speed import GPUS, flops_per_token
 from run_config import Run, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
-ALL_REDUCE_BYTES = {"fp32": 4, "bf16": 2}  # of a gradient's element
+NUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element
 PACKAGES_BYTES = 6e9  # nearly all of it PyTorch with CUDA
 
 
@@ -81,8 +81,10 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
           if run.train.repeat_data else []),
         f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below), {gb(2 * num_tokens)}"
         f" or more for the tokens, {gb(PACKAGES_BYTES)} for the packages",
-        f"host RAM: {gib(pinned_bytes(run))} of rank 0's is pinned for the copy that checkpoints"
-        " are written from",
-        f"between several GPUs: {gb(ALL_REDUCE_BYTES[run.train.all_reduce_dtype] * parameters)} of"
-        f" gradients a step (all_reduce_dtype {run.train.all_reduce_dtype})",
+        f"host RAM: rank 0 pins about {gib(pinned_bytes(run))} on a GPU, for the copy from which"
+        " checkpoints are written",
+        f"between several GPUs: {gb(NUM_BYTES[run.train.all_reduce_dtype] * parameters)} of"
+        f" gradients a step (all_reduce_dtype {run.train.all_reduce_dtype})"
+        + (f", {gb(NUM_BYTES['bf16'] * parameters_by_group(run.model)['matrix'])} of Muon's updates"
+           " in bf16" if run.train.optimizer == "muon" else ""),
     ]

@@ -17,7 +17,7 @@ from lab.compare.run_figures import Written, number
 from lab.publish.dataset_facts import LANGUAGE_CODE, LICENCE_NAME, declared_of
 from lab.publish.measurements import measurements
 from reporting.summary import is_training
-from run_config import ModelConfig, TrainConfig
+from run_config import MUON_DEFAULTS, ModelConfig, TrainConfig
 from tokens.tokenizer_file import TOKENIZER_FILE
 from trainer.targets import HUB_NAME, Target
 
@@ -232,21 +232,25 @@ def _so_far(target: Target) -> str:
 
 
 def _changed(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of model and training that differ from their defaults."""
+    """Return the settings of model and training that differ from their defaults.
+
+    With Muon also those whose default depends on the width: a card is read without this code.
+    """
+    always = {*MUON_DEFAULTS, "init"} if settings.get("optimizer") == "muon" else set()
     changed = {}
     for config, values in ((ModelConfig, target.checkpoint.meta.model.model_dump()),
                            (TrainConfig, settings)):
         for key, field in config.model_fields.items():
-            if key in values and (field.is_required() or values[key] != field.get_default()):
+            if key in values and (field.is_required() or key in always
+                                  or values[key] != field.get_default()):
                 changed[key] = values[key]
     return changed
 
 
 def _notes(target: Target) -> str:
-    notes = []
     if target.tokenizer_name == "bytes":
-        notes.append("Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n")
-    return "\n".join(notes)
+        return "Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n"
+    return ""
 
 
 def table_rows(facts: dict[str, str]) -> str:

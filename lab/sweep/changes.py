@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from basics.config_files import describe, unknown_key
 from basics.errors import UserError
-from run_config import RUN_NAME, ModelConfig, Run, TrainConfig
+from run_config import GONE_KEYS, RUN_NAME, ModelConfig, Run, TrainConfig, with_defaults
 
 NEXT_KEY = re.compile(r",(?=[A-Za-z_]\w*=)")  # a comma before another KEY=
 LONGEST_VALUE = 60  # characters, in a label
@@ -102,7 +102,7 @@ def apply_changes(base: Run, changes: Changes, *, seed: int | None = None) -> Co
             raise UserError(f"--change {label(changes)}: {describe(error)}") from None
     model, train = changed
     _check_comparable(base, train, changes)
-    return model, _with_found_weights(base, train)
+    return with_defaults(model, _with_found_weights(base, train))
 
 
 def _check_comparable(base: Run, train: TrainConfig, changes: Changes) -> None:
@@ -141,5 +141,8 @@ def _check_keys(changes: Changes) -> None:
         if key == SEED:
             raise UserError(f"--change {label(changes)}: {SEED} is the same for all variants; use"
                             " --seeds N")
+        if key in GONE_KEYS:
+            raise UserError(f'--change {label(changes)}: the key "{key}" has gone:'
+                            f" {GONE_KEYS[key]}")
         if key not in known:
             raise UserError(f"--change {label(changes)}: {unknown_key(key, known)}")

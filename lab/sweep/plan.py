@@ -18,7 +18,7 @@ from basics.errors import UserError, cannot_be_written, print_line
 from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
 from lab.sweep.changes import Changes, Configs, apply_changes, label
-from run_config import ModelConfig, Run, TrainConfig, load_config
+from run_config import ModelConfig, Run, TrainConfig, load_config, with_defaults
 from tokens.batch_plan import accumulation_steps_of
 
 PLAN_NAME = "sweep.json"
@@ -154,7 +154,7 @@ class Sweep:
         files = [(run.run_dir / f"{name}.json", config) for run in self.runs
                  for name, config in zip(("model", "train"), run.configs, strict=True)]
         for path, config in files:
-            if path.exists() and load_config(path, type(config)) != config:
+            if path.exists() and _set_keys(load_config(path, type(config))) != _set_keys(config):
                 raise UserError(f"{path}: was changed after the sweep had written it; undo that, or"
                                 " name another sweep with --name")
         try:
@@ -168,7 +168,11 @@ class Sweep:
 
 
 def _write_json(path: Path, config: BaseModel) -> None:
-    write_atomically(path, to_json(config.model_dump(exclude_unset=True), indent=4) + "\n")
+    write_atomically(path, to_json(_set_keys(config), indent=4) + "\n")
+
+
+def _set_keys(config: BaseModel) -> dict[str, Any]:
+    return config.model_dump(exclude_unset=True)
 
 
 @contextmanager
@@ -217,7 +221,8 @@ def _read_plan(base: Run, sweep_dir: Path) -> Plan:
         return _new_plan(base)
     try:
         plan = Plan.model_validate(read_json_object(path, needed_by="this sweep"))
-        before = ModelConfig.model_validate(plan.model), TrainConfig.model_validate(plan.train)
+        before = with_defaults(ModelConfig.model_validate(plan.model),
+                               TrainConfig.model_validate(plan.train))
     except ValidationError as error:
         raise UserError(f"{path}: {describe(error)}") from None
     names = [variant.name for variant in plan.variants]

@@ -44,8 +44,8 @@ def test_original_run_has_its_published_figures() -> None:
     assert "854.4 MFLOP per token" in output
     assert ("disk: 1.96 GB a checkpoint (how many: below), 6.52 GB or more for the tokens,"
             " 6.00 GB for the packages\n"
-            "host RAM: 2.00 GiB of rank 0's is pinned for the copy that checkpoints are written"
-            " from\nbetween several GPUs: 652 MB of gradients a step (all_reduce_dtype fp32)\n"
+            "host RAM: rank 0 pins about 2.00 GiB on a GPU, for the copy from which checkpoints are"
+            " written\nbetween several GPUs: 652 MB of gradients a step (all_reduce_dtype fp32)\n"
             ) in output
     row = next(row for row in batch_rows(output) if row[0] == "8x A100-40")
     assert row[1] == "13 x 1"

@@ -262,6 +262,21 @@ def test_a_change_that_is_the_baseline_is_not_trained(sweeps: Sweeps) -> None:
     assert sweeps.launches() == ["baseline-seed-42"]
 
 
+def test_a_base_that_leaves_keys_to_muons_defaults_is_changed_and_continued(
+    sweeps: Sweeps
+) -> None:
+    path = sweeps.workplace.runs_dir / "tiny/train.json"
+    train = {key: value for key, value in json.loads(path.read_text()).items()
+             if key != "learning_rate"}
+    path.write_text(json.dumps(train | {"optimizer": "muon"}))
+    changes = ("weight_decay=0.1", "init=gpt2", "beta2=0.999")  # AdamW's defaults, not Muon's
+    first = sweeps.cells(*(part for change in changes for part in ("--change", change)))
+    assert list(first) == ["baseline", *changes]
+    assert sweeps.cells() == sweeps.cells("--change", "beta2=0.95") == first
+    changed = sweeps.train_json("weight_decay-0.1-seed-42")
+    assert changed["weight_decay"] == 0.1 and "beta2" not in changed
+
+
 def test_a_changed_base_and_edited_runs_are_refused(sweeps: Sweeps) -> None:
     succeeded(sweeps.run("--change", "drop_rate=0"))
     path = sweeps.workplace.runs_dir / "tiny/train.json"

@@ -28,7 +28,7 @@ def write_atomically(path: Path, text: str) -> None:
 def loss_of(model: dict[str, Any], train: dict[str, Any], share: float = 1.0) -> float:
     """Return the validation loss after a share of the run."""
     noise = 0.01 * math.sin(train["random_seed"] * 7 + 100 * model["drop_rate"])
-    return (5 - share + 0.1 * math.log2(train["learning_rate"] / 0.01) ** 2
+    return (5 - share + 0.1 * math.log2(train.get("learning_rate", 0.02) / 0.01) ** 2
             + model["drop_rate"] + (0.2 if train.get("clipping_max_norm") == 0.5 else 0) + noise)
 
 

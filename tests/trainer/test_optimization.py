@@ -44,6 +44,8 @@ def test_the_norm_is_measured_and_clipped_where_set(
     ({}, {"final_learning_rate_fraction": 0.1},
      ['final_learning_rate_fraction: no effect with schedule "constant"']),
     ({}, {"final_learning_rate_fraction": 0.1, "schedule": "cosine"}, []),
+    ({}, {"decay_norms_and_biases": True, "weight_decay": 0.0},
+     ["decay_norms_and_biases: no effect with weight_decay 0"]),
     ({"init": "gpt2"}, {"init_from": "demo"}, ["init: no effect with init_from"]),
     ({"tie_weights": True}, {"head_beta2": 0.5, "head_learning_rate": 0.1},
      ["head_beta2, head_learning_rate: no effect with tie_weights"]),
