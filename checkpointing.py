@@ -45,9 +45,9 @@ from run_config import ModelConfig
 
 WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
-AVERAGE = "average.safetensors"  # of earlier versions; not read any more
 ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
-FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, AVERAGE}
+EARLIER = "average.safetensors"  # of earlier versions; not read
+FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, EARLIER}
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
 ALIGNMENT = 64  # bytes, of a tensor in a block
@@ -96,8 +96,10 @@ class Validation(_Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_the_weights(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _of_the_weights(cls, values: Any) -> Any:
         """Take the weights' own loss where an earlier version has that of their average too."""
+        if not isinstance(values, dict):
+            return values  # refused as damage
         raw_loss = values.get("raw_loss")
         known = {key: value for key, value in values.items() if key != "raw_loss"}
         return known if raw_loss is None else known | {"loss": raw_loss}

@@ -262,6 +262,16 @@ def test_a_wrong_loss_scale_is_damage(tmp_path: Path, loss_scale: dict) -> None:
         open_checkpoint(path)
 
 
+@pytest.mark.parametrize("content", ["[]", "null", "1", '{"raw_loss": "x"}'])
+def test_a_validation_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
+    path = save(tmp_path, 3).path
+    (path / "validation.json").write_text(content)
+    (path / MANIFEST).unlink()
+    write_manifest(path, global_step=3, tokens=0)
+    with pytest.raises(UserError, match="damaged: meta.json or validation.json cannot be read"):
+        open_checkpoint(path)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
 def test_a_sparse_file_of_terabytes_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -137,8 +137,7 @@ class Stop:
 
     def _longest_schedule(self, global_step: int) -> int:
         """Return the most steps that a fitted schedule may have; only fewer near its end."""
-        config = self._config
-        ends = is_in_late_decay(config, global_step, num_steps=self.num_steps)
+        ends = is_in_late_decay(self._config, global_step, num_steps=self.num_steps)
         return self.num_steps if ends else self._prepared.plan.num_steps
 
     def _is_spent_after(self, global_step: int, pace: Pace) -> bool:
