@@ -73,7 +73,6 @@ class TrainingStep:
 
     def __init__(self, state: TrainingState, train: TrainConfig, process: Process, *,
                  wrap: Wrap = lambda loss, *_: loss) -> None:
-        failpoint("compile")
         share_cpu_cores(process)
         self.state, self.train, self.process = state, train, process
         self._parameters = list(state.model.parameters())  # finding them takes 1 ms of each step
@@ -83,6 +82,7 @@ class TrainingStep:
         self._compiled_validation: Callable[..., Tensor] | None = None
         loss: nn.Module = state.model
         with long_waits(process) as group:  # the ranks compile for different times
+            failpoint("compile")  # every rank has begun, so rank 0 has said what it resumes from
             if train.compile:
                 loss = (Whole if process.world_size == 1 else ByLayer)(state.model)
                 compile_now(lambda: self._try(loss), process.device)
