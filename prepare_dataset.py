@@ -51,6 +51,7 @@ class Options:
     is_import: bool
     part: str | None
     is_join: bool
+    share: tuple[float, ...]
 
     @property
     def source(self) -> str:
@@ -81,8 +82,11 @@ class Options:
 @click.option("--keep-raw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Download files from the hub to DIR and keep them.")
 @click.option("--import", "is_import", is_flag=True,
-              help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, or .bin shards"
-                   " of llm.c.")
+              help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
+                   " llm.c, or with --share prepared datasets.")
+@click.option("--share", type=click.FloatRange(0, 100, min_open=True), multiple=True,
+              help="With --import, once for each SOURCE: mix the documents of prepared datasets, in"
+                   " these shares of the tokens, until one of them has no more.")
 @click.option("--part", metavar="I/N",
               help="Prepare only part I of N, on one of several machines, for --join.")
 @click.option("--join", "is_join", is_flag=True,
@@ -130,13 +134,18 @@ def main(**options: Any) -> None:
 
 def import_token_files(command: Options) -> Progress:
     """Convert token files of nanoGPT or llm.c. Raises: UserError."""
-    if given_options() - {"is_import", "tokenizer"}:
-        raise UserError("--import copies tokens unchanged; the only other option that it accepts"
-                        " is --tokenizer")
+    if given_options() - {"is_import", "tokenizer", "share"}:
+        raise UserError("--import copies tokens unchanged; the only other options that it accepts"
+                        " are --tokenizer and --share")
+    if command.share and len(command.sources) != len(command.share):
+        raise UserError(f"{len(command.share)} times --share for {len(command.sources)} SOURCEs;"
+                        " wanted one for each")
     # Imported here, and below, so that --help does not wait for it.
     from preparation.import_bin import import_tokens
 
-    return import_tokens(Path(command.source), command.output, command.tokenizer)
+    sources = command.sources if command.share else [command.source]
+    return import_tokens([Path(source) for source in sources], command.output, command.tokenizer,
+                         command.share)
 
 
 def join(command: Options) -> Progress:
@@ -159,6 +168,8 @@ def given_options() -> set[str]:
 
 def prepare(command: Options) -> Progress:
     """Find the documents and tokenise them. Raises: UserError."""
+    if command.share:
+        raise UserError("--share mixes datasets that are prepared already; add --import")
     source = command.source
     from preparation.parts import Part
 

@@ -48,7 +48,7 @@ LAYOUT = """: the documents in the order of the
 source, the first ones in `train.safetensors`, with an end-of-text token (id {end_of_text}) after
 each. Documents are tokenised as plain text: no text in them becomes a special token"""
 
-IMPORTED = ", copied unchanged from files of nanoGPT or llm.c"
+IMPORTED = ", copied unchanged from files that held tokens"
 
 
 def write_card(dataset_dir: Path, origin: Origin, request: Request, progress: Progress) -> None:

@@ -10,6 +10,7 @@ from huggingface_hub import DatasetCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from basics.errors import UserError
 from preparation import import_bin
@@ -68,7 +69,7 @@ def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(
     source = write(folder / "source", files | {"fineweb_val_000000.bin": llm_c(TOKENS[:9])})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_bin, "CHUNK_TOKENS", chunk)
-        import_tokens(source, folder / "out", "gpt2")
+        import_tokens([source], folder / "out", "gpt2")
     tokens = tokens_in(folder / "out")
     assert tokens["train"].tolist() == TOKENS[:sum(sizes)].tolist()
     assert tokens["validation"].tolist() == TOKENS[:9].tolist()
@@ -88,7 +89,7 @@ def test_files_with_a_wrong_size_version_or_token_id(
 ) -> None:
     source = write(tmp_path / "source", {"train.bin": train, "val.bin": TOKENS.tobytes()})
     with pytest.raises(UserError, match=message):
-        import_tokens(source, tmp_path / "out", "bytes")
+        import_tokens([source], tmp_path / "out", "bytes")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -98,7 +99,7 @@ def test_an_import_that_was_killed_leaves_nothing_to_the_next_one(tmp_path: Path
     left = tmp_path / ".out.partial/dataset/tokenizer.json"
     left.parent.mkdir(parents=True)
     left.write_text("of another tokenizer")
-    import_tokens(source, tmp_path / "out", "bytes")
+    import_tokens([source], tmp_path / "out", "bytes")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "README.md", "train.safetensors", "validation.safetensors"]
 
@@ -108,14 +109,14 @@ def test_two_imports_to_one_output_are_refused(tmp_path: Path) -> None:
                                          "val.bin": TOKENS.tobytes()})
     with Journal(tmp_path / "out"):
         with pytest.raises(UserError, match="another process is preparing this dataset"):
-            import_tokens(source, tmp_path / "out", "gpt2")
+            import_tokens([source], tmp_path / "out", "gpt2")
 
 
 def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {
         "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes(), "meta.pkl": b"x"})
     with pytest.raises(UserError, match="meta.pkl defines another vocabulary"):
-        import_tokens(source, tmp_path / "out", "gpt2")
+        import_tokens([source], tmp_path / "out", "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -126,10 +127,10 @@ def test_a_full_disk_is_reported_before_anything_is_copied(
         "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes()})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
     with pytest.raises(UserError, match="0.0 GB free; tokens need 0.0 GB or more"):
-        import_tokens(source, tmp_path / "out", "gpt2")
+        import_tokens([source], tmp_path / "out", "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
-    import_tokens(source, tmp_path / "out", "gpt2")
+    import_tokens([source], tmp_path / "out", "gpt2")
 
 
 @pytest.mark.parametrize("option", [("--max-documents", "10"), ("--text-column", "a"),
@@ -138,12 +139,108 @@ def test_other_options_are_refused_with_import(
     tmp_path: Path, option: tuple[str, str]
 ) -> None:
     result = prepare("--import", str(tmp_path), str(tmp_path / "out"), *option)
-    assert result.returncode == 2 and "the only other option that it accepts" in result.stderr
+    assert result.returncode == 2 and "the only other options that it accepts" in result.stderr
 
 
 def test_missing_files_and_an_output_that_is_not_empty(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes()})
     with pytest.raises(UserError, match=r"no val.bin or \*_val_\*.bin; wanted"):
-        import_tokens(source, tmp_path / "out", "bytes")
+        import_tokens([source], tmp_path / "out", "bytes")
     with pytest.raises(UserError, match="is not empty"):
-        import_tokens(source, source, "bytes")
+        import_tokens([source], source, "bytes")
+
+
+def dataset(path: Path, token: int, lengths: list[int], tokenizer: str = "bytes") -> Path:
+    """Write a dataset of documents of one token, repeated; both splits hold the same."""
+    path.mkdir()
+    for split in ("train", "validation"):
+        tokens = [id for length in lengths for id in [token] * length + [256]]
+        save_file({"tokens": np.array(tokens, dtype=np.uint16)}, path / f"{split}.safetensors",
+                  metadata={"tokenizer": tokenizer})
+    return path
+
+
+def documents_in(tokens: np.ndarray) -> list[tuple[int, int]]:
+    """Return the token and the length of each document, with its end-of-text token."""
+    texts = np.split(tokens, np.flatnonzero(tokens == 256) + 1)
+    assert texts[-1].size == 0
+    assert all(len(set(text[:-1].tolist())) == 1 for text in texts[:-1])
+    return [(int(text[0]), text.size) for text in texts[:-1]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=60), min_size=2,
+                        max_size=3),
+       shares=st.lists(st.sampled_from([5.0, 30.0, 70.0]), min_size=3, max_size=3),
+       chunk=st.integers(1, 50))
+def test_a_mix_has_the_shares_of_tokens_everywhere_and_repeats_no_document(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], shares: list[float],
+    chunk: int
+) -> None:
+    folder, shares = tmp_path_factory.mktemp("mix"), shares[:len(lengths)]
+    sources = [dataset(folder / str(number), number, own) for number, own in enumerate(lengths)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_bin, "CHUNK_TOKENS", chunk)
+        patch.setattr(import_bin, "CHUNK_DOCUMENTS", chunk)
+        import_tokens(sources, folder / "out", "bytes", shares)
+    found = documents_in(tokens_in(folder / "out")["train"])
+    own_documents = [[size for number, size in found if number == source]
+                     for source in range(len(sources))]
+    for own, given_lengths in zip(own_documents, lengths, strict=True):
+        assert own == [length + 1 for length in given_lengths[:len(own)]]  # in order, once
+    assert any(len(own) == len(given_lengths) for own, given_lengths
+               in zip(own_documents, lengths, strict=True))  # ends where one has no more
+    counts = np.zeros(len(sources))
+    for number, size in found:  # at no place is a dataset a document or more ahead of its share
+        counts[number] += size
+        due = counts[number] / shares[number]
+        for other, share in enumerate(shares):
+            next_size = next_of(lengths[other], int(counts[other]))
+            assert next_size is None or (counts[other] + next_size) / share >= due - 1e-9
+
+
+def next_of(lengths: list[int], num_tokens: int) -> int | None:
+    """Return the size of the document that comes after so many tokens."""
+    ends = np.cumsum([length + 1 for length in lengths])
+    rest = [length + 1 for length, end in zip(lengths, ends, strict=True) if end > num_tokens]
+    return rest[0] if rest else None
+
+
+def test_a_mix_can_be_trained_on_and_says_what_is_in_it(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    one, two = (dataset(tmp_path / name, token, [40] * 30) for name, token in (("a", 1), ("b", 2)))
+    out = workplace.datasets_dir / "mixed"
+    command = ("--import", "--share", "75", "--share", "25", str(one), str(two))
+    result = succeeded(prepare(*command, str(out), "--tokenizer", "bytes"))
+    assert result.stdout.splitlines()[0] == "80 documents, 3,280 tokens"  # 30 + 10, twice
+    with safe_open(out / "train.safetensors", framework="numpy") as file:
+        assert file.metadata()["source"] == "a 75, b 25"
+    assert "a and b" in DatasetCard.load(out / "README.md").text
+    workplace.add_run(train={"dataset": "mixed", "min_train_tokens": 64})
+    open_run_data(load_run(workplace.runs_dir, "tiny"), out, world_size=1)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--import", "--share", "1", "a", "b"), "1 times --share for 2 SOURCEs; wanted one for each"),
+    (("--share", "1", "a"), "--share mixes datasets that are prepared already; add --import"),
+    (("--import", "--share", "0", "a"), "--share"),
+    (("--import", "--share", "1", "--share", "1", "a", "other"),
+     "other/train.safetensors: its tokenizer is gpt2; set --tokenizer"),
+    (("--import", "--share", "1", "--share", "1", "a", "no"), "no/train.safetensors: no such"),
+    (("--import", "--share", "1", "--share", "1", "a", "endless"),
+     "endless/train.safetensors: no token ends a document"),
+])
+def test_datasets_that_cannot_be_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dataset(tmp_path / "a", 1, [9]), dataset(tmp_path / "b", 2, [9])
+    dataset(tmp_path / "other", 2, [9], "gpt2")
+    endless = dataset(tmp_path / "endless", 3, [9])
+    save_file({"tokens": np.arange(9, dtype=np.uint16)}, endless / "train.safetensors",
+              metadata={"tokenizer": "bytes"})
+    before = sorted(tmp_path.iterdir())
+    result = prepare(*arguments, "out", "--tokenizer", "bytes")
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+    assert sorted(tmp_path.iterdir()) == before
