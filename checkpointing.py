@@ -79,6 +79,7 @@ class CheckpointMeta(_Record):
     usd: ByPhase = {}  # empty if the machine's price was not known
     num_steps: int | None = Field(default=None, ge=1, lt=2**40)  # as `fit_budget` has set it
     optimizer: str = "adamw"
+    code: str = ""  # that trained up to here: a commit, or a version and a digest
     tokenizer: str | None
     tokenizer_file: bytes | None = Field(default=None, exclude=True)  # written beside `meta.json`
     loss_scale: LossScale | None = None  # only in fp16

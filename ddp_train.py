@@ -228,7 +228,7 @@ class Trainer:
                 train_loss=train_loss,
                 seconds=self.clock.read(), usd=self.clock.usd(),
                 num_steps=self.stop.num_steps if self.config.fit_budget else None,
-                optimizer=self.config.optimizer,
+                optimizer=self.config.optimizer, code=self.reports.code,
                 tokenizer=self.data.tokenizer_name, tokenizer_file=self.data.tokenizer_file,
                 loss_scale=self.state.loss_scale(),
                 model=self.run.model, random_seed=self.config.random_seed,

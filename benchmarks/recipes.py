@@ -2,7 +2,8 @@
 
     uv run python -m benchmarks.recipes --sweeps-dir sweeps
 
-reads the sweeps that `benchmarks/recipes.md` lists and prints its first table.
+reads the sweeps that `benchmarks/recipes.md` lists and prints its first table; `--chart FILE` also
+draws the validation losses over the tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from lab.compare.run_results import FINISHED, Result, read_result
 from lab.compare.tokens_to_loss import first_reaching
 from lab.sweep.noise import Difference
 
-TWINS = ("bytes", "bpe")
-RECIPE = "muon"
-BASELINES = ("original", "adamw-one-rate", "adamw")
+RECIPES = {"bytes-muon": ("bytes-original", "bytes-adamw"),
+           "bpe-muon": ("bpe-original", "bpe-adamw-one-rate", "bpe-adamw"),
+           "bpe-muon-4k": ("bpe-adamw-4k",),
+           "bpe-large-muon": ("bpe-large-adamw",)}  # each with the baselines beside it
 RUN_DIR = re.compile(r"(.+)-seed-(\d+)")
 HEADS = ["baseline", "its tokens", "its loss", "recipe", "its tokens", "share", "its loss",
          "difference", "95% interval", "reached after", "share", "95% interval"]
@@ -65,12 +67,35 @@ def read_variants(sweep_dir: Path) -> list[Variant]:
 
 
 def rows_of(sweeps_dir: Path) -> Iterator[list[str]]:
-    """Yield the cells of the table: each recipe beside each baseline of its twin."""
-    for twin in TWINS:
-        for name in BASELINES:
-            for baseline in read_variants(sweeps_dir / f"{twin}-{name}"):
-                for recipe in read_variants(sweeps_dir / f"{twin}-{RECIPE}"):
-                    yield [*_compare(baseline, recipe), *_reached(baseline, recipe)]
+    """Yield the cells of the table: each recipe beside each of its baselines."""
+    for name, baselines in RECIPES.items():
+        for baseline in (found for name in baselines for found in read_variants(sweeps_dir / name)):
+            for recipe in read_variants(sweeps_dir / name):
+                yield [*_compare(baseline, recipe), *_reached(baseline, recipe)]
+
+
+def draw(sweeps_dir: Path, path: Path) -> None:
+    """Draw the validation losses over the tokens, a panel for each model, all seeds as lines."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    models: dict[str, list[Variant]] = {}
+    for recipe, baselines in RECIPES.items():
+        for name in (*baselines, recipe):
+            if variants := read_variants(sweeps_dir / name):
+                models.setdefault(re.sub("-(muon|original|adamw).*", "", name), []).extend(variants)
+    figure = Figure(figsize=(5 * len(models), 4.5), layout="constrained")
+    for axes, (model, variants) in zip(figure.subplots(1, len(models), squeeze=False)[0],
+                                       models.items(), strict=True):
+        for variant, color in zip(variants, colormaps["tab20"].colors, strict=False):
+            for number, run in enumerate(variant.runs.values()):
+                points = [(record["tokens"] / 1e6, record["validation_loss"])
+                          for record in run.records if record.get("validation_loss") is not None]
+                axes.plot(*zip(*points, strict=True), color=color, marker=".",
+                          label=None if number else variant.name)
+        axes.set(title=model, xlabel="million tokens", ylabel="validation loss (nats per token)")
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
 
 
 def _compare(baseline: Variant, recipe: Variant) -> list[str]:
@@ -112,12 +137,15 @@ def _mean(variant: Variant) -> str:
 @click.command()
 @click.option("--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"),
               show_default=True)
-def main(sweeps_dir: Path) -> None:
+@click.option("--chart", type=click.Path(path_type=Path), help="Draw the losses into this file.")
+def main(sweeps_dir: Path, chart: Path | None) -> None:
     """Print the table of recipes and baselines as Markdown."""
     rows = list(rows_of(sweeps_dir))
     if not rows:
         raise UserError(f"{sweeps_dir}: no finished runs of the sweeps in benchmarks/recipes.md;"
                         " run those commands first")
+    if chart:
+        draw(sweeps_dir, chart)
     print_line(tabulate(rows, HEADS, tablefmt="github", disable_numparse=True))
 
 

@@ -60,6 +60,7 @@ class RunEnd:
     best: dict[str, Any] | None  # checkpoint, global_step, loss
     checkpoints: dict[str, float]  # of this launch: saved, longest_write_seconds
     machine: dict[str, Any]
+    code: str  # a commit, or a version and a digest
     tokenizer: str | None = None  # its name, if it is known
     energy_kwh: float | None = None  # of the GPUs of rank 0's machine, over all launches
     failure: str = ""  # what is wrong with a run whose steps are all taken
@@ -97,6 +98,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "this_launch": {"steps": num_measured, "tokens": num_measured * plan.tokens_per_step,
                         "seconds": step_seconds(this_launch)},
         "machine": end.machine,
+        "code": end.code,
         "batch": asdict(plan) | {"num_steps": end.num_steps},
         "model": run.model.model_dump(),
         "train": run.train.model_dump(),

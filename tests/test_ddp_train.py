@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import ddp_train
+from basics.code_version import code_version
 from processes.command_line import Options, command_line
 from processes.launch import Process
 from run_config import TrainConfig
@@ -138,6 +139,9 @@ def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
     assert summary["status"] == "finished" and summary["tokens"] == 1536
     assert summary["train"]["learning_rate"] == 0.01 and summary["model"]["emb_dim"] == 16
     assert summary["machine"]["processes"] == 2 and summary["machine"]["precision"] == "fp32"
+    metas = finished[0].runs_dir.glob("tiny/checkpoints/*-*/meta.json")
+    assert {json.loads(meta.read_text())["code"] for meta in metas} == {summary["code"]}
+    assert summary["code"] == code_version()
     records = read_lines(workplace.runs_dir / "tiny" / "metrics.jsonl")
     losses = {r["global_step"]: r["validation_loss"] for r in records if "validation_loss" in r}
     assert summary["validation_loss"] == losses[11]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from basics.code_version import code_version
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from basics.machine import machine_up_seconds
 from basics.run_identity import Identity, write_identity
@@ -68,7 +69,7 @@ class Reports:
         first_step, resume_from = self.prepared.first_step, self.prepared.resume_from
         num_steps, warnings = self.prepared.num_steps, [*self.run.warnings, *self.prepared.warnings]
         if self.process.is_main:
-            self.identity = self.prepared.run_identity()
+            self.identity, self.code = self.prepared.run_identity(), code_version()
             if write_identity(self.run.run_dir, self.identity):  # first: a kill may come between
                 self.beside.after_checkpoint.start()  # the copy learns of it before it has more
         # Before files are copied: a kill would leave another run's records to be counted as these.
@@ -251,7 +252,7 @@ class Reports:
             checkpoints=self.saver.facts(),
             machine=machine_facts(self.process, self.step.precision) | self.step.facts() | {
                 "up_seconds": machine_up_seconds()},
-            tokenizer=self.prepared.data.tokenizer_name,
+            code=self.code, tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
             failure=failure,
         ))

@@ -127,7 +127,9 @@ def _mark_differences(rows: list[Row]) -> tuple[list[Row], str]:
 def _settings(row: Row) -> dict[str, str]:
     settings = {key: shown(value) for key, value in row.first.config.items()}
     seeds = [shown(result.config[SEED]) for result in row.results if SEED in result.config]
-    return settings | ({SEED: ",".join(seeds)} if seeds else {})
+    codes = sorted({result.code for result in row.results if result.code})
+    return settings | ({SEED: ",".join(seeds)} if seeds else {}) | (
+        {"code": ",".join(codes)} if codes else {})
 
 
 def deciding_loss(rows: list[Row]) -> str:

@@ -43,6 +43,7 @@ class Result:
         texts: identities of the slices' texts, as far as `lab evaluate` recorded them.
         test_slice: the slice of the test loss in `figures`; the comparison chooses it.
         tokenizer: its name, if the run recorded it.
+        code: the version of the code that ended the run, if it recorded one.
         machine: device, precision, number of processes.
         device: name of the GPU, or of the CPU.
         loss_group: results with an equal one form a curve of the loss over the batch size.
@@ -58,6 +59,7 @@ class Result:
     texts: dict[str, str] = field(default_factory=dict)
     test_slice: str = ""
     tokenizer: str | None = None
+    code: str = ""
     notes: str = ""
     machine: tuple[str, ...] = ()
     device: str | None = None
@@ -148,6 +150,7 @@ def read_result(run_dir: Path) -> Result:
         test_bits={slice_of(line): number(line.get("bits_per_byte")) for line in tests},
         texts={slice_of(line): line["text"] for line in tests if isinstance(line.get("text"), str)},
         tokenizer=_tokenizer(written, tests),
+        code=shown(code) if (code := written.summary.get("code")) else "",
         memory_gib=number(facts.get("peak_memory_gib")), judge=_judge(written),
         loss_group=_group(config, *LOSS_SETTINGS) if status == FINISHED else (),
         memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),

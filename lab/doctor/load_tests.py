@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from basics.code_version import PROJECT_DIR
 from basics.files import read_regular_file
 from basics.gpu_readings import SLOWDOWNS
 from lab.doctor.check import Finding, Subject, ok, problem, unknown, warning
@@ -21,7 +22,6 @@ from lab.doctor.load_process import Spec
 from lab.doctor.load_result import HANG_SECONDS, Result, read_result
 from reporting.speed import find_gpu
 
-PROJECT_DIR = Path(__file__).parents[2]
 LITTLE_OF_PEAK = 0.5  # of a GPU's peak; large products reach 60 to 90%
 MUCH_SLOWER = 0.8  # of the fastest GPU's speed
 SLOW_BUS = 4e9  # bytes a second; PCIe without peer-to-peer access has more

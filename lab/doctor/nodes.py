@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from basics.code_version import code_digest
 from lab.doctor import load_tests
 from lab.doctor.check import (
     PROBLEM,
@@ -35,7 +36,6 @@ from lab.doctor.check import (
 )
 from lab.doctor.examination import Request, checks_of_gpus, other_checks, subject_of
 from lab.doctor.load_result import Result
-from lab.doctor.load_tests import PROJECT_DIR
 from lab.doctor.report import Report
 from lab.doctor.run_checks import num_processes
 from processes.startup_agreement import Agreement
@@ -43,9 +43,6 @@ from processes.startup_agreement import Agreement
 SLACK_SECONDS = 30.0  # for the checks that load nothing
 NUM_ASKED = 4  # times that a node asks for rank 0's clock; the quickest answer counts
 MUCH_SKEW = 1.0  # seconds
-SOURCES = ("*.py", *(f"{folder}/**/*.py" for folder in (
-    "basics", "lab", "microbatch_search", "ops", "preparation", "processes", "reporting", "tokens",
-    "trainer")))
 
 
 class Exchange:
@@ -136,11 +133,8 @@ def _examine_node(request: Request, subject: Subject, local_rank: int,
 
 def versions(subject: Subject) -> dict[str, str]:
     """Return what must be the same on all nodes; code and configs as a digest."""
-    digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(path for pattern in SOURCES for path in PROJECT_DIR.glob(pattern)):
-        digest.update(str(path.relative_to(PROJECT_DIR)).encode() + path.read_bytes())
     found = {"PyTorch": version("torch"), "Python": ".".join(platform.python_version_tuple()[:2]),
-             "the project's code": digest.hexdigest()}
+             "the project's code": code_digest()}
     if subject.run is not None:
         configs = f"{subject.run.model!r} {subject.run.train!r}"
         found["the run's configs"] = hashlib.blake2b(

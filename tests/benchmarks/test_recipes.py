@@ -4,8 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib import colormaps
+from matplotlib.image import imread
 
 from basics.errors import UserError
 from benchmarks.recipes import main
@@ -82,3 +85,15 @@ def test_changed_variants_are_named_and_other_directories_are_left_out(tmp_path:
 def test_without_runs_it_says_what_to_do(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["--sweeps-dir", str(tmp_path)])
     assert isinstance(result.exception, UserError) and "run those commands" in str(result.exception)
+
+
+def test_the_chart_shows_every_variant(tmp_path: Path) -> None:
+    for name in ("bytes-original", "bytes-muon"):
+        add_run(tmp_path / name, "baseline-seed-42", tokens=1000, losses=[3.0, 2.5])
+        add_run(tmp_path / name, "beta1-0.8-seed-42", tokens=900, losses=[2.9, 2.4])
+    result = CliRunner().invoke(main, ["--sweeps-dir", str(tmp_path),
+                                       "--chart", str(tmp_path / "chart.png")])
+    assert result.exit_code == 0, result.output
+    pixels = imread(tmp_path / "chart.png")[..., :3].reshape(-1, 3)
+    for color in colormaps["tab20"].colors[:4]:
+        assert np.isclose(pixels, color, atol=0.01).all(axis=1).any()

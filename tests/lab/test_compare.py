@@ -205,6 +205,16 @@ def test_differences_are_shown_relative_to_most_runs(runs: Runs) -> None:
     assert cells_of(runs.compare("base"), "base").get("differences") is None
 
 
+def test_the_version_of_the_code_is_shown_where_it_differs(runs: Runs) -> None:
+    for name, code in (("a", "1a2b3c"), ("b", "1a2b3c"), ("c", "4d5e6f")):
+        runs.add(name, summary={"code": code}, train={"learning_rate": 0.1 + (name == "b")})
+    assert {row.name: row.differs for row in runs.compare().rows}["c"] == "code=4d5e6f"
+    assert "code" not in runs.compare("a", "b").rows[0].differs
+    runs.add("d", summary={"code": "4d5e6f"}, train={"learning_rate": 0.1, "random_seed": 7})
+    assert "code=1a2b3c,4d5e6f" in {
+        row.name: row.differs for row in runs.compare("a", "b", "d").rows}["a, d"]
+
+
 def test_setting_missing_in_an_older_summary_is_not_a_difference(runs: Runs) -> None:
     runs.add("old", train={"clipping_max_norm": None})
     new = TINY_TRAIN | {"max_skipped_steps": 20, "clipping_max_norm": None, "weight_decay": 0.10,
