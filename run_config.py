@@ -28,7 +28,10 @@ RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the ori
 GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks saves memory",
              "compile_mode": "remove it; PyTorch's default mode is the only one",
              "cautious_weight_decay": "remove it; it was never measured here",
-             **{f"{group}_beta1": "remove it; beta1 is that of all groups" for group in GROUPS},
+             **{f"{group}_{beta}": f"remove it; {beta} is that of all groups"
+                for group in GROUPS for beta in ("beta1", "beta2")},
+             **{f"{group}_weight_decay": "remove it; only the matrices can have a decay of their"
+                " own" for group in GROUPS if group != "matrix"},
              "weight_average": "remove it; averaged weights were not better"}
 MUON_DEFAULTS: dict[str, Any] = {
     "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
@@ -43,10 +46,7 @@ DECAY = "decay_norms_and_biases"
 AS_ORIGINAL = {DECAY: True, "precision": "fp16", "residual_dtype": "fp32"}
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
-# Options of one parameter group: None stands for the option without the group's name.
-GroupRate = Annotated[float | None, Field(gt=0)]
-GroupDecay = Annotated[float | None, Field(ge=0, le=1e3)]
-GroupBeta = Annotated[float | None, Field(ge=0, lt=1)]
+GroupRate = Annotated[float | None, Field(gt=0)]  # None stands for `learning_rate`
 # A JSON list becomes a tuple: the config is frozen.
 Prompts = Annotated[tuple[Annotated[str, Field(max_length=2**14)], ...],
                     Field(strict=False, min_length=1, max_length=64)]
@@ -100,17 +100,10 @@ class TrainConfig(FrozenConfig):
     head_learning_rate: GroupRate = None
     vector_learning_rate: GroupRate = None
     weight_decay: float = Field(default=0.1, ge=0, le=1e3)
-    matrix_weight_decay: GroupDecay = None
-    embedding_weight_decay: GroupDecay = None
-    head_weight_decay: GroupDecay = None
-    vector_weight_decay: GroupDecay = None
+    matrix_weight_decay: float | None = Field(default=None, ge=0, le=1e3)
     decay_norms_and_biases: bool = False
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    matrix_beta2: GroupBeta = None
-    embedding_beta2: GroupBeta = None
-    head_beta2: GroupBeta = None
-    vector_beta2: GroupBeta = None
     epsilon: float = Field(default=1e-8, ge=1e-30)
     momentum: float = Field(default=0.95, ge=0, lt=1)
     momentum_warmup_percent: float = Field(default=0, ge=0, le=100)  # of the global steps
@@ -166,9 +159,6 @@ class TrainConfig(FrozenConfig):
         if self.schedule_learning_rate and self.schedule not in (None, "cosine"):
             raise ValueError(f'schedule is "{self.schedule}" but schedule_learning_rate is true,'
                              " which means cosine: drop one")
-        if self.decay_norms_and_biases and self.vector_weight_decay is not None:
-            raise ValueError("vector_weight_decay and decay_norms_and_biases exclude each other:"
-                             " drop one")
         if self.warmup_period_percent + (self.decay_period_percent or 0) > 100:
             raise ValueError("warmup_period_percent and decay_period_percent are more than 100"
                              " together: lower one")

@@ -67,9 +67,8 @@ def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
     """Return a warning for options that are set but have no effect beside another one."""
     unused = {
         'optimizer "adamw"': {"momentum", "momentum_warmup_percent"},
-        'optimizer "muon"': {"matrix_beta2"},
         'schedule "constant"': {"decay_period_percent", "final_learning_rate_fraction"},
-        "tie_weights": {"head_learning_rate", "head_weight_decay", "head_beta2"},
+        "tie_weights": {"head_learning_rate"},
     }
     if train.weight_decay == 0 and train.decay_norms_and_biases:
         unused["weight_decay 0"] = {"decay_norms_and_biases"}
@@ -87,17 +86,13 @@ def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
 
 
 def _options(group: Group, train: TrainConfig) -> dict[str, Any]:
-    def own_or(name: str, default: float) -> float:
-        own = getattr(train, f"{group}_{name}")
-        return default if own is None else own
-
-    decays = group != "vector" or train.decay_norms_and_biases
-    decay = own_or("weight_decay", train.weight_decay if decays else 0.0)
+    decay = train.weight_decay if group != "vector" or train.decay_norms_and_biases else 0.0
+    if group == "matrix" and train.matrix_weight_decay is not None:
+        decay = train.matrix_weight_decay
     peak = peak_learning_rate(group, train)
     return {
         "lr": peak, "peak_ratio": peak / train.learning_rate,
-        "betas": (train.beta1, own_or("beta2", train.beta2)),
-        "eps": train.epsilon,
+        "betas": (train.beta1, train.beta2), "eps": train.epsilon,
         "weight_decay": decay,
         "is_orthogonalised": group == "matrix" and train.optimizer == "muon",
         "momentum": train.momentum,

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from basics.errors import UserError, one_line, print_error
 from lab.compare.run_figures import Figures, Record, Written, figures_of, number, read_text
 from lab.plan.setting import size_name
-from run_config import GROUPS, ModelConfig, TrainConfig, load_config, with_defaults
+from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
 LONGEST_VALUE = 60  # characters of a setting
 HEARTBEAT_TIMEOUT = 60  # seconds; a run that trains writes its heartbeat every few seconds
@@ -22,8 +22,8 @@ LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat
 FINISHED, PUBLISHED = "finished", "published"
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
     "dataset", "min_train_tokens", "repeat_data", "init_from", "optimizer", "weight_decay",
-    *(f"{group}_weight_decay" for group in GROUPS), "decay_norms_and_biases",
-    "clipping_max_norm", "schedule", "schedule_learning_rate",
+    "matrix_weight_decay", "decay_norms_and_biases", "clipping_max_norm", "schedule",
+    "schedule_learning_rate",
     "warmup_period_percent", "decay_period_percent", "final_learning_rate_fraction",
 )
 MEMORY_SETTINGS = (  # change the memory of a step

@@ -106,7 +106,9 @@ def options_of(name: str, train: TrainConfig) -> dict[str, Any]:
     options = {key: getattr(train, key) for key in ("learning_rate", "weight_decay", "beta2")}
     if group == "vector" and not train.decay_norms_and_biases:
         options["weight_decay"] = 0.0
-    own = {key: getattr(train, f"{group}_{key}") for key in options}
+    own = {"learning_rate": getattr(train, f"{group}_learning_rate")}
+    if group == "matrix":
+        own["weight_decay"] = train.matrix_weight_decay
     return options | {k: v for k, v in own.items() if v is not None} | {
         "is_muon": is_muon, "beta1": train.beta1}
 

@@ -131,14 +131,10 @@ def draw_optimizer(draw: random.Random) -> dict[str, Any]:
     schedule = {"schedule_learning_rate": draw.random() < 0.5} if kind is None else {
         "schedule": kind}
     percent = draw.choice([10, 33.4, 50])
-    groups = sometimes(draw, **{f"{group}_{key}": value for group in GROUPS for key, value in (
-        ("learning_rate", 10 ** draw.uniform(-4, -2)), ("weight_decay", draw.choice([0.0, 0.3])),
-        ("beta2", draw.choice([0.9, 0.95])))})
-    if draw.random() < 0.3:
-        groups = {k: v for k, v in groups.items() if k != "vector_weight_decay"} | {
-            "decay_norms_and_biases": True}
-    return schedule | groups | {"learning_rate": 10 ** draw.uniform(-4, -2)} | sometimes(
-        draw, optimizer="muon", weight_decay=draw.choice([0.0, 0.5]),
+    rates = {f"{group}_learning_rate": 10 ** draw.uniform(-4, -2) for group in GROUPS}
+    return schedule | {"learning_rate": 10 ** draw.uniform(-4, -2)} | sometimes(
+        draw, **rates, optimizer="muon", weight_decay=draw.choice([0.0, 0.5]),
+        matrix_weight_decay=draw.choice([0.0, 0.3]), decay_norms_and_biases=True,
         beta1=draw.choice([0.0, 0.8]), beta2=draw.choice([0.9, 0.99]),
         epsilon=draw.choice([1e-6, 1e-10]), momentum=draw.choice([0.0, 0.5, 0.9]),
         momentum_warmup_percent=draw.choice([40, 70, 100]),

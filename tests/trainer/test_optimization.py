@@ -39,16 +39,14 @@ def test_the_norm_is_measured_and_clipped_where_set(
 @pytest.mark.parametrize(("model", "train", "wanted"), [
     ({}, {"momentum": 0.9}, ['momentum: no effect with optimizer "adamw"']),
     ({}, {"optimizer": "muon", "momentum": 0.9, "schedule": "wsd"}, []),
-    ({}, {"optimizer": "muon", "matrix_beta2": 0.9},
-     ['matrix_beta2: no effect with optimizer "muon"']),
     ({}, {"final_learning_rate_fraction": 0.1},
      ['final_learning_rate_fraction: no effect with schedule "constant"']),
     ({}, {"final_learning_rate_fraction": 0.1, "schedule": "cosine"}, []),
     ({}, {"decay_norms_and_biases": True, "weight_decay": 0.0},
      ["decay_norms_and_biases: no effect with weight_decay 0"]),
     ({"init": "gpt2"}, {"init_from": "demo"}, ["init: no effect with init_from"]),
-    ({"tie_weights": True}, {"head_beta2": 0.5, "head_learning_rate": 0.1},
-     ["head_beta2, head_learning_rate: no effect with tie_weights"]),
+    ({"tie_weights": True}, {"head_learning_rate": 0.1},
+     ["head_learning_rate: no effect with tie_weights"]),
 ])
 def test_options_without_effect_are_named(model: dict, train: dict, wanted: list[str]) -> None:
     assert unused_options(ModelConfig(**TINY_MODEL | model), config(**train)) == wanted
