@@ -29,7 +29,8 @@ GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks sav
              "compile_mode": "remove it; PyTorch's default mode is the only one",
              "cautious_weight_decay": "remove it; it was never measured here",
              **{f"{group}_beta1": "remove it; beta1 is that of all groups" for group in GROUPS},
-             "weight_average": "remove it; averaged weights were not better"}
+             "weight_average": "remove it; averaged weights were not better",
+             "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length before"}
 MUON_DEFAULTS: dict[str, Any] = {
     "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
     "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta2": 0.95, "schedule": "linear"}
@@ -133,7 +134,6 @@ class TrainConfig(FrozenConfig):
     usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD_PER_HOUR)  # of all machines
     max_cost_usd: float | None = Field(default=None, gt=0, le=1e9)
     max_hours: float | None = Field(default=None, gt=0, le=1e6)
-    fit_budget: bool = False
     max_skipped_steps: Count = 20  # consecutive
     collective_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
     hang_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
@@ -172,8 +172,6 @@ class TrainConfig(FrozenConfig):
         if self.warmup_period_percent + (self.decay_period_percent or 0) > 100:
             raise ValueError("warmup_period_percent and decay_period_percent are more than 100"
                              " together: lower one")
-        if self.fit_budget and not (self.max_cost_usd or self.max_hours):
-            raise ValueError("fit_budget needs max_cost_usd or max_hours: set one")
         if not self.use_amp and self.precision in ("bf16", "fp16"):
             raise ValueError(f'use_amp is false but precision is "{self.precision}": drop one')
         if self.deterministic and self.attention == "cudnn":

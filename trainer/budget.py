@@ -16,12 +16,10 @@ from reporting.clock import (
     WAITING,
     PhaseClock,
 )
-from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND
 from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 
-FIT_MARGIN = 0.02  # of the time left, for costs that the pace does not include
 SAFETY_MARGIN = 0.25  # steps may take 25% longer than measured
 
 
@@ -32,7 +30,6 @@ class Pace:
     step: float
     validation: float
     save: float  # the stall of training for a checkpoint
-    last_write: float = 0.0  # of a checkpoint and charts, which the end of the run waits for
 
     @classmethod
     def measured(cls, clock: PhaseClock, train: TrainConfig, *, num_steps: int, plan: BatchPlan,
@@ -58,15 +55,6 @@ class Pace:
     def seconds(self, num_steps: int, *, num_validations: int = 0, num_saves: int = 0) -> float:
         """Return the seconds of some steps with their validations and saves."""
         return (num_steps * self.step + num_validations * self.validation + num_saves * self.save)
-
-    def with_its_share(self, train: TrainConfig) -> float:
-        """Return the seconds of a step with its share of validations and checkpoints."""
-        seconds = self.step
-        if train.validation_interval:
-            seconds += (self.validation + self.save) / train.validation_interval
-        if train.checkpoint_interval:
-            seconds += self.save / train.checkpoint_interval
-        return seconds
 
 
 class Budget:
@@ -101,11 +89,3 @@ class Budget:
     def affords(self, seconds: float) -> bool:
         """Return whether this fits into what is left, with a safety margin."""
         return seconds * (1 + SAFETY_MARGIN) <= self.seconds_left()
-
-    def affordable_steps(self, pace: Pace) -> int:
-        """Return the number of steps that fit, with a last validation and checkpoint."""
-        end = pace.seconds(0, num_validations=int(self._train.validates), num_saves=1)
-        end += pace.last_write
-        margin = SAFETY_MARGIN * (end + pace.seconds(REPORT_INTERVAL))
-        seconds = (self.seconds_left() - end - margin) * (1 - FIT_MARGIN)
-        return max(0, int(seconds / pace.with_its_share(self._train)))

@@ -50,15 +50,6 @@ def final_fraction(train: TrainConfig) -> float:
     return COSINE_FINAL_FRACTION if schedule_of(train) == "cosine" else 0.0
 
 
-def is_in_late_decay(train: TrainConfig, global_step: int, *, num_steps: int) -> bool:
-    """Return whether a decay that is shorter than the run has begun.
-
-    A longer schedule would then raise the learning rate again.
-    """
-    start = _decay_start(train, num_steps=num_steps, warmup_steps=0)
-    return schedule_of(train) != "constant" and 0 < start <= global_step
-
-
 def _decay_start(train: TrainConfig, *, num_steps: int, warmup_steps: int) -> int:
     percent = train.decay_period_percent
     if percent is None:
