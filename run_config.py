@@ -219,6 +219,7 @@ class Run:
     summary_path = _inside("summary.json")  # losses, times, cost and machine
     heartbeat_path = _inside("heartbeat.json")  # progress of the processes, for monitoring
     train_path = _inside("train.json")  # that `train` was read from
+    search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
 
     def priced(self, usd_per_hour: float | None) -> Run:
         """Return this run with the price of the command line, of all machines, if that has one.

@@ -41,7 +41,7 @@ from run_config import Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention
-from trainer.budget import Budget
+from trainer.budget import nearest_limit
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.portable_cache import COMPILED
@@ -282,6 +282,6 @@ def check_disk_space(run: Run) -> None:
 
 def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:
     """Refuse to continue a run that has spent its budget."""
-    budget = Budget(prepared.run.train, clock)
-    if not prepared.is_trained and budget.seconds_left() <= 0:
-        raise UserError(f"{prepared.run.train_path}: {budget.nearest_limit()}; raise it to go on")
+    seconds_left, spent = nearest_limit(prepared.run.train, clock)
+    if not prepared.is_trained and seconds_left <= 0:
+        raise UserError(f"{prepared.run.train_path}: {spent}; raise it to go on")

@@ -13,9 +13,10 @@ from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import checkpoint_bytes
 from reporting.summary import BUDGET, MAX_STEPS, SIGNAL, StopReason
 from trainer.background_saver import BackgroundSaver
-from trainer.budget import Budget, Pace
+from trainer.budget import Pace, nearest_limit
 from trainer.startup import PreparedRun, is_due
 
+SAFETY_MARGIN = 0.25  # of the time ahead: steps may take longer than measured
 LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the budget
 
 
@@ -33,7 +34,6 @@ class Stop:
                  group: dist.ProcessGroup, saver: BackgroundSaver) -> None:
         self._prepared, self._config = prepared, prepared.run.train
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
-        self._budget = Budget(self._config, clock)
         self._checkpoint_bytes = checkpoint_bytes(
             prepared.run.model, self._config, num_parameters(prepared.run.model))
         self._num_steps = prepared.plan.num_steps
@@ -50,7 +50,7 @@ class Stop:
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
         """Return whether the launch ends with this step. Budgets are checked at reports."""
         is_spent, checks_budget = False, is_report_due or self.is_save_due(global_step)
-        if checks_budget and self._budget.is_limited and global_step < self._last_step():
+        if checks_budget and global_step < self._last_step():
             is_spent = self._watchdog.process.is_main and self._is_spent_after(global_step)
         return self.is_asked(is_spent=is_spent) or global_step >= self._last_step()
 
@@ -68,7 +68,7 @@ class Stop:
             self.reason = StopReason(SIGNAL, STOP_SIGNALS[number])
             self._watchdog.note_stop(number)  # it may not have heard of it yet
         elif is_spent:
-            self.reason = StopReason(BUDGET, self._budget.nearest_limit())
+            self.reason = StopReason(BUDGET, nearest_limit(self._config, self._clock)[1])
         return bool(number or is_spent)
 
     def _share_largest(self, numbers: torch.Tensor) -> None:
@@ -102,12 +102,12 @@ class Stop:
         pace = Pace.measured(self._clock, self._config, plan=self._prepared.plan,
                              num_steps=global_step - self._prepared.first_step,
                              checkpoint_bytes=self._checkpoint_bytes)
-        # The last write may have to wait for the one before.
-        end = 2 * self._saver.longest_write_seconds + LAST_CHARTS_SECONDS
         last_step = self._last_step()
         ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, last_step) + 1)
         due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
-        num_saves = sum(self.is_save_due(step) for step in due if step != last_step)
-        return not self._budget.affords(pace.seconds(
-            len(ahead), num_validations=sum(map(self.is_validation_due, due)),
-            num_saves=num_saves + 1) + end)  # a launch ends with a save
+        num_saves = 1 + sum(self.is_save_due(step) for step in due if step != last_step)
+        # A launch ends with a save, whose write may have to wait for the one before.
+        seconds = (len(ahead) * pace.step + num_saves * pace.save
+                   + sum(map(self.is_validation_due, due)) * pace.validation
+                   + 2 * self._saver.longest_write_seconds + LAST_CHARTS_SECONDS)
+        return seconds * (1 + SAFETY_MARGIN) > nearest_limit(self._config, self._clock)[0]

@@ -18,7 +18,7 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.fake_time import FakeTime
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batch_plan import BatchPlan
-from trainer.budget import Budget, Pace
+from trainer.budget import Pace, nearest_limit
 from trainer.stopping import Stop
 
 PLAN = BatchPlan(microbatch_size=4, gradient_accumulation_steps=2, world_size=2,
@@ -57,23 +57,11 @@ def test_costs_not_measured_yet_are_estimated(now: FakeTime) -> None:
 def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
     clock = clock_with(now, training=1800)
     clock.usd_per_hour = 10.0
-    unlimited = Budget(train_config(), clock)
-    assert not unlimited.is_limited and unlimited.seconds_left() == math.inf
-    by_hours = Budget(train_config(max_hours=1.0, max_cost_usd=20.0), clock)
-    assert by_hours.is_limited and by_hours.seconds_left() == 1800
-    assert by_hours.nearest_limit() == "max_hours is 1, and the run has taken 0.5"
-    by_cost = Budget(train_config(max_hours=1.0, max_cost_usd=6.0), clock)
-    assert by_cost.seconds_left() == pytest.approx(360)
-    assert by_cost.nearest_limit() == "max_cost_usd is 6, and the run has spent 5"
-
-
-def test_what_a_budget_affords_includes_due_work_and_a_safety_margin(now: FakeTime) -> None:
-    clock = clock_with(now, training=3500)  # leaves 100 seconds
-    budget = Budget(train_config(max_hours=1.0), clock)
-    pace = Pace(step=5.0, validation=7, save=10)
-    assert budget.affords(pace.seconds(12, num_saves=2))  # 80, and a quarter more
-    assert not budget.affords(pace.seconds(12, num_saves=2, num_validations=1))
-    assert not budget.affords(pace.seconds(17))
+    assert nearest_limit(train_config(), clock) == (math.inf, "")
+    assert nearest_limit(train_config(max_hours=1.0, max_cost_usd=20.0), clock) == (
+        1800, "max_hours is 1, and the run has taken 0.5")
+    assert nearest_limit(train_config(max_hours=1.0, max_cost_usd=6.0), clock) == (
+        pytest.approx(360), "max_cost_usd is 6, and the run has spent 5")
 
 
 class Simulated(Stop):
@@ -145,6 +133,18 @@ def test_no_limit_is_exceeded(
     taken = trainer.run()
     assert taken <= limit
     assert taken > 0.5 * limit
+
+
+@pytest.mark.parametrize(("global_step", "seconds"), [
+    (9, 10 * 5 + 10 + 2), (49, 10 * 5 + 7 + 2 * 10 + 2)])  # with the validation of step 49
+def test_the_time_ahead_has_due_work_and_a_quarter_more(
+    monkeypatch: pytest.MonkeyPatch, global_step: int, seconds: float
+) -> None:
+    monkeypatch.setattr(Pace, "measured", lambda *_, **__: Pace(step=5, validation=7, save=10))
+    for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
+        stop = Simulated({}, limit=3600 + left)
+        stop.now = 3600
+        assert stop.after(global_step, is_report_due=True) == is_spent
 
 
 @pytest.mark.parametrize(("shared", "reason"), [
