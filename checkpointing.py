@@ -77,7 +77,7 @@ class CheckpointMeta(_Record):
     train_loss: float | None
     seconds: ByPhase
     usd: ByPhase = {}  # empty if the machine's price was not known
-    num_steps: int | None = Field(default=None, ge=1, lt=2**40)  # as `fit_budget` has set it
+    num_steps: int | None = Field(default=None, exclude=True, ge=1, lt=2**40)  # once written
     optimizer: str = "adamw"
     code: str = ""  # that trained up to here: a commit, or a version and a digest
     tokenizer: str | None

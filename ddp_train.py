@@ -154,11 +154,11 @@ class Trainer:
             global_step += 1
             self.watchdog.heartbeat(global_step)
             learning_rate = learning_rate_at(self.config, global_step,
-                                             num_steps=self.stop.num_steps)
+                                             num_steps=self.plan.num_steps)
             loss, grad_norm = self.step.take(
                 microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
                 learning_rate=learning_rate, momentum=momentum_at(
-                    self.config, global_step, num_steps=self.stop.num_steps),
+                    self.config, global_step, num_steps=self.plan.num_steps),
                 probe=self.reports.diagnostics.probe(global_step))
             self.reports.add(loss, grad_norm)
             if global_step == self.prepared.first_step:
@@ -166,8 +166,7 @@ class Trainer:
             ends = self.stop.after(global_step, is_report_due=self.reports.is_due)
             saves = ends or self.stop.is_save_due(global_step)
             if saves or self.reports.is_due:
-                self.reports.write(global_step, learning_rate, num_steps=self.stop.num_steps,
-                                   waits=saves)
+                self.reports.write(global_step, learning_rate, waits=saves)
             if saves:
                 self.save_and_validate(global_step)
                 ends = self.stop.is_asked() or ends  # perhaps during the validation
@@ -178,7 +177,7 @@ class Trainer:
     def end(self, global_step: int) -> None:
         """Write the summary, and wait for what works beside training. Rank 0, without the group."""
         is_due = self.stop.is_validation_due(global_step)
-        self.reports.end(global_step, self.stop.num_steps, stop_reason=self.stop.reason,
+        self.reports.end(global_step, stop_reason=self.stop.reason,
                          lacks_validation=is_due and not self.saver.is_validated)
 
     def begin(self, agreement: Agreement) -> None:
@@ -227,7 +226,6 @@ class Trainer:
                 loss=train_loss if self.stop.counts_train_loss(global_step) else None,
                 train_loss=train_loss,
                 seconds=self.clock.read(), usd=self.clock.usd(),
-                num_steps=self.stop.num_steps if self.config.fit_budget else None,
                 optimizer=self.config.optimizer, code=self.reports.code,
                 tokenizer=self.data.tokenizer_name, tokenizer_file=self.data.tokenizer_file,
                 loss_scale=self.state.loss_scale(),

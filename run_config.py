@@ -32,7 +32,8 @@ GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks sav
                 for group in GROUPS for beta in ("beta1", "beta2")},
              **{f"{group}_weight_decay": "remove it; only the matrices can have a decay of their"
                 " own" for group in GROUPS if group != "matrix"},
-             "weight_average": "remove it; averaged weights were not better"}
+             "weight_average": "remove it; averaged weights were not better",
+             "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length before"}
 MUON_DEFAULTS: dict[str, Any] = {
     "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
     "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta2": 0.95, "schedule": "linear"}
@@ -126,7 +127,6 @@ class TrainConfig(FrozenConfig):
     usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD_PER_HOUR)  # of all machines
     max_cost_usd: float | None = Field(default=None, gt=0, le=1e9)
     max_hours: float | None = Field(default=None, gt=0, le=1e6)
-    fit_budget: bool = False
     max_skipped_steps: Count = 20  # consecutive
     collective_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
     hang_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
@@ -162,8 +162,6 @@ class TrainConfig(FrozenConfig):
         if self.warmup_period_percent + (self.decay_period_percent or 0) > 100:
             raise ValueError("warmup_period_percent and decay_period_percent are more than 100"
                              " together: lower one")
-        if self.fit_budget and not (self.max_cost_usd or self.max_hours):
-            raise ValueError("fit_budget needs max_cost_usd or max_hours: set one")
         if not self.use_amp and self.precision in ("bf16", "fp16"):
             raise ValueError(f'use_amp is false but precision is "{self.precision}": drop one')
         if self.deterministic and self.attention == "cudnn":
@@ -211,6 +209,7 @@ class Run:
     summary_path = _inside("summary.json")  # losses, times, cost and machine
     heartbeat_path = _inside("heartbeat.json")  # progress of the processes, for monitoring
     train_path = _inside("train.json")  # that `train` was read from
+    search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
 
     def priced(self, usd_per_hour: float | None) -> Run:
         """Return this run with the price of the command line, of all machines, if that has one.

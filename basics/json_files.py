@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from basics.errors import UserError
-from basics.files import MAX_BYTES, read_regular_file
+from basics.errors import UserError, cannot_be_written
+from basics.files import MAX_BYTES, read_regular_file, write_atomically
 
 
 def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, Any]:
@@ -32,6 +33,18 @@ def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, A
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds a {type(values).__name__}; wanted a JSON object {{...}}")
     return values
+
+
+def set_number(path: Path, key: str, number: int) -> None:
+    """Set a number in a file with a flat JSON object; its other text stays. Raises: UserError."""
+    text = path.read_text(encoding="utf-8")
+    changed, count = re.subn(rf'("{key}"\s*:\s*)[^\s,}}]+', rf"\g<1>{number}", text)
+    if not count:
+        changed = re.sub(r"\{(\s*)", rf'{{\1"{key}": {number},\1', text, count=1)
+    try:
+        write_atomically(path, changed)
+    except OSError as error:
+        raise cannot_be_written(path, error) from None
 
 
 def found_object(path: Path) -> dict[str, Any]:

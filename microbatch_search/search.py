@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from basics.errors import UserError, print_error, print_line
 from basics.files import write_atomically
+from basics.json_files import read_json_object, set_number, to_json
 from basics.json_output import print_json
 from microbatch_search.result import (
     MAX_TRIALS,
@@ -22,7 +23,7 @@ from microbatch_search.result import (
 )
 from microbatch_search.trial import Trial, Trials
 from processes.command_line import Options
-from processes.launch import Process
+from processes.launch import Process, device_name
 from processes.startup_agreement import Agreement
 from run_config import RENAMED_KEYS, Run
 from tokens.batch_plan import nearest_divisors
@@ -139,7 +140,7 @@ def search(run: Run, process: Process, agreement: Agreement, *, options: Options
     print_on_main("\n".join(found.lines()))
     if options.save:
         agreement.run("save", lambda: process.is_main and print_on_main(
-            save_microbatch(run, found.largest.microbatch_size, world_size=process.world_size)))
+            save_result(run, found, process)))
     if options.json and process.is_main:
         print_json(found.document(run, process.world_size))
 
@@ -173,23 +174,30 @@ def _check_one_fits(run: Run, trials: list[Trial]) -> None:
                         " context_length smaller, or use a larger card (see: lab plan)")
 
 
-def save_microbatch(run: Run, largest: int, *, world_size: int) -> str:
+def save_result(run: Run, found: Found, process: Process) -> str:
     """Write the largest microbatch that keeps `global_batch_size` into `train.json`. Rank 0.
 
-    Without `global_batch_size`, the global batch changes with the microbatch.
+    Without `global_batch_size`, the global batch changes with the microbatch. The speed goes into
+    `microbatch-search.json`, for `lab plan`.
 
     Returns:
         A line that says what was written.
     """
-    size, batch = largest, run.train.global_batch_size
+    size, world_size = found.largest.microbatch_size, process.world_size
+    batch = run.train.global_batch_size
     accumulation = run.train.gradient_accumulation_steps
     if batch is not None:
-        size, _ = nearest_divisors(batch // world_size, largest)
+        size, _ = nearest_divisors(batch // world_size, size)
         accumulation = batch // world_size // size
-    values: dict[str, Any] = json.loads(run.train_path.read_text(encoding="utf-8"))
-    old_names = {new: old for old, new in RENAMED_KEYS.items() if old in values}
-    values[old_names.get("microbatch_size", "microbatch_size")] = size
-    write_atomically(run.train_path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
+    keys, fitting = read_json_object(run.train_path), fits(found.trials)
+    old_names = {new: old for old, new in RENAMED_KEYS.items() if old in keys}
+    set_number(run.train_path, old_names.get("microbatch_size", "microbatch_size"), size)
+    write_atomically(run.search_path, to_json({
+        "tokens_per_second": np.interp(size, [trial.microbatch_size for trial in fitting],
+                                       [trial.tokens_per_second for trial in fitting]),
+        "machine": {"device": device_name(process), "processes": world_size},
+        "model": run.model.model_dump(),
+        "train": run.train.model_dump() | {"microbatch_size": size}}, indent=2) + "\n")
     return (f"saved in {run.train_path}: microbatch_size {size}; x accumulation {accumulation}"
             f" x {world_size} = global batch {size * accumulation * world_size}"
             f" ({'kept' if batch else 'it follows the microbatch; global_batch_size fixes it'})")

@@ -34,7 +34,7 @@ class Console:
 
     def __init__(self, run: Run, plan: BatchPlan, *, clock: PhaseClock, is_active: bool) -> None:
         self.run, self.plan, self.clock = run, plan, clock
-        self.num_steps, self.is_active = plan.num_steps, is_active
+        self.is_active = is_active
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._unwritten, self._is_behind = "", False  # records that a full disk refused
@@ -52,31 +52,24 @@ class Console:
         if failure:
             self.say(f"warning: {what}: {failure}")
 
-    def start(self, first_step: int, *, num_steps: int, lacks_validation: bool = False) -> None:
+    def start(self, first_step: int, *, lacks_validation: bool = False) -> None:
         """Remove the records of steps that will be repeated, and start the bar at `first_step`."""
-        self.num_steps = num_steps
         if self.is_active:
             for path in (self.run.metrics_path, self.run.samples_path, self.run.evaluations_path):
                 remove_metrics_from(path, first_step, lacks_validation=lacks_validation)
             self.write_status("running", None)
-            self._bar = tqdm(total=num_steps, initial=first_step, unit="step",
+            self._bar = tqdm(total=self.plan.num_steps, initial=first_step, unit="step",
                              desc=visible(self.run.name), disable=None, dynamic_ncols=True)
 
     def write_status(self, status: str, reason: str | None) -> None:
         """Write the run's status to `summary.json` before it has ended."""
-        write_status(self.run, self.clock, status=status, reason=reason, num_steps=self.num_steps)
+        write_status(self.run, self.clock, status=status, reason=reason,
+                     num_steps=self.plan.num_steps)
 
     def step(self) -> None:
         """Move the bar by one step."""
         with suppress(OSError):
             self._bar.update()
-
-    def change_num_steps(self, num_steps: int) -> None:
-        """Show that the schedule was changed to fit the budget."""
-        if num_steps != self.num_steps:
-            self.num_steps = self._bar.total = num_steps
-            self.say(f"schedule fitted to the budget: {num_steps:,} steps ="
-                     f" {num_steps * self.plan.tokens_per_step:,} tokens")
 
     def report_steps(self, closed: ClosedWindow, window: WindowSummary,
                      machine: dict[str, Any]) -> None:
@@ -93,7 +86,6 @@ class Console:
         self._record(global_step, asdict(window) | {
             "learning_rate": learning_rate,
             "tokens_per_second": tokens_per_second,
-            **({} if self.num_steps == self.plan.num_steps else {"num_steps": self.num_steps}),
         } | machine, seconds=seconds, usd=closed.usd)
         share = seconds[VALIDATION] / sum(seconds.values())
         said = f"{tokens_per_second or 0:,.0f} tok/s | {share:.0%} in validation"
@@ -125,7 +117,7 @@ class Console:
         if bytes_per_token is not None:
             record["validation_bits_per_byte"] = loss / math.log(2) / bytes_per_token
         self._record(global_step, record)
-        self.say(f"step {global_step + 1:,}/{self.num_steps:,} | validation loss {loss:.4f}"
+        self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
                  f" | {seconds:.1f} s")
         if self._others_wait:
             self._report_waiting(global_step, seconds)
@@ -136,7 +128,7 @@ class Console:
         if not global_step or not training_seconds:  # the first step of a launch is not measured
             return
         self._others_wait = False
-        interval = min(self.run.train.validation_interval, self.num_steps)
+        interval = min(self.run.train.validation_interval, self.plan.num_steps)
         interval_seconds = training_seconds / global_step * interval
         share = seconds / (seconds + interval_seconds)
         if share >= WORTH_SHARING:
@@ -202,11 +194,11 @@ class Console:
         return ""
 
     def _plain_line(self, global_step: int, learning_rate: float, window: WindowSummary) -> str:
-        return (f"step {global_step + 1:,}/{self.num_steps:,} | loss {window.train_loss:.4f}"
+        return (f"step {global_step + 1:,}/{self.plan.num_steps:,} | loss {window.train_loss:.4f}"
                 f" | grad norm {window.grad_norm:.2f} | lr {learning_rate:.2e} | ")
 
     def _seconds_left(self, global_step: int, seconds: dict[str, float]) -> float:
-        steps_left = self.num_steps - 1 - global_step
+        steps_left = self.plan.num_steps - 1 - global_step
         recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONE_TIME_PHASES)
         return steps_left * recurring / (global_step + 1)
 
@@ -216,14 +208,14 @@ def _others(world_size: int) -> str:
         f"the other {world_size - 1} processes wait")
 
 
-def batch_arithmetic(plan: BatchPlan, num_steps: int) -> list[str]:
+def batch_arithmetic(plan: BatchPlan) -> list[str]:
     """Return the sizes of a global batch and of the whole run as text."""
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     return [
         f"microbatch {plan.microbatch_size} x accumulation {plan.gradient_accumulation_steps}"
         f" x {processes} = global batch {plan.global_batch_size} sequences"
         f" x {plan.context_length:,} tokens = {plan.tokens_per_step:,} tokens per step",
-        f"{num_steps:,} steps = {num_steps * plan.tokens_per_step:,} tokens" + (
-            f", {num_steps * plan.tokens_per_step / plan.epoch_tokens:.2f} times the dataset's"
+        f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens" + (
+            f", {plan.num_tokens / plan.epoch_tokens:.2f} times the dataset's"
             f" {plan.epoch_tokens:,}" if plan.epoch_tokens else ""),
     ]

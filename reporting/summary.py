@@ -53,7 +53,6 @@ class RunEnd:
 
     first_step: int  # of this launch
     global_step: int
-    num_steps: int  # the length of the schedule
     stop_reason: StopReason | None  # unless the run is finished
     lacks_validation: bool  # the last step is taken, but its validation was interrupted
     num_parameters: int
@@ -70,7 +69,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     """Return the contents of `summary.json` at the end of a launch."""
     records = read_metrics(run.metrics_path)
     tokens = (end.global_step + 1) * plan.tokens_per_step
-    is_finished = end.global_step == end.num_steps - 1 and not end.lacks_validation
+    is_finished = end.global_step == plan.num_steps - 1 and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
     seconds, usd, this_launch = clock.read(), clock.usd(), clock.read_this_launch()
     num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
@@ -80,7 +79,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "reason": end.failure or (reason and reason.text),
         "stopped_by": reason and reason.kind,
         "global_step": end.global_step,
-        "num_steps": end.num_steps,
+        "num_steps": plan.num_steps,
         "tokens": tokens,
         "num_parameters": end.num_parameters,
         "tokenizer": end.tokenizer,
@@ -99,7 +98,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
                         "seconds": step_seconds(this_launch)},
         "machine": end.machine,
         "code": end.code,
-        "batch": asdict(plan) | {"num_steps": end.num_steps},
+        "batch": asdict(plan),
         "model": run.model.model_dump(),
         "train": run.train.model_dump(),
     }

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -216,15 +216,21 @@ def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_earlier_versions_opens(tmp_path: Path) -> None:
-    """They wrote averaged weights and their loss, beside the loss of the weights themselves."""
+    """They wrote averaged weights and their loss, beside the loss of the weights themselves.
+
+    A launch could change the number of steps, so they wrote that too.
+    """
     path = save(tmp_path, 3).path
+    meta = json.loads((path / "meta.json").read_text())
+    assert "num_steps" not in meta
+    (path / "meta.json").write_text(json.dumps(meta | {"num_steps": 90}))
     for raw_loss, wanted in (("null", 1.5), ("2.5", 2.5)):
         (path / "validation.json").write_text(f'{{"loss": 1.5, "raw_loss": {raw_loss}}}')
         shutil.copy(path / "model.safetensors", path / "average.safetensors")
         (path / MANIFEST).unlink()
         write_manifest(path, global_step=3, tokens=0)
         found = open_checkpoint(path, thoroughly=True)
-        assert found.loss == wanted
+        assert found.loss == wanted and found.meta.num_steps == 90
         loaded = state(0)
         load_checkpoint(found, loaded)
         assert torch.equal(loaded.model.head_weight, state(3).model.head_weight)
@@ -461,6 +467,20 @@ def test_a_checkpoint_may_have_fewer_fingerprints_than_the_run(workplace: Workpl
     run = load_run(workplace.runs_dir, "tiny")
     check_same_run(checkpoint, run, data)
     assert resume_warnings(checkpoint, run, recorded([3]), data=data, num_steps=9) == []
+
+
+@pytest.mark.parametrize(("was", "found"), [(None, 0), (90, 0), (80, 1)])
+def test_another_number_of_steps_than_an_earlier_version_recorded_is_one_warning(
+    workplace: Workplace, was: int | None, found: int
+) -> None:
+    workplace.add_run()
+    saved = save(workplace.root, 39)
+    meta = saved.meta.model_copy(update={"num_steps": was, "tokens": 40 * 128})
+    warnings = resume_warnings(replace(saved, meta=meta), load_run(workplace.runs_dir, "tiny"),
+                               recorded([9, 19, 29, 39]), data={}, num_steps=90)
+    assert len(warnings) == found
+    assert not found or warnings[0].endswith(f"the run has 90 steps, {saved.name} was trained for"
+                                             " 80; min_train_tokens 10240 would keep its schedule")
 
 
 def recorded(steps: Iterable[int], learning_rate: float = 0.01) -> list[dict]:

@@ -71,7 +71,7 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"weight_average": 0}, "has gone: remove it; averaged weights were not better"),
     ("train", {"cautious_weight_decay": True}, "has gone: remove it; it was never measured here"),
     ("train", {"head_beta1": 0.8}, "has gone: remove it; beta1 is that of all groups"),
-    ("train", {"fit_budget": True}, "fit_budget needs max_cost_usd or max_hours"),
+    ("train", {"fit_budget": True}, "has gone: remove it; lab plan RUN --budget USD --save sets"),
     ("train", {"usd_per_hour": 0}, "usd_per_hour should be greater than 0"),
     ("train", {"usd_per_hour": 1e308}, "usd_per_hour should be less than or equal to 1000000"),
     ("train", {"weight_decay": 1e308}, "weight_decay should be less than or equal to 1000, found"),

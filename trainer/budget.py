@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reporting.clock import (
@@ -16,13 +15,9 @@ from reporting.clock import (
     WAITING,
     PhaseClock,
 )
-from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND
 from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
-
-FIT_MARGIN = 0.02  # of the time left, for costs that the pace does not include
-SAFETY_MARGIN = 0.25  # steps may take 25% longer than measured
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,6 @@ class Pace:
     step: float
     validation: float
     save: float  # the stall of training for a checkpoint
-    last_write: float = 0.0  # of a checkpoint and charts, which the end of the run waits for
 
     @classmethod
     def measured(cls, clock: PhaseClock, train: TrainConfig, *, num_steps: int, plan: BatchPlan,
@@ -55,57 +49,20 @@ class Pace:
             or checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND,
         )
 
-    def seconds(self, num_steps: int, *, num_validations: int = 0, num_saves: int = 0) -> float:
-        """Return the seconds of some steps with their validations and saves."""
-        return (num_steps * self.step + num_validations * self.validation + num_saves * self.save)
 
-    def with_its_share(self, train: TrainConfig) -> float:
-        """Return the seconds of a step with its share of validations and checkpoints."""
-        seconds = self.step
-        if train.validation_interval:
-            seconds += (self.validation + self.save) / train.validation_interval
-        if train.checkpoint_interval:
-            seconds += self.save / train.checkpoint_interval
-        return seconds
+def nearest_limit(train: TrainConfig, clock: PhaseClock) -> tuple[float, str]:
+    """Return the seconds until `max_hours` or `max_cost_usd` is reached, and how much is spent.
 
-
-class Budget:
-    """The limits of a run over all its launches: `max_hours`, `max_cost_usd`, or both."""
-
-    def __init__(self, train: TrainConfig, clock: PhaseClock) -> None:
-        self._train, self._clock = train, clock
-
-    @property
-    def is_limited(self) -> bool:
-        return bool(self._train.max_hours or self._train.max_cost_usd)
-
-    def seconds_left(self) -> float:
-        """Return the seconds until the first limit, below 0 after it; inf without any."""
-        return min((left for left, _ in self._limits()), default=math.inf)
-
-    def nearest_limit(self) -> str:
-        """Name the limit that is reached first, its value and how much of it is spent."""
-        return min(self._limits())[1]
-
-    def _limits(self) -> Iterator[tuple[float, str]]:
-        max_hours, max_cost_usd = self._train.max_hours, self._train.max_cost_usd
-        if max_hours is not None:
-            hours = sum(self._clock.read().values()) / 3600
-            yield ((max_hours - hours) * 3600,
-                   f"max_hours is {max_hours:g}, and the run has taken {hours:.3g}")
-        if max_cost_usd is not None:
-            spent, price = sum(self._clock.usd().values()), self._clock.usd_per_hour
-            yield ((max_cost_usd - spent) * 3600 / price,
-                   f"max_cost_usd is {max_cost_usd:g}, and the run has spent {spent:.3g}")
-
-    def affords(self, seconds: float) -> bool:
-        """Return whether this fits into what is left, with a safety margin."""
-        return seconds * (1 + SAFETY_MARGIN) <= self.seconds_left()
-
-    def affordable_steps(self, pace: Pace) -> int:
-        """Return the number of steps that fit, with a last validation and checkpoint."""
-        end = pace.seconds(0, num_validations=int(self._train.validates), num_saves=1)
-        end += pace.last_write
-        margin = SAFETY_MARGIN * (end + pace.seconds(REPORT_INTERVAL))
-        seconds = (self.seconds_left() - end - margin) * (1 - FIT_MARGIN)
-        return max(0, int(seconds / pace.with_its_share(self._train)))
+    They are of all launches of a run. Below 0 after the limit; inf without any.
+    """
+    limits = [(math.inf, "")]
+    if train.max_hours is not None:
+        hours = sum(clock.read().values()) / 3600
+        limits.append(((train.max_hours - hours) * 3600,
+                       f"max_hours is {train.max_hours:g}, and the run has taken {hours:.3g}"))
+    if train.max_cost_usd is not None:
+        spent = sum(clock.usd().values())
+        limits.append(((train.max_cost_usd - spent) * 3600 / clock.usd_per_hour,
+                       f"max_cost_usd is {train.max_cost_usd:g}, and the run has spent"
+                       f" {spent:.3g}"))
+    return min(limits)

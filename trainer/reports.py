@@ -67,14 +67,13 @@ class Reports:
         """Clean up the checkpoints, print the settings, start the processes beside training."""
         self.watchdog.before_exit = self._before_exit
         first_step, resume_from = self.prepared.first_step, self.prepared.resume_from
-        num_steps, warnings = self.prepared.num_steps, [*self.run.warnings, *self.prepared.warnings]
+        warnings = [*self.run.warnings, *self.prepared.warnings]
         if self.process.is_main:
             self.identity, self.code = self.prepared.run_identity(), code_version()
             if write_identity(self.run.run_dir, self.identity):  # first: a kill may come between
                 self.beside.after_checkpoint.start()  # the copy learns of it before it has more
         # Before files are copied: a kill would leave another run's records to be counted as these.
-        self.console.start(first_step, num_steps=num_steps,
-                           lacks_validation=self.prepared.lacks_validation)
+        self.console.start(first_step, lacks_validation=self.prepared.lacks_validation)
         if self.process.is_main:
             if aside_dir := clean_up(self.run.run_dir, from_step=first_step):
                 self.console.say("earlier checkpoints that the run does not go on from are now in"
@@ -83,9 +82,9 @@ class Reports:
                 self.console.say(f"resuming from {resume_from.path}")
             self.meter.start(self.prepared.energy_kwh)
         for line in (*(f"warning: {warning}" for warning in warnings),
-                     *batch_arithmetic(self.plan, num_steps)):
+                     *batch_arithmetic(self.plan)):
             self.console.say(line)
-        ratio = num_steps * self.plan.tokens_per_step / num_parameters
+        ratio = self.plan.num_tokens / num_parameters
         self.console.say(f"{num_parameters:,} parameters, {ratio:.1f} tokens per parameter;"
                          f" {self.prepared.train.precision} on {self.process.device.type}")
         self.console.say(f"learning rates: {rates_line(self.run.model, self.run.train)}")
@@ -119,8 +118,7 @@ class Reports:
         """Whether as many steps as a report covers have been added."""
         return self.window.is_full
 
-    def write(self, global_step: int, learning_rate: float, *, num_steps: int,
-              waits: bool) -> None:
+    def write(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
         """Report the steps since the last report. A collective: every rank.
 
         Args:
@@ -129,7 +127,6 @@ class Reports:
         Raises:
             AgreedError: on every rank, if too many steps in a row were skipped.
         """
-        self.console.change_num_steps(num_steps)
         self.window.close(global_step, learning_rate, self.clock)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         num_measured = global_step - self.prepared.first_step  # all but the first one
@@ -220,7 +217,7 @@ class Reports:
         self.beside.draw_charts()
         self.window.restart_timing()
 
-    def end(self, global_step: int, num_steps: int, *, stop_reason: StopReason | None,
+    def end(self, global_step: int, *, stop_reason: StopReason | None,
             lacks_validation: bool) -> None:
         """Wait for the last checkpoint; write and print the summary. Rank 0.
 
@@ -241,12 +238,11 @@ class Reports:
             self.beside.finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         self.meter.stop()
-        failure = "" if global_step < num_steps - 1 or self.saver.has_finite_loss else (
+        failure = "" if global_step < self.plan.num_steps - 1 or self.saver.has_finite_loss else (
             "the last validation loss is not finite")
         unwritten = self.console.finish(RunEnd(
             first_step=self.prepared.first_step,
-            global_step=global_step, num_steps=num_steps,
-            stop_reason=stop_reason, lacks_validation=lacks_validation,
+            global_step=global_step, stop_reason=stop_reason, lacks_validation=lacks_validation,
             num_parameters=self.step.state.model.num_parameters(),
             best=best and best.facts(),
             checkpoints=self.saver.facts(),

@@ -20,7 +20,7 @@ from tokens.batch_plan import BatchPlan
 from trainer.schedule import learning_rate_at, schedule_of
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that may change in mid-run
-RAISED = 1.1  # ratio of two learning rates; `fit_budget` changes them a little
+RAISED = 1.1  # ratio of two learning rates
 STARTS = ("start_train_token", "start_val_token")  # changed ones would read data twice
 
 
@@ -108,6 +108,11 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
     if was != found:  # as another split can cause
         warnings.append(f"a validation has {found} sequences now, up to {checkpoint.name} it had"
                         f" {was}: best compares losses of both lengths")
+    was = checkpoint.meta.num_steps  # of earlier versions only, which could change it
+    if was not in (None, num_steps):
+        tokens = was * (checkpoint.meta.tokens // (last_step + 1))
+        warnings.append(f"{run.train_path}: the run has {num_steps:,} steps, {checkpoint.name} was"
+                        f" trained for {was:,}; min_train_tokens {tokens} would keep its schedule")
     warnings += _changed_defaults(run)
     rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
              if "train_loss" in record and record["global_step"] <= last_step}

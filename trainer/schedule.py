@@ -27,7 +27,8 @@ def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) ->
     warmup_steps = int(num_steps * train.warmup_period_percent / 100)
     if global_step < warmup_steps:
         return peak * (global_step + 1) / warmup_steps
-    decay_start = _decay_start(train, num_steps=num_steps, warmup_steps=warmup_steps)
+    percent = train.decay_period_percent or (WSD_DECAY_PERCENT if schedule == "wsd" else 100.0)
+    decay_start = max(warmup_steps, num_steps - math.ceil(num_steps * percent / 100))
     if schedule == "constant" or global_step < decay_start:
         return peak
     rest = num_steps - 1 - decay_start  # steps of the decay after its first one
@@ -48,22 +49,6 @@ def final_fraction(train: TrainConfig) -> float:
     if train.final_learning_rate_fraction is not None:
         return train.final_learning_rate_fraction
     return COSINE_FINAL_FRACTION if schedule_of(train) == "cosine" else 0.0
-
-
-def is_in_late_decay(train: TrainConfig, global_step: int, *, num_steps: int) -> bool:
-    """Return whether a decay that is shorter than the run has begun.
-
-    A longer schedule would then raise the learning rate again.
-    """
-    start = _decay_start(train, num_steps=num_steps, warmup_steps=0)
-    return schedule_of(train) != "constant" and 0 < start <= global_step
-
-
-def _decay_start(train: TrainConfig, *, num_steps: int, warmup_steps: int) -> int:
-    percent = train.decay_period_percent
-    if percent is None:
-        percent = WSD_DECAY_PERCENT if schedule_of(train) == "wsd" else 100.0
-    return max(warmup_steps, num_steps - math.ceil(num_steps * percent / 100))
 
 
 def momentum_at(train: TrainConfig, global_step: int, *, num_steps: int) -> float:

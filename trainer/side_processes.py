@@ -10,7 +10,7 @@ from reporting.chart_process import ChartProcess
 from reporting.clock import CHART, PhaseClock
 from reporting.console import Console
 from reporting.tracker_process import TrackerProcess
-from trainer.budget import Budget
+from trainer.budget import nearest_limit
 from trainer.startup import PreparedRun
 from trainer.user_commands import AfterCheckpoint
 
@@ -80,7 +80,7 @@ class SideProcesses:
         began, deadlines = time.monotonic(), self._watchdog.deadlines
 
         def limit() -> float:
-            left, longest = Budget(self._run.train, self._clock).seconds_left(), seconds
+            left, longest = nearest_limit(self._run.train, self._clock)[0], seconds
             if self._watchdog.stop_signal:
                 left = self._seconds_to_stop() - EXIT_SECONDS
                 longest = min(seconds, deadlines.last_write)
@@ -91,7 +91,7 @@ class SideProcesses:
     def _command_limit(self) -> Callable[[], float]:
         """Return how many seconds, from now on, --after-checkpoint is waited for."""
         began, deadlines = time.monotonic(), self._watchdog.deadlines
-        affordable = max(LEAST_COMMAND_SECONDS, Budget(self._run.train, self._clock).seconds_left())
+        affordable = max(LEAST_COMMAND_SECONDS, nearest_limit(self._run.train, self._clock)[0])
 
         def limit() -> float:
             if self._watchdog.stop_signal:

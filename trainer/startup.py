@@ -41,7 +41,7 @@ from run_config import Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention
-from trainer.budget import Budget
+from trainer.budget import nearest_limit
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
 from trainer.portable_cache import COMPILED
@@ -74,14 +74,6 @@ class PreparedRun:
         return self.data.plan
 
     @property
-    def num_steps(self) -> int:
-        """The length of the schedule: the plan's, or a shorter one that `fit_budget` has set."""
-        fitted = self.resume_from.meta.num_steps if self.resume_from else None
-        if not self.run.train.fit_budget or fitted is None:
-            return self.plan.num_steps
-        return min(fitted, self.plan.num_steps)
-
-    @property
     def first_step(self) -> int:
         return self.resume_from.meta.global_step + 1 if self.resume_from else 0
 
@@ -91,12 +83,12 @@ class PreparedRun:
         if self.resume_from is None or not self.train.validates:
             return False
         return self.resume_from.validation is None and is_due(
-            self.first_step - 1, self.train.validation_interval, num_steps=self.num_steps)
+            self.first_step - 1, self.train.validation_interval, num_steps=self.plan.num_steps)
 
     @property
     def is_trained(self) -> bool:
         """Whether all steps have been taken."""
-        return self.first_step >= self.num_steps
+        return self.first_step >= self.plan.num_steps
 
     @property
     def is_finished(self) -> bool:
@@ -124,9 +116,8 @@ class PreparedRun:
     def say_if_finished(self, process: Process) -> None:
         """Say that nothing is left to train, if so. Every rank; rank 0 does it."""
         if self.is_finished and process.is_main:
-            print_line(f"{self.run.name} is complete: {self.num_steps:,} steps,"
-                       f" {self.num_steps * self.plan.tokens_per_step:,} tokens; --fresh starts it"
-                       " over")
+            print_line(f"{self.run.name} is complete: {self.plan.num_steps:,} steps,"
+                       f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
             if not (self.run.checkpoints_dir / LATEST).exists():
                 with suppress(OSError):  # a copy of the run may have come without its links
                     renew_links(self.run.checkpoints_dir)
@@ -183,7 +174,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     count_by(clock.total_seconds)
     if resume_from is not None:
         prepared = replace(prepared, warnings=(*prepared.warnings, *resume_warnings(
-            resume_from, run, records, data=data.fingerprints, num_steps=prepared.num_steps)))
+            resume_from, run, records, data=data.fingerprints, num_steps=prepared.plan.num_steps)))
     step("budget", lambda: check_budget(prepared, clock))
     needs_disk = process.is_main and not prepared.is_trained
     step("disk space", lambda: check_disk_space(run) if needs_disk else None)
@@ -291,6 +282,6 @@ def check_disk_space(run: Run) -> None:
 
 def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:
     """Refuse to continue a run that has spent its budget."""
-    budget = Budget(prepared.run.train, clock)
-    if not prepared.is_trained and budget.seconds_left() <= 0:
-        raise UserError(f"{prepared.run.train_path}: {budget.nearest_limit()}; raise it to go on")
+    seconds_left, spent = nearest_limit(prepared.run.train, clock)
+    if not prepared.is_trained and seconds_left <= 0:
+        raise UserError(f"{prepared.run.train_path}: {spent}; raise it to go on")

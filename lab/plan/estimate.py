@@ -108,14 +108,19 @@ def _file_tokens(run: Run, tokens: int | None) -> int:
 
 def _hours(run: Run, plan: BatchPlan, machine: Machine, expected_mfu: float) -> Bounds:
     """Return the hours of training plus validation; the highest estimate has a slow disk too."""
-    gpu, is_shared = machine.gpu, run.train.validate_on == "all"
+    gpu, flops = machine.gpu, flops_of(run, plan)
     peak = gpu.peak(default_precision(run.train, gpu))
-    flops = _training_flops(run, plan) + _validation_flops(run, plan, is_shared=is_shared)
     saving = num_checkpoints(run, plan) * bytes_of_checkpoint(run) / SLOW_DISK_BYTES_PER_SECOND
     low_mfu, high_mfu = min(gpu.low_mfu.share, expected_mfu), max(gpu.high_mfu.share, expected_mfu)
     low, expected, high = (flops / (peak * mfu) / 3600
                            for mfu in (high_mfu, expected_mfu, low_mfu))
     return Bounds(low, expected, high + saving / 3600)
+
+
+def flops_of(run: Run, plan: BatchPlan) -> float:
+    """Count the FLOPs of training, and of validation, on the GPU that the others wait for."""
+    is_shared = run.train.validate_on == "all"
+    return _training_flops(run, plan) + _validation_flops(run, plan, is_shared=is_shared)
 
 
 def _training_flops(run: Run, plan: BatchPlan) -> float:

@@ -9,10 +9,11 @@ import click
 
 from basics.errors import UserError, visible
 from basics.json_output import print_json
-from basics.option_types import ABOVE_0
+from basics.option_types import ABOVE_0, USD_PER_HOUR
 from basics.sizes import gb, gib
 from lab.plan.document import plan_document
 from lab.plan.estimate import bytes_of_checkpoint, estimate, pinned_bytes
+from lab.plan.length import save_length
 from lab.plan.machines import known_machines, parse_machine
 from lab.plan.setting import num_parameters, parameters_by_group, size_name
 from lab.plan.speed_sources import SpeedSources
@@ -32,6 +33,11 @@ PACKAGES_BYTES = 6e9  # nearly all of it PyTorch with CUDA
                    " box=8xH100@23.92.")
 @click.option("--budget", type=ABOVE_0, metavar="USD",
               help="Show which machines can train the run within this budget.")
+@click.option("--save", is_flag=True,
+              help="With --budget: write the tokens that it buys on this machine, at the speed"
+                   " measured there, as min_train_tokens into train.json.")
+@click.option("--usd-per-hour", type=USD_PER_HOUR, metavar="USD",
+              help="With --save: price of the machine; overrides usd_per_hour in train.json.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N",
               help="Training tokens of the dataset; needed if min_train_tokens is -1, and for"
                    " repeat_data to say how often they are read.")
@@ -42,6 +48,12 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
             **options: Any) -> None:
     """Estimate the memory, hours and dollars of RUN. Needs no GPU and no dataset."""
     loaded = load_run(options["runs_dir"], run)
+    if options["save"] or options["usd_per_hour"]:
+        if not (options["save"] and budget) or machines or tokens or options["as_json"]:
+            raise UserError("--save needs --budget, --usd-per-hour needs --save; neither goes with"
+                            " --machine, --tokens or --json")
+        click.echo(visible(save_length(loaded.priced(options["usd_per_hour"]), budget)))
+        return
     uses_all_tokens = loaded.train.min_train_tokens == -1
     if uses_all_tokens and tokens is None:
         raise UserError(f"{loaded.train_path}: min_train_tokens is -1 (all tokens of the dataset);"

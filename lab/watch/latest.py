@@ -17,8 +17,7 @@ PACE_RECORDS = 50  # the pace is that of so many reports
 MAX_GPUS = 64
 MAX_TRIES = 1000  # lines that look like a validation
 MAX_WORDS = 200  # characters of a status, a phase or a reason
-KEYS = ("tokens", "seconds", "usd", "train_loss", "tokens_per_second", "mfu", "disk_free_gib",
-        "num_steps")  # of a schedule that was fitted to a budget
+KEYS = ("tokens", "seconds", "usd", "train_loss", "tokens_per_second", "mfu", "disk_free_gib")
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     latest = latest_of(run_dir / "metrics.jsonl")
     step = _whole(summary.get("global_step"))
     step = latest.global_step if step is None else step
-    num_steps = _whole(latest.values.get("num_steps", summary.get("num_steps")))
+    num_steps = _whole(summary.get("num_steps"))
     is_running = status == RUNNING
     fields = _losses_and_spent(summary, latest, number(beat.get("seconds")))
     return RunState(

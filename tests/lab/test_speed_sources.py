@@ -252,7 +252,7 @@ def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(
     clock.resume({"training": 5000.0, "waiting": 1.0}, {})
     clock._spent |= {"training": 8.0, "waiting": 2.0}
     plan = BatchPlan(8, 1, 8, 1024, 2000)
-    end = RunEnd(code="1", first_step=900, global_step=999, num_steps=2000, stop_reason=None,
+    end = RunEnd(code="1", first_step=900, global_step=999, stop_reason=None,
                  lacks_validation=False, num_parameters=1, best=None, checkpoints={},
                  machine=MACHINE)
     assert summarise(run, plan, clock, end)["this_launch"] == {

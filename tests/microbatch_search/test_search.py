@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from basics.errors import UserError
 from ddp_train import wrap_in_ddp
+from lab.plan.length import measured_speed
 from microbatch_search import search
 from microbatch_search.search import (
     MAX_TRIALS,
     Found,
     find_max_microbatch,
     fits,
-    save_microbatch,
+    save_result,
     smallest_failure,
     table_head,
     table_row,
@@ -170,15 +171,23 @@ def test_saving_keeps_the_global_batch_and_every_other_key(
     path = workplace.add_run(train=train) / "train.json"
     before = json.loads(path.read_text())
     run = load_run(workplace.runs_dir, "tiny")
-    assert message in save_microbatch(run, largest, world_size=world_size)
+    found = Found([Trial(1, True, tokens_per_second=100.0), Trial(largest, True,
+                                                                  tokens_per_second=200.0)])
+    process = Process(0, 0, world_size, torch.device("cpu"))
+    assert message in save_result(run, found, process)
     after = json.loads(path.read_text())
     assert after == before | {"microbatch_size": size} and list(after) == list(before)
-    assert sorted(p.name for p in path.parent.iterdir()) == ["model.json", "train.json"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "microbatch-search.json", "model.json", "train.json"]
+    speed, processes, _ = measured_speed(load_run(workplace.runs_dir, "tiny"))
+    assert speed == pytest.approx(100 + 100 * (size - 1) / (largest - 1))  # between the two
+    assert processes == world_size
 
 
 def test_saving_keeps_the_old_name_of_the_key(workplace: Workplace) -> None:
     path = workplace.add_run(train={"microbatch_size": None, "minibatch_size": 3}) / "train.json"
-    save_microbatch(load_run(workplace.runs_dir, "tiny"), 7, world_size=1)
+    save_result(load_run(workplace.runs_dir, "tiny"), Found([Trial(7, True, tokens_per_second=1)]),
+                Process(0, 0, 1, torch.device("cpu")))
     assert json.loads(path.read_text())["minibatch_size"] == 7
     assert load_run(workplace.runs_dir, "tiny").train.microbatch_size == 7
 
@@ -286,7 +295,7 @@ def test_a_search_on_real_memory_ends_at_the_largest_that_fits(workplace: Workpl
     largest = json.loads(path.read_text())["microbatch_size"]
     assert f"\nlargest microbatch: {largest}\n" in output and largest > 1
     assert tried(output)[largest] and not tried(output)[largest + 1]
-    assert workplace.files().keys() == before
+    assert workplace.files().keys() - before == {str(path.with_name("microbatch-search.json"))}
 
 
 @pytest.fixture

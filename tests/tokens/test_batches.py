@@ -215,7 +215,7 @@ def test_repeated_data_is_a_circle_for_every_split(workplace: Workplace, start: 
         for index in range(8 // size):
             part = slice(index * size * 16, (index + 1) * size * 16 + 1)
             assert data.train[index].tolist() == circle[part].tolist()
-    line = batch_arithmetic(data.plan, 1)[1]
+    line = batch_arithmetic(data.plan)[1]
     assert line == "1 steps = 128 tokens, 2.67 times the dataset's 48"
 
 

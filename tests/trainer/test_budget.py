@@ -18,7 +18,7 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.fake_time import FakeTime
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batch_plan import BatchPlan
-from trainer.budget import Budget, Pace
+from trainer.budget import Pace, nearest_limit
 from trainer.stopping import Stop
 
 PLAN = BatchPlan(microbatch_size=4, gradient_accumulation_steps=2, world_size=2,
@@ -54,57 +54,28 @@ def test_costs_not_measured_yet_are_estimated(now: FakeTime) -> None:
     assert pace_of(clock_with(now, compile=30), num_steps=0).step == 30
 
 
-def test_a_step_carries_its_share_of_validations_and_checkpoints() -> None:
-    pace = Pace(step=1.0, validation=8, save=2)
-    train = train_config(validation_interval=10, checkpoint_interval=4)
-    assert pace.with_its_share(train) == 1 + 10 / 10 + 2 / 4
-
-
 def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
     clock = clock_with(now, training=1800)
     clock.usd_per_hour = 10.0
-    unlimited = Budget(train_config(), clock)
-    assert not unlimited.is_limited and unlimited.seconds_left() == math.inf
-    by_hours = Budget(train_config(max_hours=1.0, max_cost_usd=20.0), clock)
-    assert by_hours.is_limited and by_hours.seconds_left() == 1800
-    assert by_hours.nearest_limit() == "max_hours is 1, and the run has taken 0.5"
-    by_cost = Budget(train_config(max_hours=1.0, max_cost_usd=6.0), clock)
-    assert by_cost.seconds_left() == pytest.approx(360)
-    assert by_cost.nearest_limit() == "max_cost_usd is 6, and the run has spent 5"
-
-
-def test_affordable_steps_include_due_work_and_a_safety_margin(now: FakeTime) -> None:
-    clock = clock_with(now, training=3500)  # leaves 100 seconds
-    budget = Budget(train_config(max_hours=1.0), clock)
-    pace = Pace(step=5.0, validation=7, save=10)
-    assert budget.affords(pace.seconds(12, num_saves=2))  # 80, and a quarter more
-    assert not budget.affords(pace.seconds(12, num_saves=2, num_validations=1))
-    assert not budget.affords(pace.seconds(17))
-
-
-def test_affordable_steps_end_inside_the_budget_and_use_it(now: FakeTime) -> None:
-    clock = clock_with(now, training=1600)
-    train = train_config(max_hours=1.0, validation_interval=100)
-    pace = Pace(step=1.0, validation=20, save=30)
-    steps = Budget(train, clock).affordable_steps(pace)
-    used = steps * 1.0 + (steps // 100 + 1) * 50
-    assert 0.9 * 2000 < used <= 2000
-    now.seconds += 2000
-    assert Budget(train, clock).affordable_steps(pace) == 0
+    assert nearest_limit(train_config(), clock) == (math.inf, "")
+    assert nearest_limit(train_config(max_hours=1.0, max_cost_usd=20.0), clock) == (
+        1800, "max_hours is 1, and the run has taken 0.5")
+    assert nearest_limit(train_config(max_hours=1.0, max_cost_usd=6.0), clock) == (
+        pytest.approx(360), "max_cost_usd is 6, and the run has spent 5")
 
 
 class Simulated(Stop):
     """A run whose steps, validations, checkpoints and writes only let time pass."""
 
-    def __init__(self, seconds: dict[str, float], *, limit: float, fit_budget: bool) -> None:
+    def __init__(self, seconds: dict[str, float], *, limit: float) -> None:
         self.seconds, self.now, self.written_at = seconds, 30.0, 0.0
         train = TrainConfig(**TINY_TRAIN | {
-            "validation_interval": 50, "max_hours": limit / 3600, "fit_budget": fit_budget})
+            "validation_interval": 50, "max_hours": limit / 3600})
         self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
         self.clock._now = lambda: self.now
         plan = BatchPlan(2, 1, 1, 16, num_steps=3000)
         prepared = SimpleNamespace(
-            first_step=0, num_steps=3000, plan=plan, options=Options("simulated"),
+            first_step=0, plan=plan, options=Options("simulated"),
             run=SimpleNamespace(train=train, model=ModelConfig(**TINY_MODEL)))
         process = SimpleNamespace(device=torch.device("cpu"), is_main=True)
         watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
@@ -148,29 +119,39 @@ class Simulated(Stop):
             self.now += self.seconds["validation"] if self.is_validation_due(step) else 0
 
 
-@pytest.mark.parametrize("fit_budget", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(step=st.floats(0.1, 10), validation=st.floats(0, 90), checkpoint=st.floats(0.1, 20),
        write=st.floats(0, 30), extra=st.floats(0, 3))
 def test_no_limit_is_exceeded(
-    fit_budget: bool, step: float, validation: float, checkpoint: float, write: float, extra: float
+    step: float, validation: float, checkpoint: float, write: float, extra: float
 ) -> None:
     seconds = {"step": step, "validation": validation, "checkpoint": checkpoint, "write": write}
     # Enough to learn in what validations and checkpoints take; then it ends anywhere.
     limit = 60 + 60 * step + 2 * (validation + checkpoint) + 6 * write
     limit += extra * (50 * step + validation)
-    trainer = Simulated(seconds, limit=limit, fit_budget=fit_budget)
+    trainer = Simulated(seconds, limit=limit)
     taken = trainer.run()
     assert taken <= limit
     assert taken > 0.5 * limit
 
 
+@pytest.mark.parametrize(("global_step", "seconds"), [
+    (9, 10 * 5 + 10 + 2), (49, 10 * 5 + 7 + 2 * 10 + 2)])  # with the validation of step 49
+def test_the_time_ahead_has_due_work_and_a_quarter_more(
+    monkeypatch: pytest.MonkeyPatch, global_step: int, seconds: float
+) -> None:
+    monkeypatch.setattr(Pace, "measured", lambda *_, **__: Pace(step=5, validation=7, save=10))
+    for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
+        stop = Simulated({}, limit=3600 + left)
+        stop.now = 3600
+        assert stop.after(global_step, is_report_due=True) == is_spent
+
+
 @pytest.mark.parametrize(("shared", "reason"), [
-    ([15, 0, 900], "SIGTERM"), ([15, 1, 900], "SIGTERM"), ([0, 1, 900], "max_hours is 1, and "),
-    ([0, 0, 900], None)])
+    ([15, 0], "SIGTERM"), ([15, 1], "SIGTERM"), ([0, 1], "max_hours is 1, and "), ([0, 0], None)])
 def test_all_ranks_end_for_what_any_of_them_knows(shared: list[int], reason: str | None) -> None:
-    """A signal to any rank, the budget and the schedule of rank 0: one agreement for all."""
-    stop = Simulated({}, limit=3600, fit_budget=True)
+    """A signal to any rank and the budget of rank 0: one agreement for all."""
+    stop = Simulated({}, limit=3600)
     stop._watchdog.process.is_main = False
     offered, noted = [], []
     stop._watchdog.note_stop = noted.append  # else it might end before its watchdog hears of it
@@ -181,7 +162,7 @@ def test_all_ranks_end_for_what_any_of_them_knows(shared: list[int], reason: str
 
     stop._share_largest = share
     assert stop.after(9, is_report_due=True) == (reason is not None)
-    assert offered == [[0, 0, 0]] and stop.num_steps == 900
+    assert offered == [[0, 0]]
     assert (stop.reason.text if stop.reason else "").startswith(reason or "")
     assert (stop.reason and stop.reason.kind) == {None: None, "SIGTERM": "signal"}.get(
         reason, "budget")
@@ -195,19 +176,7 @@ def test_all_ranks_end_for_what_any_of_them_knows(shared: list[int], reason: str
 def test_max_steps_counts_from_the_beginning_of_the_launch(
     began_at: int | None, first_step: int, is_over: bool, last_step: int
 ) -> None:
-    stop = Simulated({}, limit=3600, fit_budget=False)
+    stop = Simulated({}, limit=3600)
     stop._prepared.first_step = first_step
     stop._prepared.options = Options("simulated", max_steps=8, began_at=began_at)
     assert (stop.is_over, stop._last_step()) == (is_over, last_step)
-
-
-@pytest.mark.parametrize(("changes", "global_step", "longest"), [
-    ({"schedule": "wsd"}, 79, 500), ({"schedule": "wsd"}, 80, 100),
-    ({"schedule": "linear"}, 99, 500),
-])
-def test_a_fitted_schedule_only_shrinks_once_its_end_has_begun(
-    changes: dict, global_step: int, longest: int
-) -> None:
-    stop = SimpleNamespace(_config=train_config(**changes), num_steps=100,
-                           _prepared=SimpleNamespace(plan=SimpleNamespace(num_steps=500)))
-    assert Stop._longest_schedule(stop, global_step) == longest

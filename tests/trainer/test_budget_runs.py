@@ -147,51 +147,6 @@ def test_a_limit_stops_inside_it_with_a_checkpoint(workplace: Workplace, limit: 
     assert summary_of(run_dir)["global_step"] == meta["global_step"] + 3
 
 
-FITTED = LONG | {"max_hours": 4 / 3600, "fit_budget": True, "schedule_learning_rate": True,
-                 "warmup_period_percent": 10}
-
-
-def test_a_schedule_is_fitted_to_the_budget(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train=FITTED)
-    workplace.add_dataset(num_tokens=300_000)
-    output = succeeded(in_fake_time(workplace, "tiny")).stdout
-    summary = summary_of(run_dir)
-    assert summary["status"] == "finished" and summary["reason"] is None
-    assert summary["global_step"] == summary["num_steps"] - 1 < 1500
-    assert 3.7 < sum(summary["seconds"].values()) <= 4
-    records = read_lines(run_dir / "metrics.jsonl")
-    rates = [record["learning_rate"] for record in records if "learning_rate" in record]
-    reports = [record for record in records if "learning_rate" in record]
-    assert reports[-1]["num_steps"] == summary["num_steps"]
-    assert rates[-1] == pytest.approx(1e-4)  # a tenth of the peak: the cosine's very end
-    assert max(rates) > 0.97e-3
-    assert records[-1]["global_step"] == summary["global_step"]
-    assert "validation_loss" in records[-1]
-    assert "schedule fitted to the budget: " in output
-    assert f"tiny is complete: {summary['num_steps']:,} steps" in succeeded(
-        workplace.torchrun(2, "tiny")).stdout
-
-
-def test_a_fitted_schedule_is_kept_by_the_checkpoint(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train=FITTED)
-    workplace.add_dataset(num_tokens=300_000)
-    succeeded(in_fake_time(workplace, "tiny", "--max-steps", "60"))
-    laid_out = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["num_steps"]
-    assert 60 < laid_out < 1500
-    output = succeeded(in_fake_time(workplace, "tiny", "--max-steps", "2")).stdout
-    assert f"{laid_out:,} steps = " in output
-    assert f"at step 62 of {laid_out:,} (--max-steps)" in output
-
-
-def test_a_large_budget_does_not_change_the_schedule(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train=FITTED | {"max_hours": 10.0,
-                                                "min_train_tokens": 60 * 128})
-    workplace.add_dataset(num_tokens=300_000)
-    output = succeeded(in_fake_time(workplace, "tiny")).stdout
-    assert summary_of(run_dir)["num_steps"] == 60
-    assert "schedule fitted" not in output
-
-
 def test_speed_is_judged_once_after_fifty_steps(workplace: Workplace) -> None:
     workplace.add_run(train=LONG)
     workplace.add_dataset(num_tokens=300_000)

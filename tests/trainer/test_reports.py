@@ -66,10 +66,10 @@ def test_a_recompilation_after_the_first_validation_is_one_warning(
     reports._recompilations, reports.run.train.sample_prompts = Recompilations(), None
     monkeypatch.setattr(compilation, "_take_recompilations", lambda: ["f, because g"])
     for validates in (False, True, True):
-        reports.write(10, 0.1, num_steps=20, waits=False)
+        reports.write(10, 0.1, waits=False)
         if validates:
             reports.write_samples(10)
-    reports.write(20, 0.1, num_steps=20, waits=False)
+    reports.write(20, 0.1, waits=False)
     assert [call.args for call in reports.console.warn.call_args_list] == [
         ("a step compiled again", line) for line in (
             "", "", "f, because g; TORCH_LOGS=recompiles shows all", "")]
@@ -101,7 +101,7 @@ def test_every_report_collects_what_reference_counts_leave(
     try:
         left = weakref.ref(Cycle())
         assert left() is not None
-        reports.write(10, 0.1, num_steps=20, waits=False)
+        reports.write(10, 0.1, waits=False)
         assert left() is None
     finally:
         gc.enable()

@@ -4,7 +4,7 @@ import pytest
 
 from run_config import TrainConfig
 from tests.support.workplace import TINY_TRAIN
-from trainer.schedule import is_in_late_decay, learning_rate_at, momentum_at
+from trainer.schedule import learning_rate_at, momentum_at
 
 
 def config(**changes: object) -> TrainConfig:
@@ -90,14 +90,3 @@ def test_the_momentum_warms_up_over_its_share() -> None:
     assert momenta[10] == pytest.approx(0.9)
     assert set(momenta[20:]) == {0.95}
     assert momentum_at(config(momentum=0.5, momentum_warmup_percent=20), 0, num_steps=100) == 0.5
-
-
-@pytest.mark.parametrize(("changes", "first_late"), [
-    ({"schedule": "wsd"}, 80), ({"schedule": "linear", "decay_period_percent": 30}, 70),
-    ({"schedule": "linear"}, None), ({"schedule": "constant"}, None), ({}, None),
-])
-def test_a_late_decay_is_one_that_a_longer_schedule_would_undo(
-    changes: dict, first_late: int | None
-) -> None:
-    late = [step for step in range(100) if is_in_late_decay(config(**changes), step, num_steps=100)]
-    assert late == ([] if first_late is None else list(range(first_late, 100)))

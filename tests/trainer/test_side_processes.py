@@ -118,6 +118,7 @@ class Ending:
             prepared=SimpleNamespace(is_trained=False, first_step=0,
                                      data=SimpleNamespace(tokenizer_name=None)),
             run=SimpleNamespace(checkpoints_dir="none", run_dir="runs/tiny"), clock=PhaseClock(),
+            plan=SimpleNamespace(num_steps=6),
             saver=saver, console=console, process=SimpleNamespace(is_main=True),
             watchdog=SimpleNamespace(stop_signal=0, deadlines=Deadlines()), _has_ended=False,
             meter=SimpleNamespace(stop=lambda: None, energy_kwh=None),
@@ -128,7 +129,7 @@ class Ending:
         monkeypatch.setattr("trainer.reports.machine_facts", lambda *_: {})
 
     def end(self) -> None:
-        self.reports.end(5, 6, stop_reason=None, lacks_validation=False)
+        self.reports.end(5, stop_reason=None, lacks_validation=False)
 
 
 def test_a_launch_whose_last_command_failed_ends_with_status_1_and_stays_finished(
