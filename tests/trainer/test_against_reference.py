@@ -413,6 +413,8 @@ def test_a_configuration_trains_resumes_and_exports_as_the_reference(
         return bool(disagreement(candidate, tmp_path / str(next(counter))))
 
     def explanation() -> str:
+        if request.config.getoption("--without-smallest"):
+            return wrong
         small = smallest(drawn, fails)
         return (f"{wrong}\n{json.dumps(drawn)}\nthe smallest that fails:"
                 f" {disagreement(small, tmp_path / 'small')}\n{json.dumps(small)}\nalone:"
