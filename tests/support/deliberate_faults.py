@@ -1,8 +1,8 @@
-"""Put deliberate faults into a copy of the project, one after the other: do the tests notice each?
+"""Put deliberate faults into copies of the project, one in each: do the tests notice them?
 
     uv run python -m tests.support.deliberate_faults [--area AREA ...] [--jobs N]
 
-`tests/deliberate_faults.toml` lists them. Each run of tests is forked from this process, which has
+`tests/deliberate_faults.toml` lists them. Runs of tests are forked from this process, which has
 imported what takes long and is not the project's.
 """
 
@@ -21,17 +21,18 @@ import time
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 LIST = PROJECT_DIR / "tests" / "deliberate_faults.toml"
-PRELOADED = ("torch._dynamo", "torch.distributed.run", "matplotlib.pyplot", "pydantic", "pytest")
+PRELOADED = ("torch._dynamo", "torch.distributed.run", "matplotlib.pyplot", "hypothesis", "pytest")
 CONFIGURATION = ("tests/trainer/test_against_reference.py::"
                  "test_a_configuration_trains_resumes_and_exports_as_the_reference[{}]")
-LIMIT_SECONDS, UNBROKEN_SECONDS = 120.0, 900.0  # of a fault's tests, of all without a fault
-VERDICTS = {0: "MISSED", 1: "caught", None: "TIMED OUT"}  # any other status: broken, not caught
+OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "--without-smallest")
+LIMIT_SECONDS, UNBROKEN_SECONDS = 120.0, 900.0  # of a fault's tests; of all tests without a fault
+VERDICTS = {0: "MISSED", 1: "caught", None: "TIMED OUT"}  # pytest's other statuses are no verdict
 
 
 @dataclass(frozen=True)
@@ -74,99 +75,76 @@ def tracked() -> list[str]:
     return [name for name in names if (PROJECT_DIR / name).is_file()]
 
 
-def start_tests(copy: Path, tests: list[str]) -> ForkProcess:
-    """Start pytest in a forked process; its exit status is pytest's."""
-    process = get_context("fork").Process(target=_test, args=(copy, tests))
-    process.start()
-    return process
+def run_tests(copy: Path, tests: list[str], limit_seconds: float) -> int | None:
+    """Run tests in a process of their own; return pytest's status, None beyond the time limit."""
+    until = time.monotonic() + limit_seconds
+    if not (pid := os.fork()):
+        _run_pytest(copy, tests)
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until:
+        time.sleep(0.05)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # and what they have started
+    return os.waitstatus_to_exitcode(ended[1]) if ended[0] else None
 
 
-def _test(copy: Path, tests: list[str]) -> None:
+def _run_pytest(copy: Path, tests: list[str]) -> None:
     import pytest
 
-    os.setsid()  # so that all that it starts can be ended
+    os.setsid()
     os.chdir(copy)
+    with copy.with_suffix(".log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]  # those of the copy are meant
     sys.path[:] = [place for place in sys.path if place and Path(place).resolve() != PROJECT_DIR]
-    with log_of(copy).open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os._exit(pytest.main([*tests, "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short",
-                          "--durations=0", "--without-smallest", f"--basetemp={copy}.tmp"]))
+    os._exit(pytest.main([*tests, *OPTIONS, f"--basetemp={copy}.tmp"]))
 
 
-def log_of(copy: Path) -> Path:
-    return copy.with_suffix(".log")
-
-
-def end(process: ForkProcess) -> int | None:
-    """End a run of tests and all that it has started; return its status, None if it still ran."""
-    status = process.exitcode
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
-    return status
-
-
-def copy_project(copy: Path) -> None:
-    for name in tracked():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(PROJECT_DIR / name, copy / name)
-
-
-def try_faults(faults: list[Fault], copies: list[Path]) -> list[str]:
-    """Run the tests of each fault in one of the copies; return the verdicts."""
-    waiting, verdicts = list(reversed(faults)), []
-    running: dict[Path, tuple[Fault, ForkProcess, float]] = {}
-    while waiting or running:
-        for copy in [copy for copy in copies if copy not in running and waiting]:
-            fault = waiting.pop()
-            (copy / fault.file).write_text(fault.broken())
-            running[copy] = fault, start_tests(copy, fault.selected), time.monotonic()
-        time.sleep(0.05)
-        for copy, (fault, process, began) in list(running.items()):
-            seconds = time.monotonic() - began
-            if process.is_alive() and seconds < LIMIT_SECONDS:
-                continue
-            status = end(process)
-            verdict = VERDICTS.get(status, f"BROKEN ({log_of(copy).read_text()[-2000:]})")
-            verdicts.append("caught" if status is None and fault.hangs else verdict)
-            print(f"{verdicts[-1]:9} {fault.area}: {fault.file}: {fault.effect}"
-                  f" ({seconds:.1f} s)", flush=True)
-            shutil.copy2(PROJECT_DIR / fault.file, copy / fault.file)
-            del running[copy]
-    return verdicts
+def try_fault(fault: Fault, unbroken: Path) -> tuple[str, str]:
+    """Return the verdict on a fault, and a line that describes it."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place, "copy")
+        shutil.copytree(unbroken, copy)
+        (copy / fault.file).write_text(fault.broken())
+        status = run_tests(copy, ["-x", *fault.selected], LIMIT_SECONDS)
+        log = copy.with_suffix(".log").read_text()
+    verdict = "caught" if status is None and fault.hangs else VERDICTS.get(status, "NOT TESTED")
+    line = (f"{verdict:9} {fault.area}: {fault.file}: {fault.effect}"
+            f" ({time.monotonic() - began:.1f} s)")
+    return verdict, line if verdict != "NOT TESTED" else f"{line}\n{log[-2000:]}"
 
 
 def main() -> None:
-    faults = read_faults()
+    faults, began = read_faults(), time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--area", nargs="+", default=[], choices=sorted({f.area for f in faults}))
+    parser.add_argument("--area", nargs="+", choices=sorted({fault.area for fault in faults}))
     parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at once")
-    options, began = parser.parse_args(), time.monotonic()
-    faults = [fault for fault in faults if not options.area or fault.area in options.area]
+    options, verdicts = parser.parse_args(), []
+    faults = [fault for fault in faults if options.area is None or fault.area in options.area]
+    for fault in faults:
+        fault.broken()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()
     with tempfile.TemporaryDirectory() as place:
-        copies = [Path(place, str(number)) for number in range(options.jobs)]
-        copy_project(copies[0])
-        for fault in faults:
-            fault.broken()
-        tests = start_tests(copies[0], sorted({test for f in faults for test in f.selected}))
-        tests.join(UNBROKEN_SECONDS)
-        if (status := end(tests)) != 0:
-            sys.exit(f"without a fault the tests end with {status}:\n"
-                     + log_of(copies[0]).read_text()[-5000:])
-        for copy in copies[1:]:
-            shutil.copytree(copies[0], copy)
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # nothing compiled from a fault is kept
-        sys.dont_write_bytecode = True
+        unbroken = Path(place, "unbroken")
+        for name in tracked():
+            (unbroken / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(PROJECT_DIR / name, unbroken / name)
+        tests = sorted({test for fault in faults for test in fault.selected})
+        if (status := run_tests(unbroken, tests, UNBROKEN_SECONDS)) != 0:
+            sys.exit(f"without a fault the tests end with status {status}:\n"
+                     + unbroken.with_suffix(".log").read_text()[-5000:])
         print(f"without a fault all tests pass ({time.monotonic() - began:.0f} s)", flush=True)
-        verdicts = try_faults(faults, copies)
-    print(f"{verdicts.count('caught')} of {len(verdicts)} faults caught,"
+        os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
+        with get_context("fork").Pool(options.jobs) as pool:
+            for verdict, line in pool.imap(partial(try_fault, unbroken=unbroken), faults):
+                verdicts.append(verdict)
+                print(line, flush=True)
+    print(f"{verdicts.count('caught')} of {len(faults)} faults caught,"
           f" {time.monotonic() - began:.0f} s")
     sys.exit(set(verdicts) != {"caught"})
 

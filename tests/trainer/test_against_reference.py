@@ -258,6 +258,7 @@ def compare(configuration: Configuration, root: Path) -> Differences:
     precision, weights = training.config.precision, buffers.take(step.state).weights
     reference, alone = training.reference(weights, precision=precision), training.reference(weights)
     assert training.plan.num_steps == reference.num_steps
+    assert step.state.scaler.is_enabled() == (precision == "fp16")
     compare_schedules(reference, differences)
     for global_step, loss, norm in training.train(step):
         skips = training.skips(global_step)

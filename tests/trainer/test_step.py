@@ -115,6 +115,11 @@ def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
     assert again.moments[f"step/{name}"] == 2
 
 
+def test_the_seed_decides_the_initial_weights() -> None:
+    first, again, other = (step_of(random_seed=seed).state.model.head_weight for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
 def test_dropout_seeds_differ_by_seed_and_position() -> None:
     seeds = {dropout_seed(seed, index) for seed in range(50) for index in range(200)}
     assert len(seeds) == 50 * 200
