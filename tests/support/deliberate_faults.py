@@ -9,6 +9,7 @@ imported what takes long and is not the project's.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import importlib
 import os
@@ -129,6 +130,7 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries would report leaks
     with tempfile.TemporaryDirectory() as place:
         unbroken = Path(place, "unbroken")
         for name in tracked():

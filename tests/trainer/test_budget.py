@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from basics.errors import UserError
 from processes.command_line import Options
 from reporting.clock import PhaseClock
 from run_config import ModelConfig, TrainConfig
@@ -19,6 +20,7 @@ from tests.support.fake_time import FakeTime
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batch_plan import BatchPlan
 from trainer.budget import Budget, Pace
+from trainer.startup import check_budget
 from trainer.stopping import Stop
 
 PLAN = BatchPlan(microbatch_size=4, gradient_accumulation_steps=2, world_size=2,
@@ -73,6 +75,15 @@ def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
     assert by_cost.nearest_limit() == "max_cost_usd is 6, and the run has spent 5"
 
 
+def test_a_run_that_has_spent_its_budget_does_not_go_on(now: FakeTime) -> None:
+    clock = clock_with(now, training=1800)
+    clock.resume({"training": 1800}, {})
+    run = SimpleNamespace(train=train_config(max_hours=1.0), train_path="train.json")
+    check_budget(SimpleNamespace(run=run, is_trained=True), clock)
+    with pytest.raises(UserError, match="train.json: max_hours is 1, .* has taken 1; raise it"):
+        check_budget(SimpleNamespace(run=run, is_trained=False), clock)
+
+
 def test_affordable_steps_include_due_work_and_a_safety_margin(now: FakeTime) -> None:
     clock = clock_with(now, training=3500)  # leaves 100 seconds
     budget = Budget(train_config(max_hours=1.0), clock)
@@ -89,6 +100,8 @@ def test_affordable_steps_end_inside_the_budget_and_use_it(now: FakeTime) -> Non
     steps = Budget(train, clock).affordable_steps(pace)
     used = steps * 1.0 + (steps // 100 + 1) * 50
     assert 0.9 * 2000 < used <= 2000
+    slow = Pace(step=1.0, validation=0, save=0, last_write=1000)
+    assert 700 < Budget(train, clock).affordable_steps(slow) <= 2000 - 1000
     now.seconds += 2000
     assert Budget(train, clock).affordable_steps(pace) == 0
 
