@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from basics.errors import UserError
@@ -53,6 +53,7 @@ def documents(tasks) -> list[str]:
 
 
 @settings(max_examples=60, deadline=None)
+@example(text="abcdefg\n\n\nh")  # the first two line ends are one token
 @given(text=TEXT)
 def test_a_cut_document_has_the_tokens_of_the_whole(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
