@@ -32,9 +32,15 @@ from reporting.clock import PhaseClock
 from run_config import ModelConfig, load_run
 from tests.support.checkpoints import MODEL, damage, describe, save, state
 from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
+from tokens.batch_plan import BatchPlan
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import prune, remove_partial_checkpoints, set_aside
-from trainer.resuming import check_same_run, check_weights_fit, resume_warnings
+from trainer.resuming import (
+    check_position,
+    check_same_run,
+    check_weights_fit,
+    resume_warnings,
+)
 from trainer.schedule import learning_rate_at
 from trainer.startup import PreparedRun, prepare_run
 
@@ -169,6 +175,14 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) ->
     manifest["files"] = {"../../secret": {"bytes": 1, "sha256": "0" * 64}}
     (checkpoint.path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     assert find_damage(checkpoint.path) == f"{MANIFEST} cannot be read"
+
+
+def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 3)
+    (checkpoint.path / MANIFEST).unlink()
+    write_manifest(checkpoint.path, global_step=4, tokens=0)
+    with pytest.raises(UserError, match="damaged: meta.json does not agree with the manifest"):
+        open_checkpoint(checkpoint.path)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -458,6 +472,14 @@ def test_data_is_neither_read_twice_nor_left_out(workplace: Workplace) -> None:
     (run_dir / "train.json").write_text(json.dumps(TINY_TRAIN | {"validation_batches": 2}))
     result = succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
     assert "warning: a validation has 4 sequences now, up to " in result.stdout
+
+
+def test_another_global_batch_is_refused_and_another_split_is_not(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 3)
+    meta = checkpoint.meta.model_copy(update={"tokens": 4 * 128})
+    check_position(replace(checkpoint, meta=meta), BatchPlan(2, 2, 2, 16, num_steps=9))
+    with pytest.raises(UserError, match="was trained with 128 tokens per step, this launch has 64"):
+        check_position(replace(checkpoint, meta=meta), BatchPlan(2, 2, 1, 16, num_steps=9))
 
 
 def test_a_checkpoint_may_have_fewer_fingerprints_than_the_run(workplace: Workplace) -> None:

@@ -270,6 +270,7 @@ def test_known_machines_have_the_prices_of_the_original_runs() -> None:
 @pytest.mark.parametrize(("train", "count"), [
     ({"validation_interval": 5, "checkpoint_interval": None}, 3),  # 5, 10, 12
     ({"validation_interval": 5, "checkpoint_interval": 4}, 5),  # 4, 5, 8, 10, 12
+    ({"validation_interval": 4, "checkpoint_interval": 6}, 4),  # 4, 6, 8, 12
     ({"validation_interval": 4}, 3),  # 4, 8, 12
     ({"validation_interval": 50}, 1),
 ])

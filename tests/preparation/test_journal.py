@@ -62,12 +62,13 @@ def test_token_files_shorter_than_the_journal_says_are_written_again(
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
 
 
-def test_a_table_of_documents_shorter_than_the_journal_says_is_written_again(
-    tmp_path: Path
+@pytest.mark.parametrize("num_documents", [1, 9])
+def test_a_table_of_other_documents_than_the_journal_says_is_corrected(
+    tmp_path: Path, num_documents: int
 ) -> None:
     source = uncounted_source(["a", "b"], ["c"], ["d"])
     leave_unfinished(source, tmp_path / "out")
-    os.truncate(tmp_path / ".out.partial" / "documents.bin", 24)
+    os.truncate(tmp_path / ".out.partial" / "documents.bin", 24 * num_documents)
     prepare_dataset(source, tmp_path / "out", BYTES)
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
 

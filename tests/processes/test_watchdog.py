@@ -97,6 +97,22 @@ def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(
     assert (str(error) in capsys.readouterr().err) == explains
 
 
+@pytest.mark.parametrize(("silence", "is_suspended", "hangs"), [
+    (9, False, False), (11, False, True), (11, True, False)])
+def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(
+    silence: float, is_suspended: bool, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    watchdog = object.__new__(Watchdog)  # without its thread
+    monkeypatch.setattr(watchdog, "_diagnose_hang", found.append, raising=False)
+    watchdog._hang_seconds, watchdog._lost_seconds = 10.0, 10.0
+    watchdog._is_suspended, watchdog._store = is_suspended, SimpleNamespace(is_up=True)
+    watchdog._peers = SimpleNamespace(all_silent=lambda is_silent: False)
+    watchdog._last_heartbeat = time.monotonic() - silence
+    watchdog._check_progress()
+    assert found == (["no heartbeat for 11 s"] if hangs else [])
+
+
 @pytest.fixture
 def run_dir(workplace: Workplace) -> Path:
     workplace.add_dataset()

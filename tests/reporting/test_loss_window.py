@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -64,6 +65,21 @@ def test_whoever_waits_gets_all_windows_in_order(late: None) -> None:
     fill(window, 2, steps=3)
     assert read(window, waits=True) == [(10, 0.1, 1.0), (20, 0.2, 2.0)]
     assert window.take_loss_since_checkpoint() == pytest.approx((10 * 1.0 + 3 * 2.0) / 13)
+
+
+def test_losses_are_averaged_over_processes_and_without_skipped_steps(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda losses: losses.mul_(3))  # the other has twice
+    window = LossWindow(CPU)
+    for loss, norm in ((2.0, 1.0), (4.0, math.inf), (4.0, math.inf), (6.0, 3.0)):
+        window.add(torch.tensor(loss), torch.tensor(norm))
+    window.close(4, 0.1, PhaseClock())
+    (closed,) = window.take(waits=True)
+    summary = window.summarise(closed)
+    assert (summary.train_loss, summary.train_loss_max, summary.grad_norm) == (6.0, 9.0, 2.0)
+    assert summary.skipped_steps == window.longest_skipped == 2
 
 
 def test_a_closed_window_keeps_its_values(late: None) -> None:

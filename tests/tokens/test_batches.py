@@ -50,6 +50,14 @@ def test_the_file_is_read_slice_by_slice(tmp_path: Path) -> None:
     assert file.read(5, 8).dtype == np.uint16
 
 
+def test_other_tokens_have_another_fingerprint(tmp_path: Path) -> None:
+    path, tokens, found = tmp_path / "t.safetensors", np.arange(30, dtype=np.uint16), []
+    for last in (29, 29, 28):
+        write_tokens(path, np.append(tokens[:-1], np.uint16(last)))
+        found.append(TokenFile(path).fingerprint())
+    assert found[0] == found[1] != found[2]
+
+
 def test_prefetch_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t.safetensors", np.arange(41, dtype=np.uint16))
     data = microbatches(tmp_path / "t.safetensors")

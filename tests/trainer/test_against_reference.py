@@ -254,6 +254,7 @@ def compare(configuration: Configuration, root: Path) -> Differences:
     precision, weights = training.config.precision, buffers.take(step.state).weights
     reference, alone = training.reference(weights, precision=precision), training.reference(weights)
     assert training.plan.num_steps == reference.num_steps
+    assert step.state.scaler.is_enabled() == (precision == "fp16")
     compare_schedules(reference, differences)
     for global_step, loss, norm in training.train(step):
         skips = training.skips(global_step)
@@ -409,6 +410,8 @@ def test_a_configuration_trains_resumes_and_exports_as_the_reference(
         return bool(disagreement(candidate, tmp_path / str(next(counter))))
 
     def explanation() -> str:
+        if request.config.getoption("--without-smallest"):
+            return wrong
         small = smallest(drawn, fails)
         return (f"{wrong}\n{json.dumps(drawn)}\nthe smallest that fails:"
                 f" {disagreement(small, tmp_path / 'small')}\n{json.dumps(small)}\nalone:"

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing import SnapshotBuffers
@@ -113,6 +117,34 @@ def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
     assert again.weights[name].data_ptr() == snapshot.weights[name].data_ptr()
     assert torch.equal(again.weights[name], step.state.model.final_norm.weight)
     assert again.moments[f"step/{name}"] == 2
+
+
+def test_only_the_last_microbatch_sends_gradients_and_accumulated_ones_stay() -> None:
+    step, sends = step_of(), []
+
+    class Loss(nn.Module):
+        sends = True
+
+        def forward(self, *tokens: Tensor) -> Tensor:
+            sends.append(self.sends)
+            return step.state.model(*tokens)
+
+        @contextmanager
+        def no_sync(self) -> Iterator[None]:
+            self.sends = False
+            yield
+            self.sends = True
+
+    step.process, step.parallel_model = replace(step.process, world_size=2), Loss()
+    for num_microbatches, stays in ((3, True), (1, False)):
+        step.take(microbatches(), num_microbatches=num_microbatches, learning_rate=0.1)
+        assert (step.state.model.final_norm.weight.grad is not None) == stays
+    assert sends == [False, False, True, True]
+
+
+def test_the_seed_decides_the_initial_weights() -> None:
+    first, again, other = (step_of(random_seed=seed).state.model.head_weight for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_dropout_seeds_differ_by_seed_and_position() -> None:

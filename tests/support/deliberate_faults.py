@@ -1,0 +1,142 @@
+"""Put each fault of `tests/deliberate_faults.toml` into a copy of the project: do tests notice it?
+
+    uv run python -m tests.support.deliberate_faults [--area AREA ...] [--jobs N]
+
+Runs of tests are forked from this process, which has imported what takes long to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+
+PROJECT_DIR = Path(__file__).resolve().parents[2]
+PRELOADED = ("torch._dynamo", "torch.distributed.run", "matplotlib.pyplot", "hypothesis", "pytest")
+CONFIGURATION = ("tests/trainer/test_against_reference.py::"
+                 "test_a_configuration_trains_resumes_and_exports_as_the_reference[{}]")
+OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "--without-smallest")
+LIMIT_SECONDS, UNBROKEN_SECONDS = 120.0, 900.0  # of a fault's tests; of all tests without a fault
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line of the product as it is and as it is broken, and the tests that should notice."""
+
+    area: str
+    file: str
+    line: str
+    fault: str
+    effect: str
+    tests: tuple[str, ...] = ()
+    configurations: tuple[int, ...] = ()  # of tests/trainer/test_against_reference.py
+    hangs: bool = False  # whether a run beyond the time limit counts as caught
+
+    @property
+    def selected(self) -> list[str]:
+        return [*self.tests, *map(CONFIGURATION.format, self.configurations)]
+
+    def broken(self) -> str:
+        """Return the file's text with the fault. Raises: ValueError: the line is not there once."""
+        text = project_files().get(self.file, b"").decode()
+        if (count := text.count(self.line)) != 1:
+            places = [name for name, found in project_files().items() if self.line.encode() in found
+                      and name.endswith(".py")]
+            raise ValueError(f"{self.area}: {self.line!r} is {count} times in {self.file}, wanted"
+                             f" once; it is in: {', '.join(places) or 'no file'}")
+        return text.replace(self.line, self.fault)
+
+
+@cache
+def project_files() -> dict[str, bytes]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(command, cwd=PROJECT_DIR, text=True).splitlines()
+    return {name: (PROJECT_DIR / name).read_bytes() for name in names
+            if (PROJECT_DIR / name).is_file()}
+
+
+def read_faults() -> list[Fault]:
+    by_area = tomllib.loads((PROJECT_DIR / "tests/deliberate_faults.toml").read_text())
+    return [Fault(area=area, **entry) for area, entries in by_area.items() for entry in entries]
+
+
+def run_tests(copy: Path, tests: list[str], limit_seconds: float) -> tuple[int | None, str]:
+    """Return pytest's status, None beyond the time limit, and the end of what it has printed."""
+    until, log = time.monotonic() + limit_seconds, copy.with_suffix(".log")
+    if not (pid := os.fork()):
+        os.setsid()
+        os.chdir(copy)
+        for stream in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+            del sys.modules[name]  # those of the copy are meant
+        sys.path[:] = [place for place in sys.path if Path(place).resolve() != PROJECT_DIR]
+        pytest = importlib.import_module("pytest")
+        os._exit(pytest.main([*tests, *OPTIONS, f"--basetemp={copy}.tmp"]))
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until:
+        time.sleep(0.05)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # and what they have started
+    return os.waitstatus_to_exitcode(ended[1]) if ended[0] else None, log.read_text()[-4000:]
+
+
+def try_fault(fault: Fault, unbroken: Path) -> tuple[bool, str]:
+    """Return whether a fault is caught, and a line that says so."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        copy = shutil.copytree(unbroken, Path(place, "copy"))
+        (copy / fault.file).write_text(fault.broken())
+        status, log = run_tests(copy, ["-x", *fault.selected], LIMIT_SECONDS)
+    is_caught = status == 1 or (status is None and fault.hangs)
+    verdict = "caught" if is_caught else {0: "MISSED", None: "TIMED OUT"}.get(status, log)
+    return is_caught, (f"{verdict:9} {fault.area}: {fault.file}: {fault.effect}"
+                       f" ({time.monotonic() - began:.1f} s)")
+
+
+def main() -> None:
+    faults, began, num_caught = read_faults(), time.monotonic(), 0
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--area", nargs="+", choices=sorted({fault.area for fault in faults}))
+    parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at once")
+    options = parser.parse_args()
+    faults = [fault for fault in faults if options.area is None or fault.area in options.area]
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries would report leaks
+    with tempfile.TemporaryDirectory() as place:
+        unbroken = Path(place, "unbroken")
+        for name, content in project_files().items():
+            (unbroken / name).parent.mkdir(parents=True, exist_ok=True)
+            (unbroken / name).write_bytes(content)
+        status, log = run_tests(unbroken, sorted({test for fault in faults
+                                                  for test in fault.selected}), UNBROKEN_SECONDS)
+        if status != 0:
+            sys.exit(f"{log}\nwithout a fault these tests end with status {status}")
+        print(f"without a fault all tests pass ({time.monotonic() - began:.0f} s)", flush=True)
+        os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
+        with get_context("fork").Pool(options.jobs) as pool:
+            for is_caught, line in pool.imap(partial(try_fault, unbroken=unbroken), faults):
+                num_caught += is_caught
+                print(line, flush=True)
+    print(f"{num_caught} of {len(faults)} faults caught, {time.monotonic() - began:.0f} s")
+    sys.exit(num_caught < len(faults))
+
+
+if __name__ == "__main__":
+    main()
