@@ -136,7 +136,7 @@ def draw_optimizer(draw: random.Random) -> dict[str, Any]:
         draw, **rates, optimizer="muon", weight_decay=draw.choice([0.0, 0.5]),
         matrix_weight_decay=draw.choice([0.0, 0.3]), decay_norms_and_biases=True,
         beta1=draw.choice([0.0, 0.8]), beta2=draw.choice([0.9, 0.99]),
-        epsilon=draw.choice([1e-6, 1e-10]), momentum=draw.choice([0.0, 0.5, 0.9]),
+        epsilon=draw.choice([1e-6, 1e-10]), momentum=draw.choice([0.95, 0.0, 0.9]),
         momentum_warmup_percent=draw.choice([40, 70, 100]),
         clipping_max_norm=10 ** draw.uniform(-2, 0.5), warmup_period_percent=percent,
         decay_period_percent=draw.choice([20, 40, 50]),
