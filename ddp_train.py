@@ -28,7 +28,7 @@ from microbatch_search.search import search
 from processes.before_torch import exit_with
 from processes.command_line import read_command_line
 from processes.launch import Process, process_group, started_by_torchrun, this_process
-from processes.startup_agreement import AgreedError, Agreement
+from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, VALIDATION, WAITING, PhaseClock
 from run_config import TrainConfig, load_run
@@ -54,6 +54,7 @@ def main() -> None:
             clock.import_from_parent()
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             run_worker(agreement, clock)
+            leave(0)
         else:
             sys.exit(launch(__file__, read_command_line(), clock, agreement))
     except AgreedError as error:

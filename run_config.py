@@ -36,7 +36,8 @@ GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks sav
              "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length before"}
 MUON_DEFAULTS: dict[str, Any] = {
     "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
-    "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta2": 0.95, "schedule": "linear"}
+    "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95,
+    "schedule": "linear"}
 WIDTH_DEPENDENT = {"learning_rate", "embedding_learning_rate", "vector_learning_rate"}
 # The keys of the original system's train.json, and what of ours makes a run the same as there.
 ORIGINAL_KEYS = set("""dataset microbatch_size minibatch_size gradient_accumulation_steps use_amp

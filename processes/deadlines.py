@@ -22,9 +22,9 @@ class Deadlines:
     after_command: float = 3.0  # of the grace, for charts, tracker; --after-checkpoint has the rest
     others_stop: float = 19.0
     failure_grace: float = 7.0  # for the others to save, after a rank has failed
-    last_write: float = 5.0  # for a checkpoint or charts in flight, when a rank fails or must exit
+    last_write: float = 5.0  # for a checkpoint in flight, when a rank fails or must exit
     charts: float = 60.0  # for the last charts, at the end of a run
-    tracker: float = 60.0  # for the tracker, at the end of a run; after a signal `last_write`
+    tracker: float = 60.0  # for the tracker, at the end of a run; after a signal `after_command`
     after_checkpoint: float = 900.0  # for the last --after-checkpoint, at the end of a launch
     orphans: float = 30.0  # for a run's lock, held by processes that have lost their torchrun
     lost: float = 600.0  # for heartbeats of other machines, until hang_timeout_seconds is known

@@ -209,7 +209,7 @@ def test_the_defaults_with_muon_are_those_of_the_recipe(workplace: Workplace) ->
     for key in ("learning_rate", "matrix_learning_rate", "embedding_learning_rate",
                 "vector_learning_rate"):
         assert getattr(run.train, key) == pytest.approx(getattr(recipe.train, key), rel=0.03)
-    for key in ("weight_decay", "beta2", "schedule", "momentum"):
+    for key in ("weight_decay", "beta1", "beta2", "schedule", "momentum"):
         assert getattr(run.train, key) == getattr(recipe.train, key)
     assert run.model.init == recipe.model.init == "zero_projections"
     set_in_the_recipe_alone = {"matrix_weight_decay", "momentum_warmup_percent"}

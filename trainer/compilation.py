@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import sys
@@ -25,6 +24,7 @@ from trainer.attention import KERNELS
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_own_caches: list[str] = []
 
 
 def choose_forward_options(
@@ -109,7 +109,7 @@ def compile_now(work: Callable[[], object], device: torch.device) -> None:
     if reason := _compile_error(work):
         shared, damage = os.environ.get(CACHE_VARIABLE, "PyTorch's cache"), reason
         own = os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        _own_caches.append(own)
         os.environ.pop("TRITON_CACHE_DIR", None)  # a directory inside the other one
         _forget_compiled_code()
         reason = _compile_error(work)
@@ -121,6 +121,12 @@ def compile_now(work: Callable[[], object], device: torch.device) -> None:
         if os.environ.get("RANK", "0") == "0":
             print_line(f"warning: {shared}: has damaged compiled code ({damage}), which was"
                        " compiled again elsewhere; remove that directory while no run is starting")
+
+
+def remove_own_caches() -> None:
+    """Remove the caches that only this process has used; nothing compiles afterwards."""
+    while _own_caches:
+        shutil.rmtree(_own_caches.pop(), ignore_errors=True)
 
 
 def _forget_compiled_code() -> None:

@@ -263,7 +263,8 @@ class Reports:
         if failure:
             raise UserError(f"{failure}; resume from an earlier checkpoint with a lower"
                             " learning_rate", NON_FINITE)
-        self._print_sample()
+        if not self.watchdog.stop_signal:  # the notice of a preemption may be 30 s long
+            self._print_sample()
         if command_failure:
             raise after_checkpoint_failed(command_failure)
 

@@ -83,7 +83,7 @@ class SideProcesses:
             left, longest = nearest_limit(self._run.train, self._clock)[0], seconds
             if self._watchdog.stop_signal:
                 left = self._seconds_to_stop() - EXIT_SECONDS
-                longest = min(seconds, deadlines.last_write)
+                longest = min(seconds, deadlines.after_command)
             return max(0.0, min(longest, time.monotonic() - began + left))
 
         return limit

@@ -85,7 +85,7 @@ def test_a_stop_signal_does_not_wait_long_for_a_tracker(workplace: Workplace) ->
     run_dir = add(workplace, "trackio")
     result = workplace.ddp_train(
         "tiny", "--nproc-per-node", "2", **{VARIABLE: "train:signal:rank=0:hit=7:number=15"},
-        **stand_in(workplace, HANGS), **with_deadlines(last_write=1, tracker=200))
+        **stand_in(workplace, HANGS), **with_deadlines(after_command=1, tracker=200))
     assert result.returncode == 128 + 15, result.stderr
     assert "warning: tracker trackio: it had not taken all records after 1 s" in result.stdout
     summary = summary_of(run_dir)
