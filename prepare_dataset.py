@@ -22,6 +22,7 @@ from basics.errors import (
     print_traceback,
 )
 from basics.machine import num_cpu_cores
+from basics.option_types import FiniteRange
 from basics.out_of_memory import is_out_of_memory
 from basics.usage_errors import run_and_exit
 from preparation.source_options import source_options
@@ -84,7 +85,7 @@ class Options:
 @click.option("--import", "is_import", is_flag=True,
               help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
                    " llm.c, or with --share prepared datasets.")
-@click.option("--share", type=click.FloatRange(0, 100, min_open=True), multiple=True,
+@click.option("--share", type=FiniteRange(0, 100, min_open=True), multiple=True,
               help="With --import, once for each SOURCE: mix the documents of prepared datasets, in"
                    " these shares of the tokens, until one of them has no more.")
 @click.option("--part", metavar="I/N",

@@ -33,7 +33,7 @@ GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks sav
              **{f"{group}_weight_decay": "remove it; only the matrices can have a decay of their"
                 " own" for group in GROUPS if group != "matrix"},
              "weight_average": "remove it; averaged weights were not better",
-             "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length before"}
+             "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length beforehand"}
 MUON_DEFAULTS: dict[str, Any] = {
     "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
     "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95,

@@ -29,14 +29,18 @@ def code_version() -> str:
     """
     if (PROJECT_DIR / ".git").exists():  # else git would look for one in the directories above
         try:
-            commit = subprocess.run(
-                ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-                cwd=PROJECT_DIR, capture_output=True, text=True, timeout=GIT_SECONDS,
-                check=True).stdout.strip()
-            return f"{commit}{code_digest()}" if commit.endswith("+") else commit
+            commit = _git("rev-parse", "--short=12", "HEAD")
+            # Only the product counts: the commands themselves write to runs/*/train.json.
+            is_changed = _git("status", "--porcelain", "--", *(f":(glob){p}" for p in SOURCES))
+            return f"{commit}+{code_digest()}" if is_changed else commit
         except (OSError, subprocess.SubprocessError):
             pass
     try:
         return f"{version('ddp-train')}+{code_digest()}"
     except PackageNotFoundError:  # used without being installed
         return code_digest()
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=PROJECT_DIR, capture_output=True, text=True,
+                          timeout=GIT_SECONDS, check=True).stdout.strip()

@@ -12,6 +12,7 @@ import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import click
@@ -69,7 +70,7 @@ def read_variants(sweep_dir: Path) -> list[Variant]:
 def rows_of(sweeps_dir: Path) -> Iterator[list[str]]:
     """Yield the cells of the table: each recipe beside each of its baselines."""
     for name, baselines in RECIPES.items():
-        for baseline in (found for name in baselines for found in read_variants(sweeps_dir / name)):
+        for baseline in (found for each in baselines for found in read_variants(sweeps_dir / each)):
             for recipe in read_variants(sweeps_dir / name):
                 yield [*_compare(baseline, recipe), *_reached(baseline, recipe)]
 
@@ -83,11 +84,12 @@ def draw(sweeps_dir: Path, path: Path) -> None:
     for recipe, baselines in RECIPES.items():
         for name in (*baselines, recipe):
             if variants := read_variants(sweeps_dir / name):
-                models.setdefault(re.sub("-(muon|original|adamw).*", "", name), []).extend(variants)
+                model = re.sub("-(muon|original|adamw)(-one-rate)?", "", name)
+                models.setdefault(model, []).extend(variants)
     figure = Figure(figsize=(5 * len(models), 4.5), layout="constrained")
     for axes, (model, variants) in zip(figure.subplots(1, len(models), squeeze=False)[0],
                                        models.items(), strict=True):
-        for variant, color in zip(variants, colormaps["tab20"].colors, strict=False):
+        for variant, color in zip(variants, cycle(colormaps["tab20"].colors), strict=False):
             for number, run in enumerate(variant.runs.values()):
                 points = [(record["tokens"] / 1e6, record["validation_loss"])
                           for record in run.records if record.get("validation_loss") is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import truediv
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +46,13 @@ def import_tokens(sources: Sequence[Path], output_dir: Path, tokenizer_choice: s
     if (source / "meta.pkl").exists():
         raise UserError(f"{source}: meta.pkl defines another vocabulary, so the tokens are not"
                         f" those of {tokenizer_choice}; prepare the original text instead")
-    num_bytes = sum(path.stat().st_size for split in paths.values() for path in split
-                    if path.exists())
+    num_bytes = 0.0
+    for found in paths.values():
+        if shares:  # all are opened before anything is written
+            sizes = [2 * TokenFile(path).num_tokens for path in found]
+            num_bytes += sum(shares) * min(map(truediv, sizes, shares))
+        else:
+            num_bytes += sum(path.stat().st_size for path in found if path.exists())
     try:
         with Journal(output_dir) as journal:  # used as a lock: an import is not resumed
             journal.begin_anew()
@@ -114,7 +120,7 @@ def _mixed(paths: list[Path], shares: Sequence[float], tokenizer: str,
     """
     files = [TokenFile(path) for path in paths]
     for file in files:
-        if (name := file.metadata.get("tokenizer", "gpt2")) != tokenizer:
+        if (name := file.metadata.get("tokenizer", tokenizer)) != tokenizer:
             raise UserError(f"{file.path}: its tokenizer is {name}; set --tokenizer to that of all"
                             " SOURCEs")
     ends = [np.concatenate([
@@ -131,7 +137,7 @@ def _mixed(paths: list[Path], shares: Sequence[float], tokenizer: str,
         [place <= last] for number, (end, place) in enumerate(zip(ends, places, strict=True))])
     order = np.argsort(np.concatenate([place[place <= last] for place in places]), kind="stable")
     for first in range(0, order.size, CHUNK_DOCUMENTS):
-        yield paths[0], 0, np.concatenate([
+        yield Path("the mix"), 0, np.concatenate([
             files[number].read(start, stop)
             for number, start, stop in documents[order[first:first + CHUNK_DOCUMENTS]].tolist()])
 

@@ -49,7 +49,7 @@ class BackgroundSaver:
                  heartbeat: Callable[[], None] = lambda: None) -> None:
         self._checkpoints_dir, self._keep, self._protected = checkpoints_dir, keep, protected
         self._buffers, self._heartbeat = SnapshotBuffers(), heartbeat
-        # Python waits for this thread before it exits, also after an exception elsewhere.
+        # Python waits for this thread after an exception, and `Reports.end` before `leave`.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[None] | None = None
         self._unsaved: tuple[Snapshot, CheckpointMeta] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
@@ -110,6 +111,7 @@ def compile_now(work: Callable[[], object], device: torch.device) -> None:
         shared, damage = os.environ.get(CACHE_VARIABLE, "PyTorch's cache"), reason
         own = os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
         _own_caches.append(own)
+        atexit.register(remove_own_caches)
         os.environ.pop("TRITON_CACHE_DIR", None)  # a directory inside the other one
         _forget_compiled_code()
         reason = _compile_error(work)

@@ -135,7 +135,8 @@ def _changed_defaults(run: Run) -> list[str]:
     """Return a warning of settings that had another default in the run's earlier launches."""
     try:
         before = read_json_object(run.summary_path)["train"]
-        keys = {"learning_rate", "weight_decay", "beta2", "schedule"} - run.train.model_fields_set
+        keys = {"learning_rate", "weight_decay", "beta1", "beta2",
+                "schedule"} - run.train.model_fields_set
         changed = {key: before[key] for key in sorted(keys)
                    if before[key] != getattr(run.train, key)}
     except (UserError, KeyError, TypeError):  # a summary of another version, or none

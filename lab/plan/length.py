@@ -59,8 +59,10 @@ def save_length(run: Run, budget: float) -> str:
 
 def measured_speed(run: Run) -> tuple[float, int, str]:
     """Return tokens per second, on how many processes, and where: of a launch, or the search."""
-    gpus = {gpu.name for gpu in read_gpus() if gpu.name}
-    for path in (run.summary_path, run.search_path):
+    gpus = [gpu.name for gpu in read_gpus() if gpu.name]
+    newest_first = sorted((run.summary_path, run.search_path), reverse=True,
+                          key=lambda path: path.stat().st_mtime if path.exists() else 0)
+    for path in newest_first:
         record = found_object(path)
         with suppress(LookupError, TypeError, ValueError, ArithmeticError):  # no file, or damage
             speed, machine = record["tokens_per_second"], record["machine"]
@@ -69,7 +71,8 @@ def measured_speed(run: Run) -> tuple[float, int, str]:
                 speed = is_long and launch["tokens"] / launch["seconds"]
             device, world_size = str(machine["device"]), int(machine["processes"])
             if (0 < speed < 2**53 and 1 <= world_size <= MAX_PROCESSES
-                    and device in (gpus or {device}) and record["model"] == run.model.model_dump()
+                    and (not gpus or gpus.count(device) == world_size)
+                    and record["model"] == run.model.model_dump()
                     and all(record["train"][key] == getattr(run.train, key) for key in SPEED_KEYS)):
                 return speed, world_size, (f"{speed:,.0f} tokens/s on {world_size}x"
                                            f" {one_line(device)} ({path.name})")

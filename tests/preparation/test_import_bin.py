@@ -225,6 +225,8 @@ def test_a_mix_can_be_trained_on_and_says_what_is_in_it(
     (("--import", "--share", "1", "a", "b"), "1 times --share for 2 SOURCEs; wanted one for each"),
     (("--share", "1", "a"), "--share mixes datasets that are prepared already; add --import"),
     (("--import", "--share", "0", "a"), "--share"),
+    (("--import", "--share", "nan", "--share", "1", "a", "b"), "nan is not a finite number"),
+    (("--import", "--share", "1", "--share", "1", "a", "half"), "half/validation.safetensors: no"),
     (("--import", "--share", "1", "--share", "1", "a", "other"),
      "other/train.safetensors: its tokenizer is gpt2; set --tokenizer"),
     (("--import", "--share", "1", "--share", "1", "a", "no"), "no/train.safetensors: no such"),
@@ -240,6 +242,7 @@ def test_datasets_that_cannot_be_mixed(
     endless = dataset(tmp_path / "endless", 3, [9])
     save_file({"tokens": np.arange(9, dtype=np.uint16)}, endless / "train.safetensors",
               metadata={"tokenizer": "bytes"})
+    (dataset(tmp_path / "half", 2, [9]) / "validation.safetensors").unlink()
     before = sorted(tmp_path.iterdir())
     result = prepare(*arguments, "out", "--tokenizer", "bytes")
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

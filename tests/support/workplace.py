@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -31,8 +31,8 @@ from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
 from basics import failpoints
-from basics.errors import STOP_SIGNALS
-from processes import heartbeat
+from basics.errors import STOP_SIGNALS, drop_unwritable_output
+from processes import heartbeat, startup_agreement
 from processes.run_lock import PARENT_DEATH_SIGNAL, release_run
 from reporting import chart_process, charts
 from reporting.metrics_file import read_metrics
@@ -249,10 +249,25 @@ def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
     heartbeat._begun.clear()  # nor is its heartbeat
     for number in STOP_SIGNALS:  # nor are its handlers
         signal.signal(number, signal.SIG_DFL)
-    _run_script(script, arguments)
+    startup_agreement.leave = _leave
+    with contextlib.suppress(_Left):
+        _run_script(script, arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     threading.Thread(target=_end_with_siblings, args=(is_closing,), daemon=True).start()
+
+
+class _Left(BaseException):
+    """Raised by what has ended its process."""
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process as `leave` does; the agent waits for the return of a forked one."""
+    heartbeat.withdraw()
+    drop_unwritable_output()
+    if status:
+        os._exit(status)
+    raise _Left
 
 
 def _end_with_siblings(is_closing: Event) -> None:

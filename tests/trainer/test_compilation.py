@@ -26,6 +26,7 @@ from trainer.compilation import (
     Recompilations,
     choose_forward_options,
     compile_now,
+    remove_own_caches,
 )
 from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
@@ -278,6 +279,10 @@ def test_a_damaged_cache_is_named_and_left_to_those_who_compile_in_it(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning: {kept}: has damaged compiled code (ImportError: half.so:")
     compile_now(lambda: trip_over("half.so"), CPU)  # in the cache of its own
+    own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert own.is_dir()
+    remove_own_caches()
+    assert not own.exists() and kept.is_dir()
 
 
 @pytest.mark.thorough  # the test above does the same without a compiler
