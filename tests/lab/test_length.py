@@ -117,8 +117,8 @@ def test_without_a_speed_of_such_a_run_nothing_is_written(
     assert workplace.files() == before
 
 
-@pytest.mark.parametrize(("gpus", "is_here"), [(["A100", "A100"], True), (["H100"], False), (["A100"], False),
-                                               ([None], True)])
+@pytest.mark.parametrize(("gpus", "is_here"), [(["A100", "A100"], True), (["H100"], False),
+                                               (["A100"], False), ([None], True)])
 def test_a_speed_of_other_gpus_than_this_machine_has_is_not_used(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, gpus: list, is_here: bool
 ) -> None:
