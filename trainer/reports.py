@@ -62,6 +62,7 @@ class Reports:
         self._reports_speed = self._warns_of_cudnn = True
         self._recompilations = Recompilations()
         self._has_ended = False  # the full summary is on disk
+        self.code = ""  # its version, on rank 0 from `begin` on
 
     def begin(self, num_parameters: int) -> None:
         """Clean up the checkpoints, print the settings, start the processes beside training."""

@@ -178,7 +178,7 @@ def test_a_stop_signal_does_not_wait_long_for_charts(
 ) -> None:
     fault = "draw:hang;train:signal:rank=0:hit=7:number=15"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault},
-                                 **with_deadlines(last_write=1))
+                                 **with_deadlines(after_command=1))
     assert result.returncode == 128 + 15, result.stderr
     assert "warning: charts are not up to date: the drawing took longer than 1 s" in result.stdout
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)

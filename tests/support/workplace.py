@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,25 +249,21 @@ def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
     heartbeat._begun.clear()  # nor is its heartbeat
     for number in STOP_SIGNALS:  # nor are its handlers
         signal.signal(number, signal.SIG_DFL)
-    startup_agreement.leave = _leave
-    with contextlib.suppress(_Left):
-        _run_script(script, arguments)
+    for module in (startup_agreement, sys.modules.get("ddp_train")):
+        if module is not None:
+            module.leave = _leave
+    _run_script(script, arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     threading.Thread(target=_end_with_siblings, args=(is_closing,), daemon=True).start()
 
 
-class _Left(BaseException):
-    """Raised by what has ended its process."""
-
-
-def _leave(status: int) -> NoReturn:
-    """End this process as `leave` does; the agent waits for the return of a forked one."""
+def _leave(status: int) -> None:
+    """End this process as `leave` does, unless all went well: its agent waits for its return."""
     heartbeat.withdraw()
     drop_unwritable_output()
     if status:
         os._exit(status)
-    raise _Left
 
 
 def _end_with_siblings(is_closing: Event) -> None:
