@@ -120,7 +120,8 @@ class Ending:
             run=SimpleNamespace(checkpoints_dir="none", run_dir="runs/tiny"), clock=PhaseClock(),
             plan=SimpleNamespace(num_steps=6),
             saver=saver, console=console, process=SimpleNamespace(is_main=True),
-            watchdog=SimpleNamespace(stop_signal=0, deadlines=Deadlines()), _has_ended=False, code="1",
+            watchdog=SimpleNamespace(stop_signal=0, deadlines=Deadlines()),
+            _has_ended=False, code="1",
             meter=SimpleNamespace(stop=lambda: None, energy_kwh=None),
             step=SimpleNamespace(precision="float32", facts=dict, state=SimpleNamespace(
                 model=SimpleNamespace(num_parameters=lambda: 1))),
