@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
@@ -24,14 +24,17 @@ from processes.command_line import Options
 from processes.launch import Process, process_group
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
+from reporting import charts
 from reporting.clock import PhaseClock
-from reporting.range_test_chart import draw_range_test
 from run_config import Run, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, prefetch
 from trainer.optimization import Group, peak_learning_rate
 from trainer.startup import build_state, prepare_run
 from trainer.step import TrainingStep, Wrap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RATES = np.geomspace(1e-6, 1, 300)  # `learning_rate` of each step
 SMOOTHING_STEPS = 8  # standard deviation of the bell curve that averages neighbouring losses
@@ -41,6 +44,7 @@ SMOOTHING_STEPS = 8  # standard deviation of the bell curve that averages neighb
 FRACTION = 0.5
 DIVERGED = 4  # times the lowest smoothed loss: the test ends
 CHART_NAME = "learning-rate-test-chart.png"
+HEADROOM = 0.1  # of the span from the lowest smoothed loss to the first one; divergence is cut off
 
 Sharding = Callable[..., Iterator[int]]  # as `microbatch_indices` of ddp_train.py
 
@@ -204,11 +208,27 @@ def suggested_rates(train: TrainConfig, learning_rate: float) -> dict[str, float
 
 
 def _draw(run: Run, test: RangeTest) -> None:
-    """Draw the chart. Raises: UserError, if it cannot be written."""
-    path = run.run_dir / CHART_NAME
+    """Draw losses over learning rates, the suggestion marked. Raises: UserError. Rank 0."""
+    path, smoothed = run.run_dir / CHART_NAME, test.smoothed
+
+    def plot(figure: Figure) -> None:
+        axes = figure.subplots()
+        axes.plot(test.rates, test.losses, color="tab:blue", alpha=0.35, linewidth=1,
+                  label="loss of a step")
+        axes.plot(test.rates, smoothed, color="tab:blue", label="smoothed")
+        axes.axvline(test.suggestion(), color="tab:red", linestyle="--",
+                     label=f"suggestion: {test.suggestion():.2g}")
+        low, high = min(test.losses), max(test.losses[0], float(smoothed[0]))
+        margin = HEADROOM * (high - low)
+        axes.set_ylim(low - margin, high + 5 * margin)
+        axes.set_xscale("log")
+        axes.set_title(f"{path.resolve().parent.name}: learning-rate test")
+        axes.set_xlabel("learning_rate")
+        axes.set_ylabel("loss (nats per token)")
+        axes.legend(frameon=False)
+
     try:
-        draw_range_test(path, test.rates, test.losses, smoothed=test.smoothed,
-                        suggestion=test.suggestion())
+        charts.draw_by_hand(path, plot)
     except OSError as error:
         raise cannot_be_written(path, error) from None
     print_line(f"chart: {path}")

@@ -6,11 +6,12 @@ import statistics
 from dataclasses import dataclass
 from functools import cached_property
 
-from basics.errors import NON_FINITE, STOP_SIGNALS
+from basics.errors import NON_FINITE, STOP_SIGNALS, UserError
 from lab.compare.rows import validation_slice
 from lab.compare.run_figures import Written
 from lab.compare.run_results import FINISHED, Result, read_result
 from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
+from lab.sweep.changes import Changes, label
 from lab.sweep.noise import Difference
 from lab.sweep.plan import PlannedRun, Sweep, Variant
 
@@ -151,3 +152,33 @@ def entries_of(sweep: Sweep, statuses: dict[str, int]) -> list[Entry]:
                for variant in sweep.plan.variants}
     baselines = next(iter(by_name.values()))
     return [Entry(variant, by_name[variant.name], baselines) for variant in sweep.plan.variants]
+
+
+def with_stack(sweep: Sweep, entries: list[Entry]) -> tuple[Sweep, list[str]]:
+    """Return the sweep with all improvements as one variant, and lines that say what was done.
+
+    The largest improvement comes first; a later one that sets a key to another value is left out.
+    """
+    better = sorted((entry for entry in entries if entry.is_improvement
+                     and not entry.variant.is_stack), key=lambda entry: entry.difference.mean)
+    together: Changes = {}
+    used, lines = [], []
+    for entry in better:
+        changes = entry.variant.changes
+        if any(together.get(key, value) != value for key, value in changes.items()):
+            lines.append(f"stack: without {entry.variant.label}: a larger improvement sets the"
+                         " same key")
+            continue
+        together |= changes
+        used.append(entry.variant.label)
+    if len(used) < 2:
+        return sweep, [*lines, "stack: nothing to train: fewer than two changes were better than"
+                               " the baseline outside the noise"]
+    if any(entry.difference.is_noise is None for entry in better):
+        lines.append("stack: with one seed the noise is not known: all changes with a lower loss"
+                     " are taken")
+    try:
+        stacked = sweep.with_variant(together, is_stack=True)
+    except UserError as error:
+        return sweep, [*lines, f"stack: {label(together)} cannot be trained: {error}"]
+    return stacked, [*lines, f"stack: {', '.join(used)}"]

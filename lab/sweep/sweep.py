@@ -142,8 +142,7 @@ def _directory(sweeps_dir: Path, name: str) -> Path:
 
 def _train(sweep: Sweep, execution: Execution, *, stack: bool) -> Sweep:
     """Train all runs, and then with `stack` those of one more variant; return the sweep."""
-    from lab.sweep.results import entries_of
-    from lab.sweep.stack import with_stack
+    from lab.sweep.results import entries_of, with_stack
 
     execution.train(sweep)
     if stack and not execution.stop_reason:

@@ -112,6 +112,7 @@ def test_points_appear_while_records_are_appended(page: Page, runs_dir: Path) ->
             expect(row.locator("td").nth(2)).not_to_contain_text(before.split("\n")[0])
             expect(drawn(page, "Loss").nth(1)).to_contain_text("1.2500")
             expect(row.locator(".chip")).to_have_text("running")
+            assert row.locator("td").nth(2).inner_text() != before
         finally:
             is_done.set()
             writer.join()
@@ -277,4 +278,5 @@ def test_a_server_that_ends_is_reported(browser: Browser, runs_dir: Path) -> Non
         expect(drawn(page, "Loss")).to_have_count(4)
         page.unroute("**/runs?")
         expect(page.locator("#news")).to_contain_text("updated", timeout=30_000)
+        assert drawn(page, "Loss").count() == 4
     context.close()
