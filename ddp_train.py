@@ -35,9 +35,9 @@ from run_config import TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, prefetch
 from trainer.background_saver import BackgroundSaver
+from trainer.compilation import compiled_code_of_run
 from trainer.launcher import launch
 from trainer.learning_rate_search import find_learning_rate
-from trainer.portable_cache import compiled_code_of_run
 from trainer.reports import Reports
 from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run

@@ -23,6 +23,8 @@ from ops.linear_cross_entropy import linear_cross_entropy, pad_rows
 from run_config import ModelConfig
 
 INIT_STD = 0.02
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+           "math": SDPBackend.MATH}
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,14 @@ class ForwardOptions:
         activation_checkpointing: store only the inputs of layers, and run each layer again in the
             backward pass.
         head_multiple: pad the head with zeros to a multiple of this in its matrix product.
-        attention_in_blocks: use `block_attention` instead of one of PyTorch's kernels.
-        attention_kernel: the one of PyTorch's kernels to use; None lets PyTorch choose.
+        attention: one of `KERNELS`, "auto" to let PyTorch choose one, or "blocks".
     """
 
     residual_dtype: torch.dtype | None = None
     head_chunk_tokens: int | None = None
     activation_checkpointing: bool = False
     head_multiple: int = 1
-    attention_in_blocks: bool = False
-    attention_kernel: SDPBackend | None = None
+    attention: str = "auto"
 
 
 class CausalSelfAttention(nn.Module):
@@ -63,10 +63,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.project(x)  # (B, H, T, D) each
         drop_rate = self.drop_rate if self.training else 0.0
-        if self.options.attention_in_blocks:
-            y = block_attention(q, k, v, drop_rate=drop_rate)  # (B, H, T, D)
-        else:
-            y = fused_attention(q, k, v, drop_rate, self.options.attention_kernel)  # (B, H, T, D)
+        y = attend(q, k, v, drop_rate, self.options.attention)  # (B, H, T, D)
         return self.output(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,15 +73,16 @@ class CausalSelfAttention(nn.Module):
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, drop_rate: float,
-                    kernel: SDPBackend | None) -> Tensor:
-    """Compute causal attention of q, k, v, (B, H, T, D) each, by one of PyTorch's kernels.
+def attend(q: Tensor, k: Tensor, v: Tensor, drop_rate: float, attention: str) -> Tensor:
+    """Compute causal attention, (B, H, T, D), of q, k and v, (B, H, T, D) each.
 
     A kernel that is asked for is set here, inside of what is compiled: PyTorch's cache of compiled
     code does not see a choice that is made outside, and would return code with another kernel.
     """
-    if kernel is not None:
-        with sdpa_kernel(kernel):
+    if attention == "blocks":
+        return block_attention(q, k, v, drop_rate=drop_rate)
+    if attention in KERNELS:
+        with sdpa_kernel(KERNELS[attention]):
             return F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
     # is_causal and no mask tensor: a mask would rule out the flash kernels
     return F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
@@ -137,9 +135,7 @@ class GPTModel(nn.Module):
         if not config.tie_weights:
             self.head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
         if config.init != "torch":
-            self._init_gpt2()
-        if config.init == "zero_projections":
-            self._zero_projections()
+            self._init_weights()
         self.use(options or ForwardOptions())
 
     def use(self, options: ForwardOptions) -> None:
@@ -160,7 +156,11 @@ class GPTModel(nn.Module):
         """
         x = self.transform(self.embed(token_ids))
         if targets is None:
-            return self._logits(self.final_norm(x))
+            weight = pad_rows(self.head_weight, self.options.head_multiple)
+            logits = F.linear(self.final_norm(x), weight)
+            if len(weight) == self.config.vocab_size:
+                return logits
+            return logits[..., : self.config.vocab_size]  # zero logits would enter the softmax
         return self.loss(x, targets)
 
     def embed(self, token_ids: Tensor, *, first_position: int = 0) -> Tensor:
@@ -191,14 +191,6 @@ class GPTModel(nn.Module):
                                     chunk_tokens=self.options.head_chunk_tokens,
                                     multiple=self.options.head_multiple)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """Multiply x (..., C) by the head: (..., V)."""
-        weight = pad_rows(self.head_weight, self.options.head_multiple)
-        logits = F.linear(x, weight)
-        if len(weight) == self.config.vocab_size:
-            return logits
-        return logits[..., : self.config.vocab_size]  # zero logits would enter the softmax
-
     @property
     def head_weight(self) -> Tensor:
         """The output head's matrix, (V, C); the token embedding's if they are tied."""
@@ -207,30 +199,26 @@ class GPTModel(nn.Module):
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def _init_gpt2(self) -> None:
+    def _init_weights(self) -> None:
         """Draw weights with standard deviation 0.02; set biases to zero.
 
-        Residual projections are scaled by 1 / sqrt(2 * n_layers).
+        Residual projections are scaled by 1 / sqrt(2 * n_layers), or with "zero_projections" they
+        and an untied head are zero: each layer starts as the identity.
 
-        Source: Radford et al. 2019, section 2.3; 0.02 is from OpenAI's released code.
+        Source: Radford et al. 2019, section 2.3; 0.02 is from OpenAI's released code. Zeros: Yang
+        et al. 2022, "Tensor Programs V", appendix D.2, for the head; the projections follow Zhang
+        et al. 2019, "Fixup Initialization", section 3.
         """
+        zeros = self.config.init == "zero_projections"
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
                 is_residual = name.endswith("output.weight")
                 scale = 1 / math.sqrt(2 * self.config.n_layers) if is_residual else 1.0
-                nn.init.normal_(parameter, std=INIT_STD * scale)
-
-    def _zero_projections(self) -> None:
-        """Zero the residual projections and an untied head: each layer starts as the identity.
-
-        Source: Yang et al. 2022, "Tensor Programs V", appendix D.2, for the head; the projections
-        follow Zhang et al. 2019, "Fixup Initialization", section 3.
-        """
-        for name, parameter in self.named_parameters():
-            if name.endswith("output.weight") or name == "head.weight":
-                nn.init.zeros_(parameter)
+                nn.init.normal_(parameter, std=INIT_STD * scale)  # before: same random numbers
+                if zeros and (is_residual or name == "head.weight"):
+                    nn.init.zeros_(parameter)
 
 
 def num_parameters(config: ModelConfig) -> int:

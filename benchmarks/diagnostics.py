@@ -82,7 +82,7 @@ def stepping(
     def take(global_step: int) -> None:
         probe = diagnostics.probe(global_step)
         step.take(batches, num_microbatches=1, learning_rate=1e-3, probe=probe)[0].item()
-        list(diagnostics.read(up_to=10**9))
+        list(diagnostics.measured(up_to=10**9))
 
     return lambda: take(0), lambda: take(INTERVAL - 1)
 

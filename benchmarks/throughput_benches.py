@@ -87,7 +87,7 @@ def gpu_benches(rounds: int) -> list[Bench]:
 
 # One change at a time, from the original to this trainer, and changes that are not defaults.
 EAGER = {"compile": False, "residual_dtype": "fp32"}
-WITHOUT_BLOCKS = {"attention_in_blocks": False}
+WITHOUT_BLOCKS = {"attention": "auto"}
 CPU_LADDER = (
     Row(ORIGINAL, "original"),
     Row("fused attention, norms and GELU", "plain", {"reads_loss": True}),

@@ -1,13 +1,13 @@
-"""Causal attention in blocks of queries: faster on CPUs than PyTorch's flash kernel.
+"""Causal attention in blocks of queries: the whole T x T logits never exist.
 
-Keys after a block's last query are never multiplied, and a block's scores stay in the cache.
-Shapes as in `gpt.py`. Attention weights are kept for the backward pass: up to T * T / 2 per head
-and sequence, too many for a GPU's memory.
+Keys after a block's last query are never multiplied, and a block's logits stay in a CPU's cache:
+there this is faster than PyTorch's flash kernel. Shapes as in `gpt.py`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from ops.sizes import attention_blocks
 def block_attention(q: Tensor, k: Tensor, v: Tensor, *, drop_rate: float) -> Tensor:
     """Compute `scaled_dot_product_attention(q, k, v, is_causal=True)`.
 
+    Attention weights are kept for the backward pass: up to T * T / 2 per head and sequence, too
+    many for a GPU's memory.
+
     Args:
         q, k, v: (B, H, T, D) each.
         drop_rate: dropout rate of the attention weights.
@@ -26,12 +29,20 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, *, drop_rate: float) -> Ten
     Returns:
         (B, H, T, D), in the dtype of `q`.
     """
+    v, outputs = v.flatten(0, 1), []
+    for logits in causal_logits(q, k):
+        weights = F.dropout(logits.softmax(dim=-1), drop_rate)  # (B * H, n, stop)
+        outputs.append(torch.bmm(weights, v[:, : logits.shape[2]]))
+    return torch.cat(outputs, dim=1).view(q.shape)
+
+
+def causal_logits(q: Tensor, k: Tensor) -> Iterator[Tensor]:
+    """Yield the logits of each block of n queries and the keys up to its last one.
+
+    They are (B * H, n, stop), and -inf where a key comes after its query.
+    """
     B, H, T, D = q.shape
-    q, k_t, v = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), v.flatten(0, 1)
-    outputs = []
+    q, k_t = q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)
     for start, stop in attention_blocks(T):
         mask = q.new_full((stop - start, stop), -math.inf).triu(start + 1)
-        scores = torch.baddbmm(mask, q[:, start:stop], k_t[:, :, :stop], alpha=D**-0.5)
-        weights = F.dropout(scores.softmax(dim=-1), drop_rate)  # (B * H, stop - start, stop)
-        outputs.append(torch.bmm(weights, v[:, :stop]))
-    return torch.cat(outputs, dim=1).view(B, H, T, D)
+        yield torch.baddbmm(mask, q[:, start:stop], k_t[:, :, :stop], alpha=D**-0.5)

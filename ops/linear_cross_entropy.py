@@ -33,29 +33,28 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
 
     Source: Hsu et al. 2024, "Liger Kernel", section 3.2, for gradients in the forward pass.
     """
-    x = x.to(autocast_dtype(x))
-    with torch.autocast(x.device.type, enabled=False):
+    device_type, vocab_size = x.device.type, len(weight)
+    if torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
+    with torch.autocast(device_type, enabled=False):
         if chunk_tokens is not None and torch.is_grad_enabled():
             return _ChunkedCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple)
         head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
-        if chunk_tokens is None:
-            return _whole(F.linear(x, head), targets, len(weight))
-        losses = [_loss_sum(part @ head.T, part_targets, len(weight))
-                  for part, part_targets in _chunks(x, targets, chunk_tokens)]
-        return sum(losses) / len(x)
+        if chunk_tokens is not None:
+            chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+            losses = [_chunk(part @ head.T, part_targets, vocab_size, differentiate=False)[0]
+                      for part, part_targets in chunks]
+            return sum(losses) / len(x)
+        logits = F.linear(x, head)
+        if torch.compiler.is_compiling():
+            return _WholeCrossEntropy.apply(logits, targets, vocab_size)
+        return F.cross_entropy(logits[:, :vocab_size].float(), targets)
 
 
 def pad_rows(weight: Tensor, multiple: int) -> Tensor:
     """Pad a matrix (V, C) with rows of zeros: tensor cores are fastest on whole tiles."""
     missing_rows = -len(weight) % multiple
     return F.pad(weight, (0, 0, 0, missing_rows)) if missing_rows else weight
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that autocast would give a matrix product of `x`."""
-    device_type = x.device.type
-    is_on = torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
 def token_sum(grad: Tensor, x: Tensor) -> Tensor:
@@ -79,8 +78,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
         x_grads, losses = [], []
         head_grad = torch.zeros_like(head, dtype=torch.float32)
-        for part, part_targets in _chunks(x, targets, chunk_tokens):
-            grad, loss = _logit_gradients(part @ head.T, part_targets, len(weight))
+        for part, part_targets in zip(x.split(chunk_tokens), targets.split(chunk_tokens),
+                                      strict=True):
+            loss, grad = _chunk(part @ head.T, part_targets, len(weight), differentiate=True)
             losses.append(loss)
             x_grads.append(grad @ head)
             head_grad += token_sum(grad, part)
@@ -95,43 +95,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return x_grad * scale, weight_grad * scale, None, None, None
 
 
-def _chunks(x: Tensor, targets: Tensor, chunk_tokens: int) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
+def _chunk(logits: Tensor, targets: Tensor, vocab_size: int, *,
+           differentiate: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the summed loss of logits (n, V'), of which V columns count, and its gradients.
 
-
-def _whole(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the mean loss of logits (N, V'), of which V columns count."""
-    if torch.compiler.is_compiling():
-        return _WholeCrossEntropy.apply(logits, targets, vocab_size)
-    return F.cross_entropy(logits[:, :vocab_size].float(), targets)
-
-
-def _loss_sum(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    if torch.compiler.is_compiling():
-        return _losses(logits, targets, *_softmax_parts(logits, vocab_size)).sum()
-    return _log_probabilities(logits, targets, vocab_size)[1]
-
-
-def _logit_gradients(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the summed loss, (n, V') in the logits' dtype, and that sum.
-
-    The gradients are the probabilities, minus 1 at each target.
+    The gradients, (n, V') in the logits' dtype, are the probabilities, minus 1 at each target.
     """
+    grad = None
     if torch.compiler.is_compiling():
         parts = _softmax_parts(logits, vocab_size)
-        grad = _written_out_gradients(logits, targets, *parts, vocab_size)
-        return grad.to(logits.dtype), _losses(logits, targets, *parts).sum()
-    log_probabilities, loss = _log_probabilities(logits, targets, vocab_size)
-    grad = log_probabilities.exp_()
-    grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
-    grad, padding = grad.to(logits.dtype), logits.shape[1] - vocab_size
-    return F.pad(grad, (0, padding)) if padding else grad, loss
-
-
-def _log_probabilities(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities, (n, V) float32, and the sum of the losses."""
-    log_probabilities = F.log_softmax(logits[:, :vocab_size], 1, dtype=torch.float32)
-    return log_probabilities, -log_probabilities.gather(1, targets[:, None]).sum()
+        if differentiate:
+            grad = _gradients(logits, targets, *parts, vocab_size).to(logits.dtype)
+        return _losses(logits, targets, *parts).sum(), grad
+    log_probabilities = F.log_softmax(logits[:, :vocab_size], 1, dtype=torch.float32)  # (n, V)
+    loss = -log_probabilities.gather(1, targets[:, None]).sum()
+    if differentiate:
+        grad = log_probabilities.exp_()
+        grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
+        grad, padding = grad.to(logits.dtype), logits.shape[1] - vocab_size
+        grad = F.pad(grad, (0, padding)) if padding else grad
+    return loss, grad
 
 
 class _WholeCrossEntropy(torch.autograd.Function):
@@ -148,7 +131,7 @@ class _WholeCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, largest, total = ctx.saved_tensors
         scale = loss_grad / len(logits)
-        grad = _written_out_gradients(logits, targets, largest, total, ctx.vocab_size) * scale
+        grad = _gradients(logits, targets, largest, total, ctx.vocab_size) * scale
         return grad.to(logits.dtype), None, None
 
 
@@ -167,11 +150,11 @@ def _losses(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor) -> 
     return total.log() - (logits.gather(1, targets[:, None]).float() - largest)
 
 
-def _written_out_gradients(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor,
-                           vocab_size: int) -> Tensor:
+def _gradients(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor,
+               vocab_size: int) -> Tensor:
     """Return the gradients of the losses, (n, V') float32."""
     probabilities = (_masked(logits, vocab_size) - largest).exp() / total
-    is_target = _columns(logits) == targets[:, None]
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     return probabilities - is_target.float()
 
 
@@ -180,8 +163,5 @@ def _masked(logits: Tensor, vocab_size: int) -> Tensor:
     logits = logits.float()
     if logits.shape[1] == vocab_size:
         return logits
-    return torch.where(_columns(logits) < vocab_size, logits, -math.inf)
-
-
-def _columns(logits: Tensor) -> Tensor:
-    return torch.arange(logits.shape[1], device=logits.device)  # (V',)
+    columns = torch.arange(logits.shape[1], device=logits.device)  # (V',)
+    return torch.where(columns < vocab_size, logits, -math.inf)

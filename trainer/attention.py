@@ -10,11 +10,9 @@ from torch.nn.attention import SDPBackend
 
 from basics.errors import UserError, first_line
 from basics.out_of_memory import is_out_of_memory
-from gpt import ForwardOptions, fused_attention
+from gpt import KERNELS, ForwardOptions, attend
 from run_config import ModelConfig, TrainConfig
 
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-           "math": SDPBackend.MATH}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -27,14 +25,13 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
     Raises:
         UserError: it failed on two sequences.
     """
-    kernel = KERNELS.get(train.attention)
-    if kernel is None:
+    if train.attention not in KERNELS:
         return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # several lines on why each kernel cannot run
             q, k, v = _zeros(model, train, device)
-            fused_attention(q, k, v, model.drop_rate, kernel).sum().backward()
+            attend(q, k, v, model.drop_rate, train.attention).sum().backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # a kernel's failure is reported later
     except RuntimeError as error:
@@ -49,15 +46,9 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
 
 def kernel_name(model: ModelConfig, train: TrainConfig, device: torch.device,
                 options: ForwardOptions) -> str:
-    """Return the name of the kernel that computes a model's attention in training.
-
-    Args:
-        train: after `resolve_for_device`.
-    """
-    if options.attention_in_blocks:
-        return "blocks"
-    if options.attention_kernel is not None:
-        return train.attention
+    """Return the name of the kernel that computes a model's attention in training."""
+    if options.attention != "auto":
+        return options.attention
     q, k, v = _zeros(model, train, device)
     chosen = torch._fused_sdp_choice(q, k, v, dropout_p=model.drop_rate, is_causal=True)
     return SDPBackend(chosen).name.split("_")[0].lower()

@@ -1,31 +1,38 @@
-"""The training and validation loss in the form that is fastest on a device: dtypes, compiling."""
+"""The training and validation loss in the form that is fastest on a device: dtypes, compiling.
+
+Compiled code is kept in PyTorch's cache, and in the run directory, so that it goes where the run
+goes.
+"""
 
 from __future__ import annotations
 
-import atexit
+import hashlib
 import os
-import shutil
+import platform
 import sys
-import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from basics.compilers import find_compiler
-from basics.errors import UserError, print_line
+from basics.errors import UserError, describe, print_line
+from basics.files import read_regular_bytes, write_atomically
 from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens
+from processes.launch import Process, device_name
 from run_config import ModelConfig, TrainConfig
-from trainer.attention import KERNELS
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_own_caches: list[str] = []
+COMPILED = "compiled"  # the directory of a run's portable cache
+MAX_BYTES = 2**30  # of a file in it
+DIGEST_BYTES = 32  # SHA-256 of the rest, which each file begins with
 
 
 def choose_forward_options(
@@ -43,8 +50,8 @@ def choose_forward_options(
         head_chunk_tokens=head_chunk_tokens(model, train, is_eager_on_cpu=is_eager_on_cpu),
         activation_checkpointing=train.activation_checkpointing,
         head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
-        attention_in_blocks=is_eager_on_cpu and in_16_bits and train.attention == "auto",
-        attention_kernel=KERNELS.get(train.attention),
+        attention=("blocks" if is_eager_on_cpu and in_16_bits and train.attention == "auto"
+                   else train.attention),
     )
 
 
@@ -100,56 +107,25 @@ def compiled_validation_loss(model: GPTModel) -> Callable[..., Tensor]:
 def compile_now(work: Callable[[], object], device: torch.device) -> None:
     """Run something that compiles for a device.
 
-    After a failure it is tried once more with a cache of its own: a process that was killed while
-    it compiled may have left a truncated file. The shared cache stays: others may compile in it.
-
     Raises:
-        UserError: it failed, which says what is missing.
+        UserError: it failed, which says what is missing, or that the cache may be damaged.
         Exception: memory ran out, which is not a compile error.
     """
-    if reason := _compile_error(work):
-        shared, damage = os.environ.get(CACHE_VARIABLE, "PyTorch's cache"), reason
-        own = os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="ddp-train-compiled-")
-        _own_caches.append(own)
-        atexit.register(remove_own_caches)
-        os.environ.pop("TRITON_CACHE_DIR", None)  # a directory inside the other one
-        _forget_compiled_code()
-        reason = _compile_error(work)
-        if reason:
-            _, missing = find_compiler(on_gpu=device.type == "cuda")
-            advice = f" {missing}: install gcc, g++ and python3-dev, or" if missing else ""
-            reason = reason[: 50 if missing else 110].strip()
-            raise UserError(f'compiling failed: {reason};{advice} set "compile": false')
-        if os.environ.get("RANK", "0") == "0":
-            print_line(f"warning: {shared}: has damaged compiled code ({damage}), which was"
-                       " compiled again elsewhere; remove that directory while no run is starting")
-
-
-def remove_own_caches() -> None:
-    """Remove the caches that only this process has used; nothing compiles afterwards."""
-    while _own_caches:
-        shutil.rmtree(_own_caches.pop(), ignore_errors=True)
-
-
-def _forget_compiled_code() -> None:
-    """Drop this process's compiled code and the paths of its files."""
-    from torch._inductor.utils import clear_caches  # slow to import, and rarely needed
-
-    torch.compiler.reset()
-    clear_caches()
-
-
-def _compile_error(work: Callable[[], object]) -> str:
     try:
         work()
     # Dynamo, inductor, Triton, the C++ compiler and the cache raise errors of many types.
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        lines = [line for line in str(error).splitlines()
+        lines = [line.strip() for line in str(error).splitlines()
                  if line.strip() and not line.endswith("raised:")]
-        return (lines or [type(error).__name__])[0][:160]
-    return ""
+        reason = (lines or [type(error).__name__])[0][:60].strip()
+        _, missing = find_compiler(on_gpu=device.type == "cuda")
+        cache = os.environ.get(CACHE_VARIABLE, "PyTorch's cache of compiled code")
+        # A process that was killed while it compiled may have left a truncated file.
+        advice = (f"{missing}: install gcc, g++ and python3-dev" if missing
+                  else f"remove {cache}, if a kill damaged it")
+        raise UserError(f'compiling failed: {reason}; {advice}, or set "compile": false') from None
 
 
 class Recompilations:
@@ -161,26 +137,26 @@ class Recompilations:
     def begin(self) -> None:
         """Look from now on: after the first validation all should be compiled."""
         if self._is_looking is None:
-            _take_recompilations()
             self._is_looking = True
+            self._take()
 
     def line(self) -> str:
         """Return what was compiled again, and why; empty if nothing was, or all is told."""
-        found = _take_recompilations() if self._is_looking else []
+        found = self._take() if self._is_looking else ""
         self._is_looking = self._is_looking and not found
-        return f"{found[0]}; TORCH_LOGS=recompiles shows all" if found else ""
+        return found
 
+    def _take(self) -> str:
+        """Return the first recompilation since the last call, as dynamo has recorded it."""
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes long
+            return ""
+        from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
-def _take_recompilations() -> list[str]:
-    """Return the recompilations since the last call, as dynamo has recorded them."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes long
-        return []
-    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
-
-    found = [f"{each.co_name}, because {' '.join(each.recompile_reason.split())[:160]}"
-             for each in get_compilation_metrics() if each.recompile_reason]
-    clear_compilation_metrics()
-    return found
+        found = [f"{each.co_name}, because {' '.join(each.recompile_reason.split())[:160]};"
+                 " TORCH_LOGS=recompiles shows all"
+                 for each in get_compilation_metrics() if each.recompile_reason]
+        clear_compilation_metrics()
+        return found[0] if found else ""
 
 
 # Dynamo caches by code object: two functions keep training and validation apart.
@@ -206,3 +182,48 @@ def _compiled(function: Callable) -> Callable:
     if torch.are_deterministic_algorithms_enabled():  # do not measure which kernel is fastest
         torch._inductor.config.deterministic = True
     return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+@contextmanager
+def compiled_code_of_run(run_dir: Path, train: TrainConfig, process: Process) -> Iterator[None]:
+    """Load the code that a run directory has for this device; save it after compiling, inside.
+
+    The first node's processes save, each for its own device. No failure of this ends the run:
+    without a file, all is compiled here. A file is trusted as the rest of PyTorch's cache is: it is
+    a program.
+    """
+    if not train.compile:
+        yield
+        return
+    # What compiled code depends on: versions, and the device with its number.
+    facts = [torch.__version__, platform.python_version(), platform.machine(),
+             device_name(process), sorted(torch.cpu.get_capabilities().items())]
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    path = run_dir / COMPILED / f"{key}-{process.local_rank}.bin"
+    loaded = _load(path)
+    yield
+    if process.rank == process.local_rank:
+        with suppress(Exception):  # nothing was compiled, PyTorch cannot, or the disk is full
+            artifacts, info = torch.compiler.save_cache_artifacts()
+            if not _parts(info) <= loaded:
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, hashlib.sha256(artifacts).digest() + artifacts)
+
+
+def _load(path: Path) -> set[str]:
+    """Put a file's code into PyTorch's cache on this machine; return the names of its parts."""
+    if not os.path.lexists(path):
+        return set()
+    try:
+        content = read_regular_bytes(path, max_bytes=MAX_BYTES)
+        artifacts = content[DIGEST_BYTES:]
+        if hashlib.sha256(artifacts).digest() != content[:DIGEST_BYTES]:
+            raise OSError("is damaged")
+        return _parts(torch.compiler.load_cache_artifacts(artifacts))
+    except Exception as error:  # PyTorch raises errors of any type
+        print_line(f"warning: {path}: not used ({describe(error)}), all is compiled anew")
+        return set()
+
+
+def _parts(info: Any) -> set[str]:
+    return {name for names in info.artifacts.values() for name in names}

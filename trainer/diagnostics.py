@@ -1,24 +1,32 @@
-"""Diagnostics of every so many global steps, measured on rank 0 without waiting for the device."""
+"""Diagnostics of every so many global steps, measured on rank 0: norms, attention, logits, losses.
+
+Shapes as in `gpt.py`. Each statistic is () float32, or (n_layers,) if its name says "layer".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from basics.device_time import Moment
 from gpt import GPTModel
+from ops.block_attention import causal_logits
+from ops.sizes import CACHED_LOGITS
 from processes.launch import Process
 from run_config import Precision, TrainConfig
 from tokens.batches import Microbatch
-from trainer.layer_statistics import Statistics, forward_statistics
 from trainer.precision import autocast
 
+Statistics = dict[str, Tensor]
 Numbers = dict[str, float | list[float]]
 
 DIGITS = 5  # significant ones in the records
+PERCENTILES = (1, 50, 99)
+MAX_SORTED = 2**20  # logits whose percentiles are computed: those of evenly spaced tokens
 
 
 class Probe:
@@ -38,12 +46,17 @@ NO_PROBE = Probe()
 
 
 class StepProbe(Probe):
-    """Measures one global step. It changes no number of the training."""
+    """Measures one global step, and waits for the device. It changes no number of the training.
+
+    Attributes:
+        numbers: what it has measured.
+        seconds: what measuring took.
+    """
 
     def __init__(self, global_step: int, precision: Precision) -> None:
         self.global_step, self._precision = global_step, precision
-        self._statistics: Statistics = {}
-        self._moments: tuple[Moment, ...] = ()  # start and end of each part of the measuring
+        self.numbers: Numbers = {}
+        self.seconds = 0.0
 
     def see(self, microbatch: Microbatch) -> None:
         self._microbatch = microbatch
@@ -53,12 +66,12 @@ class StepProbe(Probe):
         del self._microbatch
         self._device = token_ids.device
         began = Moment(self._device)
-        with autocast(self._precision, token_ids.device):
-            self._statistics = forward_statistics(model, token_ids[:1], targets[:1])
-        self._add_by_layer("grad_norm", [get_total_norm([weight.grad for weight in part])
-                                         for part in parts_of(model)])
+        with autocast(self._precision, self._device):
+            statistics = forward_statistics(model, token_ids[:1], targets[:1])
         self._before = [[weight.detach().clone() for weight in part] for part in parts_of(model)]
-        self._moments = began, Moment(self._device)
+        statistics |= _by_layer("grad_norm", [get_total_norm([weight.grad for weight in part])
+                                              for part in parts_of(model)])
+        self._read(statistics, began)
 
     @torch.no_grad()
     def after_update(self, model: GPTModel) -> None:
@@ -67,27 +80,13 @@ class StepProbe(Probe):
             changes = [new - old for new, old in zip(after, before, strict=True)]
             ratios.append(get_total_norm(changes) / get_total_norm(before))
         del self._before
-        self._add_by_layer("update_ratio", ratios)
-        # Into pinned memory, while training goes on.
-        self._statistics = {name: value.to("cpu", non_blocking=True)
-                            for name, value in self._statistics.items()}
-        self._moments += began, Moment(self._device)
+        self._read(_by_layer("update_ratio", ratios), began)
 
-    def _add_by_layer(self, name: str, values: list[Tensor]) -> None:
-        """Add one () value of each part."""
-        *layers, embedding, head = values
-        self._statistics |= {f"layer_{name}": torch.stack(layers), f"embedding_{name}": embedding,
-                             f"head_{name}": head}
-
-    def seconds(self) -> float:
-        """Return what measuring took on the device. It waits only for the step itself."""
-        began, ended = self._moments[::2], self._moments[1::2]
-        return sum(map(Moment.seconds_since, ended, began))
-
-    def read(self) -> Numbers:
-        """Return the statistics as numbers. It waits only for the step itself."""
-        self._moments[-1].wait()
-        return {name: _rounded(value.tolist()) for name, value in self._statistics.items()}
+    def _read(self, statistics: Statistics, began: Moment) -> None:
+        for name, value in statistics.items():
+            values = [float(f"{number:.{DIGITS}g}") for number in value.flatten().tolist()]
+            self.numbers[name] = values if value.dim() else values[0]
+        self.seconds += Moment(self._device).seconds_since(began)
 
 
 class Diagnostics:
@@ -100,19 +99,19 @@ class Diagnostics:
     def __init__(self, train: TrainConfig, process: Process) -> None:
         self._interval = train.diagnostics_interval if process.is_main else None
         self._precision = train.precision
-        self._unread: list[StepProbe] = []
+        self._probes: list[StepProbe] = []
 
     def probe(self, global_step: int) -> Probe:
         """Return what measures this step, if one is due."""
         if self._interval is None or (global_step + 1) % self._interval:
             return NO_PROBE
-        self._unread.append(StepProbe(global_step, self._precision))
-        return self._unread[-1]
+        self._probes.append(StepProbe(global_step, self._precision))
+        return self._probes[-1]
 
     def measured(self, up_to: int) -> Iterator[StepProbe]:
         """Yield what has measured steps since the last call, up to `up_to`."""
-        while self._unread and self._unread[0].global_step <= up_to:
-            yield self._unread.pop(0)
+        while self._probes and self._probes[0].global_step <= up_to:
+            yield self._probes.pop(0)
 
 
 def parts_of(model: GPTModel) -> list[list[Tensor]]:
@@ -124,7 +123,74 @@ def parts_of(model: GPTModel) -> list[list[Tensor]]:
     return [*([*block.parameters()] for block in model.blocks), embedding, head]
 
 
-def _rounded(value: float | list[float]) -> float | list[float]:
-    if isinstance(value, list):
-        return [_rounded(each) for each in value]
-    return float(f"{value:.{DIGITS}g}")
+def _by_layer(name: str, values: list[Tensor]) -> Statistics:
+    """Name one () value of each of `parts_of`."""
+    *layers, embedding, head = values
+    return {f"layer_{name}": torch.stack(layers), f"embedding_{name}": embedding,
+            f"head_{name}": head}
+
+
+@torch.no_grad()
+def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Statistics:
+    """Run the layers one by one, without dropout and not compiled, and measure each.
+
+    Nothing here draws random numbers.
+
+    Args:
+        token_ids, targets: (B, T) int64.
+
+    Returns:
+        The mean norm of the residual stream of a token, as embedded and after each layer; by layer
+        the largest attention logit and the mean entropy of the attention weights, in nats; and
+        percentiles of the logits and of the losses of tokens, in nats.
+    """
+    was_training = model.training
+    model.eval()
+    x = model.embed(token_ids)
+    norms, largest, entropies = [x.float().norm(dim=-1).mean()], [], []
+    for block in model.blocks:
+        q, k, _ = block.attention.project(block.attention_norm(x))
+        largest_logit, entropy = attention_statistics(q, k)
+        x = block(x)
+        norms.append(x.float().norm(dim=-1).mean())
+        largest.append(largest_logit)
+        entropies.append(entropy)
+    statistics = _head_statistics(model, model.final_norm(x).flatten(0, 1), targets.flatten())
+    model.train(was_training)
+    return {"embedding_activation_norm": norms[0], "layer_activation_norm": torch.stack(norms[1:]),
+            "layer_max_attention_logit": torch.stack(largest),
+            "layer_attention_entropy": torch.stack(entropies)} | statistics
+
+
+def attention_statistics(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of causal attention, and the mean entropy of its weights in nats.
+
+    Args:
+        q, k: (B, H, T, D) each.
+    """
+    largest, entropies = [], []
+    with torch.autocast(q.device.type, enabled=False):
+        for logits in causal_logits(q.float(), k.float()):
+            largest.append(logits.amax())
+            entropies.append(torch.special.entr(logits.softmax(dim=-1)).sum())
+    return torch.stack(largest).amax(), torch.stack(entropies).sum() / q[..., 0].numel()
+
+
+def _head_statistics(model: GPTModel, x: Tensor, targets: Tensor) -> Statistics:
+    """Measure logits and losses of x (N, C), after the final norm; targets (N,)."""
+    V = len(model.head_weight)
+    chunk_tokens = max(1, CACHED_LOGITS // V)
+    largest, losses = [], []
+    for x_chunk, chunk_targets in zip(x.split(chunk_tokens), targets.split(chunk_tokens),
+                                      strict=True):
+        logits = F.linear(x_chunk, model.head_weight).float()  # (n, V)
+        largest.append(logits.amax())
+        losses.append(F.cross_entropy(logits, chunk_targets, reduction="none"))  # (n,)
+    every = -(-len(x) * V // MAX_SORTED)
+    statistics = {"logit_max": torch.stack(largest).amax()}
+    for name, values in (("logit", F.linear(x[::every], model.head_weight).float()),
+                         ("token_loss", torch.cat(losses))):
+        ordered = values.flatten().sort().values
+        statistics |= {f"{name}_p{percent}": ordered[round(percent / 100 * (len(ordered) - 1))]
+                       for percent in PERCENTILES}
+    return statistics | {"token_loss_max": ordered[-1]}

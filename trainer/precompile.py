@@ -22,8 +22,7 @@ from processes.launch import Process, num_gpus
 from processes.run_lock import end_with_parent
 from run_config import Run
 from trainer.attention import check_attention
-from trainer.compilation import CACHE_VARIABLE, keep_compiled_code
-from trainer.portable_cache import compiled_code_of_run
+from trainer.compilation import CACHE_VARIABLE, compiled_code_of_run, keep_compiled_code
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 

@@ -143,8 +143,8 @@ class Reports:
     def _report_windows(self, windows: list[ClosedWindow]) -> None:
         for window in windows:
             for probe in self.diagnostics.measured(up_to=window.global_step):
-                self.console.report_diagnostics(probe.global_step, probe.read(), window)
-                self.clock.count_diagnostics(probe.seconds())
+                self.console.report_diagnostics(probe.global_step, probe.numbers, window)
+                self.clock.count_diagnostics(probe.seconds)
             summary = self.window.summarise(window)  # waits for the device
             self.console.report_steps(window, summary, self._machine(window))
             self._check_skipped_steps(window.global_step)

@@ -42,9 +42,9 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention
 from trainer.budget import nearest_limit
+from trainer.compilation import COMPILED
 from trainer.initial_weights import initial_model
 from trainer.optimization import unused_options
-from trainer.portable_cache import COMPILED
 from trainer.precision import resolve_for_device
 from trainer.resuming import check_position, check_same_run, check_weights_fit, resume_warnings
 from trainer.step import build_training_state

@@ -27,7 +27,6 @@ from trainer.compilation import (
     compile_now,
     compiled_validation_loss,
     keep_compiled_code,
-    remove_own_caches,
 )
 from trainer.diagnostics import NO_PROBE, Probe
 from trainer.muon import Muon
@@ -100,7 +99,6 @@ class TrainingStep:
     def unwrap(self) -> None:
         """Drop DDP, whose threads must be gone before its process group; no step follows."""
         del self.parallel_model
-        remove_own_caches()
 
     def _try(self, loss: nn.Module) -> None:
         """Compile the training loss by running it once, before DDP wraps it."""

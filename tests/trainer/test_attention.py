@@ -10,13 +10,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from basics.errors import UserError
-from gpt import fused_attention
+from gpt import attend
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.in_process import refused
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
-from trainer.attention import KERNELS, attention_line, check_attention, remedy
+from trainer.attention import attention_line, check_attention, remedy
 from trainer.precision import resolve_for_device
 from trainer.step import TrainingStep, build_training_state
 
@@ -66,11 +66,11 @@ def test_compiled_code_is_not_reused_for_another_kernel(
     """Launches share a cache of compiled code, in which the kernel must make a difference."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     q, found = torch.randn(1, 2, 16, 8), []
-    for kernel in (None, KERNELS["math"], KERNELS["flash"]):
+    for attention in ("auto", "math", "flash"):
         torch.compiler.reset()  # as in another launch: only the files are left
-        attend = torch.compile(fused_attention, dynamic=False, fullgraph=True)
+        compiled = torch.compile(attend, dynamic=False, fullgraph=True)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            attend(q, q, q, 0.0, kernel)
+            compiled(q, q, q, 0.0, attention)
         found.append(any(event.key == FLASH for event in profiler.key_averages()))
     torch.compiler.reset()
     assert found == [True, False, True]

@@ -21,12 +21,10 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer import compilation
-from trainer.attention import KERNELS
 from trainer.compilation import (
     Recompilations,
     choose_forward_options,
     compile_now,
-    remove_own_caches,
 )
 from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
@@ -48,7 +46,7 @@ def test_the_defaults_are_the_fastest_of_the_device() -> None:
     assert options_for(GPU, "fp16") == ForwardOptions(head_multiple=128)
     assert options_for(GPU, "fp32") == ForwardOptions()
     assert options_for(CPU, "bf16") == ForwardOptions(
-        head_chunk_tokens=2**23 // 50257, attention_in_blocks=True)
+        head_chunk_tokens=2**23 // 50257, attention="blocks")
     assert options_for(CPU, "fp32") == ForwardOptions(
         head_chunk_tokens=2**23 // 50257)
     assert options_for(CPU, "bf16", compile=True) == ForwardOptions()
@@ -116,7 +114,7 @@ def loss_and_gradients(model: GPTModel, precision: str = "fp32") -> list[torch.T
     (ForwardOptions(activation_checkpointing=True), 0.2),
     (ForwardOptions(head_chunk_tokens=5, head_multiple=128), 0.2),
     (ForwardOptions(head_chunk_tokens=48, activation_checkpointing=True), 0.0),
-    (ForwardOptions(attention_in_blocks=True), 0.0),  # with dropout it draws other masks
+    (ForwardOptions(attention="blocks"), 0.0),  # with dropout it draws other masks
 ], ids=["padded", "chunked", "recomputed", "chunked and padded", "several", "in blocks"])
 def test_no_option_changes_the_result(options: ForwardOptions, drop_rate: float) -> None:
     plain = loss_and_gradients(model_with(ForwardOptions(), drop_rate=drop_rate))
@@ -192,7 +190,7 @@ def test_a_compile_error_ends_the_run_in_one_line(
     with pytest.raises(UserError, match=".*no compiler found") as caught:
         step_of(validation_interval=1, validation_batches=1)
     line = str(caught.value)
-    assert line.startswith("compiling failed: ") and line.endswith('; set "compile": false')
+    assert line.startswith("compiling failed: ") and line.endswith(', or set "compile": false')
     assert "\n" not in line and caught.value.status == 2
 
 
@@ -237,7 +235,7 @@ def test_an_error_raised_from_out_of_memory_is_not_a_compile_error() -> None:
     with pytest.raises(RuntimeError, match="the backward pass failed"):
         compile_now(fail, CPU)
     reason = "out of resource: shared memory, required: 262144, hardware limit: 232448"
-    with pytest.raises(UserError, match=f"compiling failed: {reason};"):
+    with pytest.raises(UserError, match=f"compiling failed: {reason[:60]};"):
         compile_now(lambda: raise_(RuntimeError(reason)), CPU)
 
 
@@ -270,38 +268,22 @@ def trip_over(file: str) -> None:
         raise ImportError(f"backend='inductor' raised:\nImportError: {file}: file too short\n\n")
 
 
-def test_a_damaged_cache_is_named_and_left_to_those_who_compile_in_it(
-    kept: Path, capsys: pytest.CaptureFixture
-) -> None:
-    (kept / "of another run").touch()
-    compile_now(lambda: trip_over("half.so"), CPU)
-    assert {path.name for path in kept.iterdir()} == {"half.so", "of another run"}
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"warning: {kept}: has damaged compiled code (ImportError: half.so:")
-    compile_now(lambda: trip_over("half.so"), CPU)  # in the cache of its own
-    own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert own.is_dir()
-    remove_own_caches()
-    assert not own.exists() and kept.is_dir()
+def test_damaged_compiled_code_is_an_error_that_names_the_cache_to_remove(kept: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        compile_now(lambda: trip_over("half.so"), CPU)
+    assert str(caught.value) == ("compiling failed: ImportError: half.so: file too short; remove"
+                                 f' {kept}, if a kill damaged it, or set "compile": false')
+    assert (kept / "half.so").exists()  # others may compile there
 
 
 @pytest.mark.thorough  # the test above does the same without a compiler
-def test_truncated_compiled_code_is_compiled_again(kept: Path) -> None:
+def test_truncated_compiled_code_is_the_same_error(kept: Path) -> None:
     work = "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(1000))"
     subprocess.run([sys.executable, "-c", work], check=True)
-    written = [file for file in kept.rglob("*.so") if file.parent != kept]
-    for file in written:
+    for file in kept.rglob("*.so"):
         os.truncate(file, 100)
-    assert written
-    compile_now(lambda: exec(work), CPU)
-
-
-def test_an_error_without_the_cache_too_is_the_error(
-    kept: Path, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(UserError, match="compiling failed: ImportError: : file too short;"):
-        compile_now(lambda: trip_over(""), CPU)
-    assert not capsys.readouterr().out
+    with pytest.raises(UserError, match=f"remove {kept}, if a kill damaged it"):
+        compile_now(lambda: exec(work), CPU)
 
 
 def test_a_user_without_a_home_uses_pytorchs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +319,7 @@ def test_compiled_code_computes_attention_with_the_chosen_kernel(
     model = model_with(ForwardOptions(), n_layers=1)
     tokens = torch.arange(64).view(2, 2, 16)
     wanted = model(*tokens)
-    model.use(ForwardOptions(attention_kernel=KERNELS["math"],
+    model.use(ForwardOptions(attention="math",
                              activation_checkpointing=checkpoints))
     compiled = layout(model)
     compiled(*tokens).backward()  # compiles

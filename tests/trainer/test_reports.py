@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.runs import last_line_of_ours, metrics_of, summary_of, weights_of
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
-from trainer import compilation
 from trainer.compilation import Recompilations
 from trainer.reports import Reports
 
@@ -64,7 +63,7 @@ def test_a_recompilation_after_the_first_validation_is_one_warning(
 ) -> None:
     reports = stub(monkeypatch)
     reports._recompilations, reports.run.train.sample_prompts = Recompilations(), None
-    monkeypatch.setattr(compilation, "_take_recompilations", lambda: ["f, because g"])
+    monkeypatch.setattr(Recompilations, "_take", lambda _: "f, because g")
     for validates in (False, True, True):
         reports.write(10, 0.1, waits=False)
         if validates:
@@ -72,7 +71,7 @@ def test_a_recompilation_after_the_first_validation_is_one_warning(
     reports.write(20, 0.1, waits=False)
     assert [call.args for call in reports.console.warn.call_args_list] == [
         ("a step compiled again", line) for line in (
-            "", "", "f, because g; TORCH_LOGS=recompiles shows all", "")]
+            "", "", "f, because g", "")]
 
 
 def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(

@@ -14,7 +14,7 @@ from processes.launch import Process
 from run_config import TrainConfig, load_run
 from tests.support.workplace import TINY_TRAIN, Workplace
 from trainer import precompile
-from trainer.portable_cache import compiled_code_of_run
+from trainer.compilation import compiled_code_of_run
 
 ALONE = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 TRAIN = TrainConfig(**TINY_TRAIN | {"compile": True})
@@ -122,7 +122,7 @@ def test_nothing_compiled_and_a_full_disk_leave_no_file(
 
     assert compile_in(tmp_path) == []
     cache.parts = "forward"
-    monkeypatch.setattr("trainer.portable_cache.write_atomically", full)
+    monkeypatch.setattr("trainer.compilation.write_atomically", full)
     assert compile_in(tmp_path) == []
 
 
