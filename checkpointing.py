@@ -38,8 +38,8 @@ from basics.manifest import (
     write_manifest,
 )
 from basics.run_identity import Name, read_identity
-from basics.sizes import SNAPSHOT_BLOCK_BYTES
 from basics.tensor_files import read_tensors, write_tensors
+from basics.text import SNAPSHOT_BLOCK_BYTES
 from gpt import GPTModel, num_parameters
 from run_config import ModelConfig
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
+from basics.cli import FiniteRange, run_and_exit
 from basics.errors import (
     BAD_INPUT,
     FAILED,
@@ -22,9 +23,7 @@ from basics.errors import (
     print_traceback,
 )
 from basics.machine import num_cpu_cores
-from basics.option_types import FiniteRange
 from basics.out_of_memory import is_out_of_memory
-from basics.usage_errors import run_and_exit
 from preparation.source_options import source_options
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from basics.config_files import Config, FrozenConfig, read_config
+from basics.cli import MAX_USD_PER_HOUR
 from basics.errors import UserError
 from basics.files import check_inside
-from basics.json_files import read_json_object
-from basics.option_types import MAX_USD_PER_HOUR
+from basics.json_files import Config, FrozenConfig, read_config, read_json_object
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters

@@ -58,7 +58,17 @@ def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterato
         UserError: another process holds it, or it cannot be made.
     """
     try:
-        descriptor = _make_and_lock(directory)
+        for tries_left in reversed(range(TRIES)):  # it may be removed meanwhile, with its lock
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                descriptor = lock_directory(directory)
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+                continue
+            if is_lock_of(directory, descriptor) or not tries_left:
+                break
+            os.close(descriptor)
     except BlockingIOError:
         raise UserError(busy) from None
     except OSError as error:
@@ -68,30 +78,10 @@ def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterato
     finally:
         if is_temporary:
             with suppress(OSError):
-                _remove_if_empty(directory)
+                if {path.name for path in directory.iterdir()} <= {LOCK_NAME}:
+                    (directory / LOCK_NAME).unlink(missing_ok=True)
+                    directory.rmdir()
         os.close(descriptor)
-
-
-def _make_and_lock(directory: Path) -> int:
-    """Lock a directory that another process may remove meanwhile, with its lock."""
-    for tries_left in reversed(range(TRIES)):
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            descriptor = lock_directory(directory)
-        except FileNotFoundError:
-            if not tries_left:
-                raise
-            continue
-        if is_lock_of(directory, descriptor) or not tries_left:
-            return descriptor
-        os.close(descriptor)
-    raise AssertionError
-
-
-def _remove_if_empty(directory: Path) -> None:
-    if {path.name for path in directory.iterdir()} <= {LOCK_NAME}:
-        (directory / LOCK_NAME).unlink(missing_ok=True)
-        directory.rmdir()
 
 
 def is_lock_of(directory: Path, descriptor: int) -> bool:
@@ -108,27 +98,25 @@ def only_writer(path: Path) -> Iterator[None]:
     A missing file is made. Where the file system has no locks, nobody is kept, and nobody waits for
     longer than `WRITER_SECONDS`.
     """
-    until, descriptor, is_locked = time.monotonic() + WRITER_SECONDS, -1, False
+    until, descriptor = time.monotonic() + WRITER_SECONDS, None
+    with suppress(OSError):
+        while descriptor is None and time.monotonic() < until:
+            try:
+                descriptor = _lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+                if not is_lock_of(path, descriptor):  # it was replaced before it was locked
+                    os.close(descriptor)
+                    descriptor = None
+            except BlockingIOError:
+                time.sleep(POLL_SECONDS)
     try:
-        with suppress(OSError):
-            while not is_locked and time.monotonic() < until:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    is_locked = is_lock_of(path, descriptor)  # it may have been replaced before
-                except BlockingIOError:
-                    time.sleep(POLL_SECONDS)
-                finally:
-                    if not is_locked:
-                        os.close(descriptor)
         yield
     finally:
-        if is_locked:
+        if descriptor is not None:
             os.close(descriptor)
 
 
 def _lock(path: Path, flags: int) -> int:
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, flags, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

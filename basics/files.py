@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +13,9 @@ from typing import BinaryIO
 from basics.errors import UserError
 
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
-MAX_RECOVERED_BYTES = 2**28  # of records
 MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
-# What file systems answer that lack a call: links, appending, renaming, fsync of a directory.
+# What file systems answer that lack a call: links, fsync of a directory.
 REFUSALS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EINVAL}
-# Where a file system cannot append, a file of up to SMALL_BYTES is rewritten at each append, a
-# larger one when the text that waits has a HELD_SHARE-th of its size.
-SMALL_BYTES, HELD_SHARE = 2**20, 16
-_held: dict[Path, str] = {}  # text that waits, by file; a file that can be appended to has no entry
-_held_lock = threading.Lock()
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
@@ -70,62 +62,24 @@ def is_refused(error: OSError) -> bool:
     return error.errno in REFUSALS
 
 
-def append_whole(path: Path, text: str, *, may_wait: bool = False) -> None:
-    """Append all of a text to a file, or nothing. Raises: OSError if the disk is full.
-
-    Where the file system cannot append, as most mounts of object stores, the file is rewritten.
-
-    Args:
-        may_wait: do not rewrite a large file at each call; `write_held` writes what waits.
-    """
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "is a link")
-    with _held_lock:
-        if path not in _held:
-            try:
-                return _append(path, text)
-            except OSError as error:
-                if not is_refused(error):
-                    raise
-        text = _held.get(path, "") + text
-        size = path.stat().st_size if path.exists() else 0
-        if not may_wait or size <= SMALL_BYTES or len(text) * HELD_SHARE >= size:
-            _rewrite(path, text)
-            text = ""
-        _held[path] = text
-
-
-def write_held(path: Path) -> None:
-    """Write what `append_whole` holds back of a file. Any thread. Raises: OSError."""
-    with _held_lock:
-        if _held.get(path):
-            _rewrite(path, _held[path])
-            _held[path] = ""
-
-
-def _append(path: Path, text: str) -> None:
+def append_whole(path: Path, text: str) -> None:
+    """Append all of a text to a file, or nothing. Raises: OSError if the disk is full."""
+    content = text.encode()
     with path.open("ab", buffering=0) as file:
         length = file.tell()
         try:
-            if file.write(text.encode()) < len(text.encode()):
+            if file.write(content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             file.truncate(length)
             raise
 
 
-def _rewrite(path: Path, text: str) -> None:
-    content = path.read_bytes() if path.exists() else b""
-    write_atomically(path, content + text.encode())
-
-
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` if the block succeeds, and is removed if not.
 
-    Readers see the old file or the new one, never a part. Where the file system cannot rename
-    files, the content is copied into `path`; until that is whole, the temporary file stays, so that
-    a kill leaves one of the two whole: see `recover`.
+    Readers see the old file or the new one, never a part.
 
     Args:
         durable: call fsync, so that this holds after a power loss too.
@@ -141,12 +95,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         raise
     if durable:
         fsync(partial)
-    try:
-        partial.replace(path)
-    except OSError as error:
-        if not is_refused(error):
-            raise
-        _copy_into_place(partial, path)
+    partial.replace(path)
     if durable:
         fsync(path.parent)
 
@@ -154,29 +103,6 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
 def partial_file(path: Path) -> Path:
     """Return the temporary file that replaces another one."""
     return path.with_name(f".{path.name}.partial")
-
-
-def _copy_into_place(partial: Path, path: Path) -> None:
-    fsync(partial)
-    if path.is_symlink():
-        path.unlink()
-    shutil.copyfile(partial, path)
-    fsync(path)
-    partial.unlink()
-
-
-def recover(path: Path) -> None:
-    """Finish a replacement that a kill has cut off where files cannot be renamed.
-
-    The file is then the beginning of its temporary copy; otherwise that is not whole, and goes.
-    """
-    partial = partial_file(path)
-    if not partial.is_file() or partial.is_symlink():
-        return
-    is_known = path.exists() and partial.stat().st_size <= MAX_RECOVERED_BYTES
-    if is_known and partial.read_bytes().startswith(path.read_bytes()):
-        shutil.copyfile(partial, path)
-    partial.unlink()
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 GIB = 2**30
@@ -44,6 +42,30 @@ class GpuReading:
     driver_version: str | None = None
 
 
+# What NVML tells of one GPU, by field: the functions, the second one for drivers before 535 or 570;
+# their arguments after the handle; the field, made of the answer.
+READINGS: dict[str, tuple[tuple[str, ...], tuple[int, ...], Callable[[Any], Any]]] = {
+    "name": (("nvmlDeviceGetName",), (), str),
+    "uuid": (("nvmlDeviceGetUUID",), (), str),
+    "memory_used_gib": (("nvmlDeviceGetMemoryInfo",), (), lambda memory: memory.used / GIB),
+    "memory_total_gib": (("nvmlDeviceGetMemoryInfo",), (), lambda memory: memory.total / GIB),
+    "use_percent": (("nvmlDeviceGetUtilizationRates",), (), lambda use: use.gpu),
+    "temperature_c": (("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"), (CORE_SENSOR,),
+                      int),
+    "power_w": (("nvmlDeviceGetPowerUsage",), (), lambda milliwatts: milliwatts / 1000),
+    "power_limit_w": (("nvmlDeviceGetEnforcedPowerLimit",), (),
+                      lambda milliwatts: milliwatts / 1000),
+    "energy_joules": (("nvmlDeviceGetTotalEnergyConsumption",), (), lambda mj: mj / 1000),
+    "sm_clock_mhz": (("nvmlDeviceGetClockInfo",), (SM_CLOCK,), int),
+    "max_sm_clock_mhz": (("nvmlDeviceGetMaxClockInfo",), (SM_CLOCK,), int),
+    "throttle_reasons": (
+        ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"), (),
+        lambda mask: tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)),
+    "uncorrected_ecc_errors": (("nvmlDeviceGetTotalEccErrors",), (UNCORRECTED, SINCE_DRIVER_LOAD),
+                               int),
+}
+
+
 def read_gpus(uuids: Sequence[str] | None = None) -> list[GpuReading]:
     """Read all GPUs of this machine in NVML's order, or those with these UUIDs, in that order.
 
@@ -51,87 +73,47 @@ def read_gpus(uuids: Sequence[str] | None = None) -> list[GpuReading]:
     that this process may open: CUDA_VISIBLE_DEVICES hides none. Needs milliseconds, but a driver in
     trouble may answer after many seconds, or never.
     """
-    try:
-        nvml = _open_nvml()
-    except _CannotOpenError:
+    if nvml_failure() is not None:
         return []
-    ask = partial(_ask, nvml)
-    driver_version = ask("nvmlSystemGetDriverVersion")
+    driver_version = _ask(("nvmlSystemGetDriverVersion",))
     if uuids is None:
-        indices = range(ask("nvmlDeviceGetCount") or 0)
-        handles = [ask("nvmlDeviceGetHandleByIndex", index) for index in indices]
+        count = _ask(("nvmlDeviceGetCount",)) or 0
+        handles = [_ask(("nvmlDeviceGetHandleByIndex",), index) for index in range(count)]
     else:
-        handles = [ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids]
-    return [GpuReading(driver_version=driver_version) if handle is None
-            else _read(nvml, handle, driver_version) for handle in handles]
+        handles = [_ask(("nvmlDeviceGetHandleByUUID",), uuid) for uuid in uuids]
+    readings = []
+    for handle in handles:
+        answers = {field: _ask(functions, handle, *arguments)
+                   for field, (functions, arguments, _) in READINGS.items() if handle is not None}
+        readings.append(GpuReading(driver_version=driver_version, **{
+            field: READINGS[field][2](answer) for field, answer in answers.items()
+            if answer is not None}))
+    return readings
 
 
 def nvml_failure() -> str | None:
-    """Return why no GPU can be read, such as "Driver Not Loaded"; None if NVML works."""
-    try:
-        _open_nvml()
-    except _CannotOpenError as error:
-        return str(error)
-    return None
-
-
-class _CannotOpenError(Exception):
-    """NVML is missing or does not work."""
-
-
-def _open_nvml() -> ModuleType:
-    """Return NVML's module, ready to be asked.
+    """Return why no GPU can be read, such as "Driver Not Loaded"; None if NVML is open.
 
     It is not closed again: it would detach from all GPUs, and to open it twice costs nothing.
     """
     try:
         import pynvml  # here: most machines without a GPU never need it
     except ImportError as error:
-        raise _CannotOpenError(str(error)) from None
+        return str(error)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise _CannotOpenError(str(error)) from None
-    return pynvml
+        return str(error)
+    return None
 
 
-def _ask(nvml: ModuleType, function: str, *arguments: Any) -> Any:
-    """Return NVML's answer; None without one: not supported, not permitted, too old, GPU lost."""
-    try:
-        return getattr(nvml, function)(*arguments)
-    except (nvml.NVMLError, AttributeError):
-        return None
+def _ask(functions: Sequence[str], *arguments: Any) -> Any:
+    """Return the first answer; None without one: not supported or permitted, too old, GPU lost."""
+    import pynvml
 
-
-def _read(nvml: ModuleType, handle: Any, driver_version: str | None) -> GpuReading:
-    def ask(function: str, *arguments: Any) -> Any:
-        return _ask(nvml, function, handle, *arguments)
-
-    memory, use = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
-    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:  # a driver before 535
-        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-    temperature = ask("nvmlDeviceGetTemperatureV", CORE_SENSOR)
-    if temperature is None:  # a driver before 570
-        temperature = ask("nvmlDeviceGetTemperature", CORE_SENSOR)
-    return GpuReading(
-        name=ask("nvmlDeviceGetName"),
-        uuid=ask("nvmlDeviceGetUUID"),
-        memory_used_gib=memory and memory.used / GIB,
-        memory_total_gib=memory and memory.total / GIB,
-        use_percent=use and use.gpu,
-        temperature_c=temperature,
-        power_w=_thousandth(ask("nvmlDeviceGetPowerUsage")),
-        power_limit_w=_thousandth(ask("nvmlDeviceGetEnforcedPowerLimit")),
-        energy_joules=_thousandth(ask("nvmlDeviceGetTotalEnergyConsumption")),
-        sm_clock_mhz=ask("nvmlDeviceGetClockInfo", SM_CLOCK),
-        max_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", SM_CLOCK),
-        throttle_reasons=None if reasons is None else tuple(
-            name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
-        uncorrected_ecc_errors=ask("nvmlDeviceGetTotalEccErrors", UNCORRECTED, SINCE_DRIVER_LOAD),
-        driver_version=driver_version,
-    )
-
-
-def _thousandth(number: int | None) -> float | None:
-    return None if number is None else number / 1000
+    for function in functions:
+        try:
+            return getattr(pynvml, function)(*arguments)
+        except (pynvml.NVMLError, AttributeError):
+            continue
+    return None

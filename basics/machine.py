@@ -1,16 +1,56 @@
-"""Facts about the machine that need no torch."""
+"""Facts of the machine and of the code: cores, memory, compiler, why CUDA fails, the version."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import socket
+import subprocess
+import sysconfig
 import time
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
+PROJECT_DIR = Path(__file__).parents[1]
+SOURCES = ("*.py", *(f"{folder}/**/*.py" for folder in (
+    "basics", "lab", "microbatch_search", "ops", "preparation", "processes", "reporting", "tokens",
+    "trainer")))
+GIT_SECONDS = 10.0
+DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded
+# By a part of what torch.cuda.init() says (c10/cuda/CUDAFunctions.cpp): the cause, and the remedy.
+CAUSES = {
+    "driver on your system is too old": (
+        "the NVIDIA driver is too old for it",
+        "run ./setup_lambda.sh, which installs PyTorch for older drivers, or take a machine with"
+        " driver 580 or newer"),
+    "Found no NVIDIA driver": (
+        "there is no NVIDIA driver",
+        "install one, or start the container with --gpus all and an image for CUDA"),
+    "system not yet initialized": (  # error 802
+        "the fabric manager of its NVSwitches does not run",
+        "start nvidia-fabricmanager on the host, or take another machine: a container cannot"),
+    "unsupported display driver / cuda driver combination": (  # error 803
+        "the driver's parts are of two versions",
+        "take cuda-compat out of LD_LIBRARY_PATH, or restart the machine"),
+    "forward compatibility was attempted": (  # error 804
+        "cuda-compat does not work with this kind of GPU",
+        "take cuda-compat out of LD_LIBRARY_PATH, and run ./setup_lambda.sh"),
+    "OS call failed": (  # error 304
+        "this user may not open /dev/nvidia*",
+        "start the container with --gpus all, or join the group that owns them"),
+    "No CUDA GPUs are available": (
+        "CUDA finds none of them",
+        "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all"),
+    "no CUDA-capable device": (
+        "CUDA finds none of them",
+        "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all"),
+}
+OTHER_REMEDY = "see what nvidia-smi says; restart the machine, or take another one"
 
 
 def num_cpu_cores() -> int:
@@ -72,3 +112,72 @@ def process_namespace() -> str:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return "/".join(parts)
+
+
+def find_compiler(*, on_gpu: bool) -> tuple[str, str]:
+    """Return the compiler's path, and what is missing for compiling: one of them is empty.
+
+    On a GPU Triton compiles its launchers in C, on a CPU PyTorch its kernels in C++.
+    """
+    variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
+    named = os.environ.get(variable)
+    found = next(filter(None, map(shutil.which, [named] if named else names)), "")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if found and header.is_file():
+        return found, ""
+    if found:
+        return "", f"no {header}"
+    return "", f"{variable} is {named}, which is not there" if named else f"no {' or '.join(names)}"
+
+
+def cuda_problem() -> tuple[str, str]:
+    """Return why PyTorch cannot use the GPUs of this machine, and what helps; empty if it can.
+
+    A machine without GPUs has no problem, nor one whose GPUs CUDA_VISIBLE_DEVICES hides.
+    """
+    import torch
+
+    if torch.cuda.is_available() or torch.version.cuda is None:
+        return "", ""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if not torch.cuda.device_count() and (is_hidden or not any(DEVICES.glob("nvidia[0-9]*"))):
+        return "", ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        text = str(error).strip().partition("\n")[0].rpartition("already set an error? ")[2]
+        return next((cause for part, cause in CAUSES.items() if part in text),
+                    (text[:100], OTHER_REMEDY))
+    return "", ""
+
+
+def code_digest() -> str:
+    """Return a digest of the product's files, 12 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(path for pattern in SOURCES for path in PROJECT_DIR.glob(pattern)):
+        digest.update(str(path.relative_to(PROJECT_DIR)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def code_version() -> str:
+    """Return the commit, with a digest of the files if they differ from it.
+
+    Without a repository, or without git, it is the project's version and the digest.
+    """
+    if (PROJECT_DIR / ".git").exists():  # else git would look for one in the directories above
+        try:
+            commit = _git("rev-parse", "--short=12", "HEAD")
+            # Only the product counts: the commands themselves write to runs/*/train.json.
+            is_changed = _git("status", "--porcelain", "--", *(f":(glob){p}" for p in SOURCES))
+            return f"{commit}+{code_digest()}" if is_changed else commit
+        except (OSError, subprocess.SubprocessError):
+            pass
+    try:
+        return f"{version('ddp-train')}+{code_digest()}"
+    except PackageNotFoundError:  # used without being installed
+        return code_digest()
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=PROJECT_DIR, capture_output=True, text=True,
+                          timeout=GIT_SECONDS, check=True).stdout.strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,20 +17,13 @@ def within(seconds: float, work: Callable[[], T]) -> T:
         TimeoutError: it has not ended in time; its thread stays until it ends, or the process does.
         Exception: what `work` raises.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            future.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="time limit", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    threading.Thread(target=run, name="time limit", daemon=True).start()
+    return future.result(timeout=seconds)

@@ -26,9 +26,9 @@ try:
     import click
     import torch
 
+    from basics.cli import ABOVE_0
     from basics.errors import describe
     from basics.files import replacing, write_atomically
-    from basics.option_types import ABOVE_0
     from benchmarks import throughput_records as records
     from benchmarks.kernel_profile import pipe, table
     from benchmarks.on_gpu_rows import RESULTS, TINY

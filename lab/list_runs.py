@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from basics.cli import print_json
 from basics.errors import visible
-from basics.json_output import print_json
 
 if TYPE_CHECKING:
     from lab.watch.run_state import RunState

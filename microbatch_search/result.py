@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from basics.curve_fits import Line, fit_line
-from basics.sizes import gib
+from basics.text import gib
 from microbatch_search.trial import Trial
 from reporting.speed import CARDS_GIB, usable_gib
 from run_config import Run

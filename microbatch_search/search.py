@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from basics.cli import print_json
 from basics.errors import UserError, print_error, print_line
 from basics.files import write_atomically
 from basics.json_files import read_json_object, set_number, to_json
-from basics.json_output import print_json
 from microbatch_search.result import (
     MAX_TRIALS,
     Found,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from basics.markdown import escaped
+from basics.text import escaped
 from preparation.documents import Source
 from preparation.journal import Origin, Progress, Request
 from preparation.progress_display import left_out

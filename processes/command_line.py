@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from basics.checkpoint_names import BEST, CHECKPOINT_NAME, LATEST
+from basics.cli import ABOVE_0, USD_PER_HOUR
 from basics.errors import UserError
-from basics.option_types import ABOVE_0, USD_PER_HOUR
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from basics.cuda_problem import cuda_problem
 from basics.errors import UserError, print_error, print_line
-from basics.machine import num_cpu_cores
+from basics.machine import cuda_problem, num_cpu_cores
 from basics.memory_meters import peak_gib
 from processes.stop_signals import torchrun_signals
 from run_config import Precision, TrainConfig

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from basics.errors import visible, why_not_written
 from basics.failpoints import failpoint
-from basics.files import append_whole, write_atomically, write_held
+from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import ClosedWindow, WindowSummary
@@ -150,7 +150,7 @@ class Console:
         """Write `summary.json` and print it; return what could not be written, if anything."""
         with suppress(OSError):
             self._bar.close()
-        failure = self._write_records(is_last=True)
+        failure = self._write_records()
         summary = summarise(self.run, self.plan, self.clock, end)
         if not failure:
             try:
@@ -180,14 +180,12 @@ class Console:
                      " again")
         self._is_behind = bool(failure)
 
-    def _write_records(self, *, is_last: bool = False) -> str:
+    def _write_records(self) -> str:
         """Write the records that are not on disk yet; return what failed."""
         try:
             if self._unwritten:
                 failpoint("record")
-                append_whole(self.run.metrics_path, self._unwritten, may_wait=True)
-            if is_last:
-                write_held(self.run.metrics_path)
+                append_whole(self.run.metrics_path, self._unwritten)
         except OSError as error:
             return f"metrics.jsonl could not be written ({why_not_written(error)})"
         self._unwritten = ""

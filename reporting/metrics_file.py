@@ -9,7 +9,7 @@ from typing import Any
 
 from basics.directory_lock import only_writer
 from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError
-from basics.files import MAX_BYTES, fsync, read_regular_file, recover, write_atomically, write_held
+from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
 from basics.json_files import to_json
 
 MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # per file: about four million steps
@@ -142,7 +142,6 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
     if not path.exists():
         return
     with only_writer(path):  # `lab evaluate` may append meanwhile
-        recover(path)
         kept = [record for record in read_metrics(path) if record["global_step"] < first_step
                 and not (lacks_validation and record["global_step"] == first_step - 1
                          and record.keys() & {"validation_loss", "prompt"})]
@@ -151,7 +150,6 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
 
 def fsync_records(run_dir: Path) -> None:
     """Call fsync on a run's metrics and samples, if there are any."""
-    write_held(run_dir / "metrics.jsonl")
     for name in ("metrics.jsonl", "samples.jsonl"):
         with suppress(FileNotFoundError):
             fsync(run_dir / name)

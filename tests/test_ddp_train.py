@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import ddp_train
-from basics.code_version import code_version
+from basics.machine import code_version
 from processes.command_line import Options, command_line
 from processes.launch import Process
 from run_config import TrainConfig

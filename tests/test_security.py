@@ -24,8 +24,8 @@ from packaging.version import Version
 
 import ddp_train
 import prepare_dataset
+from basics.cli import run_and_exit
 from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
-from basics.usage_errors import run_and_exit
 from lab import __main__ as lab_main
 from lab.evaluate.questions import read_quiz
 from lab.instruct.judging import _reason

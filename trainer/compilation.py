@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from basics.compilers import find_compiler
 from basics.errors import UserError, describe, print_line
 from basics.files import read_regular_bytes, write_atomically
+from basics.machine import find_compiler
 from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
 from ops.sizes import head_chunk_tokens

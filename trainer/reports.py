@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from basics.code_version import code_version
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
-from basics.machine import machine_up_seconds
+from basics.machine import code_version, machine_up_seconds
 from basics.run_identity import Identity, write_identity
 from checkpointing import best_of, list_checkpoints
 from processes.launch import device_name, gpu_uuids, machine_facts

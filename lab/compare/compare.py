@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from basics.cli import USD_PER_HOUR, print_json
 from basics.errors import UserError, visible, why_not_written
-from basics.json_output import print_json
-from basics.option_types import USD_PER_HOUR
 
 if TYPE_CHECKING:
     from lab.compare.rows import Comparison

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from basics.markdown import escaped
+from basics.text import escaped
 
 UNKNOWN = "-"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from basics.markdown import escaped
+from basics.text import escaped
 from lab.compare.formats import UNKNOWN, dollars, markdown_notes, short_count
 from lab.compare.rows import LOSS_NAMES, Comparison, Row
 from lab.compare.to_loss_table import to_loss_table

@@ -6,7 +6,7 @@ from textwrap import wrap
 
 from tabulate import tabulate
 
-from basics.markdown import escaped
+from basics.text import escaped
 from lab.compare.formats import UNKNOWN, dollars, short_count
 from lab.compare.tokens_to_loss import TokensToLoss
 

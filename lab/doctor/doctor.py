@@ -40,7 +40,7 @@ def command(**options: Any) -> None:
 
     def show(reports: list[Report]) -> int:
         if request.as_json:
-            from basics.json_output import print_json
+            from basics.cli import print_json
 
             print_json(as_document(reports, request.run))
         else:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from basics.compilers import find_compiler
-from basics.machine import num_usable_cores
-from basics.sizes import gib
+from basics.machine import find_compiler, num_usable_cores
+from basics.text import gib
 from lab.doctor.check import Finding, Subject, ok, problem, warning
 from lab.plan.estimate import bytes_of_checkpoint, default_precision, pinned_bytes
 from lab.plan.memory import peak_memory

@@ -16,11 +16,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from basics.cuda_problem import cuda_problem
 from basics.errors import describe
 from basics.files import append_whole
 from basics.gpu_readings import read_gpus
 from basics.json_files import to_json
+from basics.machine import cuda_problem
 from lab.plan.setting import GPT2_SMALL
 from processes.run_lock import end_with_parent
 from run_config import TrainConfig, load_run

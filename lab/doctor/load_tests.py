@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from basics.code_version import PROJECT_DIR
 from basics.files import read_regular_file
 from basics.gpu_readings import SLOWDOWNS
+from basics.machine import PROJECT_DIR
 from lab.doctor.check import Finding, Subject, ok, problem, unknown, warning
 from lab.doctor.gpu_checks import numbers
 from lab.doctor.load_process import Spec

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from basics.code_version import code_digest
+from basics.machine import code_digest
 from lab.doctor import load_tests
 from lab.doctor.check import (
     PROBLEM,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from basics.errors import UserError
 from basics.files import check_inside
-from basics.sizes import gb, gib
+from basics.text import gb, gib
 from lab.doctor.check import Finding, Subject, ok, problem, skipped, warning
 from lab.doctor.gpu_checks import numbers
 from lab.doctor.host_checks import existing, training_gib

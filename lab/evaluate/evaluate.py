@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from basics.cli import print_json, stdout_to_stderr
 from basics.errors import visible
-from basics.json_output import print_json, stdout_to_stderr
 
 NAMES = ["hellaswag", "lambada", "arc_easy", "piqa", "blimp"]
 

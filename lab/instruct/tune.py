@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from basics.cli import ABOVE_0, FiniteRange
 from basics.errors import UserError, cannot_be_written, visible
-from basics.option_types import ABOVE_0, FiniteRange
 from lab.instruct.instructions import (
     AnsweredEntry,
     fetch_default_entries,

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from huggingface_hub import ModelCardData
 
-from basics.markdown import code, escaped
+from basics.text import code, escaped
 from lab.instruct.instructions import INPUT, Entry, chat_template
 from lab.instruct.job import Job
 from lab.instruct.tuning import Tuner

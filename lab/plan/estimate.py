@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from basics.errors import UserError
-from basics.sizes import SNAPSHOT_BLOCK_BYTES
+from basics.text import SNAPSHOT_BLOCK_BYTES
 from lab.plan.machines import Machine
 from lab.plan.memory import largest_microbatch
 from lab.plan.setting import Setting, num_parameters

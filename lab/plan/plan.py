@@ -7,10 +7,9 @@ from typing import Any
 
 import click
 
+from basics.cli import ABOVE_0, USD_PER_HOUR, print_json
 from basics.errors import UserError, visible
-from basics.json_output import print_json
-from basics.option_types import ABOVE_0, USD_PER_HOUR
-from basics.sizes import gb, gib
+from basics.text import gb, gib
 from lab.plan.document import plan_document
 from lab.plan.estimate import bytes_of_checkpoint, estimate, pinned_bytes
 from lab.plan.length import save_length

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from basics.config_files import FrozenConfig
 from basics.errors import UserError
 from basics.files import read_regular_file
+from basics.json_files import FrozenConfig
 from lab.compare.run_figures import number
 from lab.plan.setting import num_parameters
 from reporting.speed import (

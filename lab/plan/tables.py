@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from tabulate import tabulate
 
-from basics.sizes import gb
+from basics.text import gb
 from lab.plan.estimate import (
     Bounds,
     Estimate,

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from basics.errors import UserError, first_line, one_line
 from basics.files import read_regular_file
-from basics.markdown import code, escaped
+from basics.text import code, escaped
 from lab.compare.run_figures import Written, number
 from lab.publish.dataset_facts import LANGUAGE_CODE, LICENCE_NAME, declared_of
 from lab.publish.measurements import measurements

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from basics.config_files import describe, unknown_key
 from basics.errors import UserError
+from basics.json_files import describe, unknown_key
 from run_config import GONE_KEYS, RUN_NAME, ModelConfig, Run, TrainConfig, with_defaults
 
 NEXT_KEY = re.compile(r",(?=[A-Za-z_]\w*=)")  # a comma before another KEY=

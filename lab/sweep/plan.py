@@ -12,11 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from basics.config_files import describe
 from basics.directory_lock import locked
 from basics.errors import UserError, cannot_be_written, print_line
 from basics.files import write_atomically
-from basics.json_files import read_json_object, to_json
+from basics.json_files import describe, read_json_object, to_json
 from lab.sweep.changes import Changes, Configs, apply_changes, label
 from run_config import ModelConfig, Run, TrainConfig, load_config, with_defaults
 from tokens.batch_plan import accumulation_steps_of

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from basics.cli import ABOVE_0, USD_PER_HOUR, print_json, stdout_to_stderr
 from basics.errors import UserError, cannot_be_written, visible
-from basics.json_output import print_json, stdout_to_stderr
-from basics.option_types import ABOVE_0, USD_PER_HOUR
 
 if TYPE_CHECKING:
     from lab.sweep.changes import Changes

@@ -9,7 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from basics.files import write_atomically
-from basics.markdown import escaped
+from basics.text import escaped
 from lab.compare.formats import UNKNOWN, dollars, markdown_notes, short_count
 from lab.sweep.noise import pooled_deviation, seeds_needed
 from lab.sweep.plan import Sweep

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,7 +20,7 @@ from tests.support.runs import (
     with_deadlines,
 )
 from tests.support.thorough import thorough_but
-from tests.support.workplace import PROJECT_DIR, Workplace, succeeded
+from tests.support.workplace import Workplace, succeeded
 
 KEPT = SETTINGS | {"keep_checkpoints": 1}
 
@@ -62,48 +56,3 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert len(list_checkpoints(run_dir / "checkpoints")) <= 2  # one may have been resumed from
     result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2"))  # on a usual one
     assert "tiny is complete" in result.stdout
-
-
-@pytest.mark.skipif(find_spec("mfusepy") is None, reason="needs mfusepy, which mounts in Python")
-def test_a_run_on_a_mount_that_lacks_calls(workplace: Workplace, undisturbed: Path) -> None:
-    """A real file system, with a kill; FUSE's kernel part has locks of its own."""
-    workplace.add_dataset()
-    with mounted(workplace.root / "behind", workplace.root / "mount") as mount:
-        odd = OnMount(mount)
-        run_dir = odd.add_run(train=KEPT)
-        fault = {VARIABLE: "save.manifest:kill:rank=0:hit=2"}
-        assert odd.torchrun(2, "tiny", **fault).returncode
-        assert len(list_checkpoints(run_dir / "checkpoints")) == 1
-        result = succeeded(odd.torchrun(2, "tiny"))
-        assert "its file system cannot rename directories" in result.stdout
-        assert (run_dir / "checkpoints/latest").is_file()
-        assert weights_of(run_dir) == weights_of(undisturbed)
-        assert metrics_of(run_dir) == metrics_of(undisturbed)
-        assert not list((run_dir / "checkpoints").glob(".partial*"))
-
-
-class OnMount(Workplace):
-    """A workplace whose runs lie on a mount inside another one, which has the datasets."""
-
-    @property
-    def datasets_dir(self) -> Path:
-        return self.root.parent / "datasets"
-
-
-@contextmanager
-def mounted(behind: Path, place: Path) -> Iterator[Path]:
-    for path in (behind, place):
-        path.mkdir()
-    process = subprocess.Popen([sys.executable, "-m", "tests.support.fuse_files", behind, place],
-                               cwd=PROJECT_DIR, stderr=subprocess.PIPE, text=True)
-    try:
-        until = time.monotonic() + 60
-        while not place.is_mount():
-            if process.poll() is not None or time.monotonic() > until:
-                pytest.skip(f"cannot mount: {process.stderr.read().strip()[-80:]}")
-            time.sleep(0.05)
-        yield place
-    finally:
-        subprocess.run(["umount", "--lazy", place], capture_output=True)
-        process.kill()
-        process.communicate()

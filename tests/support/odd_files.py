@@ -1,4 +1,4 @@
-"""A directory on a file system that lacks calls, as mounts of object stores do: os says no there.
+"""A directory on a file system that lacks calls, as some network file systems do: os says no there.
 
 `python -m tests.support.odd_files MODULE ARGUMENT...` runs a module with it.
 """
@@ -19,9 +19,9 @@ Patch = tuple[Any, str, Callable[..., Any]]
 
 
 def patches(root: Path) -> list[Patch]:
-    """Return what refuses links, renames, appending, locks and fsync of directories there."""
-    genuine = {name: getattr(os, name) for name in ("symlink", "rename", "replace", "fsync")}
-    open_path, flock, place = Path.open, fcntl.flock, os.path.realpath(root)
+    """Return what refuses links, renames of directories, locks and fsync of directories there."""
+    genuine = {name: getattr(os, name) for name in ("symlink", "rename", "fsync")}
+    flock, place = fcntl.flock, os.path.realpath(root)
 
     def is_odd(path: Any) -> bool:
         path = f"/proc/self/fd/{path}" if isinstance(path, int) else os.path.dirname(path)
@@ -36,23 +36,16 @@ def patches(root: Path) -> list[Patch]:
     def rename(source: Any, target: Any, **options: Any) -> None:
         refuse(errno.ENOSYS) if is_odd(source) else genuine["rename"](source, target, **options)
 
-    def replace(source: Any, target: Any, **options: Any) -> None:
-        refuse(errno.ENOSYS) if is_odd(source) else genuine["replace"](source, target, **options)
-
     def fsync(descriptor: int) -> None:
         if is_odd(descriptor) and os.path.isdir(f"/proc/self/fd/{descriptor}"):
             refuse(errno.EINVAL)
         genuine["fsync"](descriptor)
 
-    def open_it(self: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        return refuse() if "a" in mode and is_odd(self) else open_path(
-            self, mode, *arguments, **options)
-
     def lock(descriptor: int, operation: int) -> None:
         refuse(errno.ENOLCK) if is_odd(descriptor) else flock(descriptor, operation)
 
-    return [(os, "symlink", symlink), (os, "rename", rename), (os, "replace", replace),
-            (os, "fsync", fsync), (Path, "open", open_it), (fcntl, "flock", lock)]
+    return [(os, "symlink", symlink), (os, "rename", rename), (os, "fsync", fsync),
+            (fcntl, "flock", lock)]
 
 
 def install() -> None:

@@ -1,8 +1,14 @@
-"""Sizes of memory and files, and as text, in the unit in which they are not nearly 0."""
+"""Values as text: sizes of memory and files, and text from outside in Markdown."""
 
 from __future__ import annotations
 
+import re
+
+from basics.errors import one_line, visible
+
 SNAPSHOT_BLOCK_BYTES = 2**29  # of pinned memory, of which a snapshot of a state takes whole blocks
+# What makes a link of a bare address too: ://, www. and @.
+MARKUP = re.compile(r"[\\`\[\]|@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 
 def gib(size: float) -> str:
@@ -20,3 +26,13 @@ def _with_unit(size: float, units: tuple[tuple[float, str], ...]) -> str:
     value = abs(size) / factor
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{size / factor:,.{digits}f} {name}"
+
+
+def escaped(text: str) -> str:
+    """Escape what could begin a link, an image, a tag, code, a further cell or a further line."""
+    return visible(MARKUP.sub(r"\\\g<0>", text)).replace("<", "&lt;").replace("\n", " ")
+
+
+def code(text: str) -> str:
+    """Format text as code on one line; in code, nothing but a backtick needs an escape."""
+    return "`{}`".format(one_line(text).replace("`", "'"))

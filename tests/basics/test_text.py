@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from basics.sizes import gb, gib
+from basics.text import gb, gib
 
 
 @pytest.mark.parametrize(("size", "text"), [

@@ -1,13 +1,15 @@
-"""Why PyTorch cannot use a machine's GPUs: texts as torch.cuda.init() has them."""
+"""Why PyTorch cannot use a machine's GPUs (texts of torch.cuda.init()); the code's version."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from basics import cuda_problem
+from basics import machine as facts
 from basics.errors import UserError
 from processes.launch import num_gpus
 
@@ -38,7 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(cuda_problem, "DEVICES", tmp_path)
+    monkeypatch.setattr(facts, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -60,7 +62,7 @@ def test_each_cause_is_named_with_what_helps(
     with pytest.raises(UserError, match="this machine has GPUs, but PyTorch") as caught:
         num_gpus()
     assert cause in str(caught.value) and remedy in str(caught.value)
-    assert cuda_problem.cuda_problem()[0] == cause
+    assert facts.cuda_problem()[0] == cause
 
 
 def test_a_machine_without_gpus_and_one_that_hides_them_train_on_the_cpu(
@@ -70,3 +72,46 @@ def test_a_machine_without_gpus_and_one_that_hides_them_train_on_the_cpu(
     (machine / "nvidia0").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert num_gpus() == 0
+
+
+IDENTITY = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ddp_train.py").write_text("first")
+    monkeypatch.setattr(facts, "PROJECT_DIR", tmp_path)
+    return tmp_path
+
+
+def git(project: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *IDENTITY, *arguments], cwd=project, check=True,
+                          capture_output=True, text=True).stdout.strip()
+
+
+def test_it_is_the_commit_with_a_digest_of_changed_files(project: Path) -> None:
+    git(project, "init", "-q"), git(project, "add", "."), git(project, "commit", "-qm", "first")
+    commit = git(project, "rev-parse", "--short=12", "HEAD")
+    git(project, "tag", "v1")  # no tag takes the commit's place
+    (project / "README.md").write_text("not the code")
+    assert facts.code_version() == commit
+    (project / "ddp_train.py").write_text("second")
+    second = facts.code_version()
+    assert re.fullmatch(rf"{commit}\+[0-9a-f]{{12}}", second)
+    (project / "ddp_train.py").write_text("third")
+    assert facts.code_version() not in (second, commit)
+
+
+def test_without_a_repository_it_is_the_version_and_a_digest(project: Path) -> None:
+    first = facts.code_version()
+    assert re.fullmatch(r"[0-9.]+\+[0-9a-f]{12}", first)
+    (project / "ddp_train.py").write_text("second")
+    assert facts.code_version() != first
+
+
+def test_a_repository_around_the_project_is_another_one(tmp_path: Path, project: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    git(project, "init", "-q"), git(project, "add", "."), git(project, "commit", "-qm", "first")
+    (project / "inside").mkdir()
+    monkeypatch.setattr(facts, "PROJECT_DIR", project / "inside")
+    assert git(project, "rev-parse", "--short=12", "HEAD") not in facts.code_version()
