@@ -15,7 +15,7 @@ from basics.errors import UserError, visible
 
 if TYPE_CHECKING:
     from reporting.sampling import SamplingOptions
-    from trainer.targets import Target
+    from trainer.models import LoadedModel
 
 
 @click.command()
@@ -47,11 +47,11 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
     """
     # Imported here so that --help does not wait for torch.
     from reporting.sampling import SamplingOptions
-    from trainer.targets import load_target
+    from trainer.models import load_model
 
     if math.isnan(sampling["temperature"]):
         raise UserError("--temperature: nan is not a number; give 0 or more")
-    model = load_target(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
+    model = load_model(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
     options = SamplingOptions(**sampling)
     pieces = stream_texts(model, prompt, options, stops=stops)
     if options.num_samples == 1:
@@ -68,7 +68,7 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
         click.echo(f"{head}\n{visible(text)}")
 
 
-def stream_texts(target: Target, prompt: str, options: SamplingOptions, *,
+def stream_texts(target: LoadedModel, prompt: str, options: SamplingOptions, *,
                  stops: tuple[str, ...] = ()) -> Iterator[list[str]]:
     """Continue a prompt: yield, token by token, the new text of each sample, which may be empty.
 

@@ -27,9 +27,9 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, prefetch
 from tokens.token_file import TokenFile
 from trainer.compilation import ByLayer
+from trainer.models import LoadedModel
 from trainer.precision import autocast, resolve_for_device
 from trainer.step import TrainingStep, build_training_state
-from trainer.targets import Target
 
 pytestmark = pytest.mark.gpu
 
@@ -223,7 +223,8 @@ def test_a_model_evaluates_and_generates_as_on_a_cpu(tmp_path: Path) -> None:
     stretch = choose_slice(file, "mine", start_token=0, num_tokens=None)
     losses, texts = [], []
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
-        target = Target("x", random_model(vocab_size=257, context_length=32).to(device), "bytes")
+        model = random_model(vocab_size=257, context_length=32).to(device)
+        target = LoadedModel("x", model, "bytes")
         share = Share(Process(rank=0, local_rank=0, world_size=1, device=device))
         losses.append(evaluate(target, file, stretch, microbatch_size=4, share=share).loss)
         texts.append(generate_tokens(target.model, [65], SamplingOptions(50, temperature=0)))

@@ -199,7 +199,7 @@ def test_the_console_of_a_run_shows_hostile_names_and_samples(
 
 
 def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.targets.load_target", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.models.load_model", lambda *_, **__: None)
     monkeypatch.setattr(
         "lab.generate.stream_texts",
         lambda _, __, options, **___: iter([[f"{HOSTILE}\n\tx"] * options.num_samples]))

@@ -24,7 +24,7 @@ from run_config import Run, load_run
 from tokens.batches import RunData, open_run_data
 from tokens.tokenizer import load_tokenizer
 from tokens.tokenizer_file import TOKENIZER_FILE
-from trainer.initial_weights import initial_model
+from trainer.models import initial_model
 from trainer.precompile import compile_step
 from trainer.startup import check_disk_space, check_run_dir
 
@@ -125,7 +125,7 @@ def _weight_files(source: str, runs_dir: Path) -> list[Path]:
     """Return the files of a model that are on this machine; none of one still to be downloaded."""
     from huggingface_hub import try_to_load_from_cache  # takes half a second
 
-    from trainer.targets import DOWNLOADED, is_run
+    from trainer.models import DOWNLOADED, is_run
 
     if is_run(source, runs_dir):
         directory = runs_dir / source / "checkpoints" / BEST

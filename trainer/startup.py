@@ -43,7 +43,7 @@ from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention
 from trainer.budget import nearest_limit
 from trainer.compilation import COMPILED
-from trainer.initial_weights import initial_model
+from trainer.models import initial_model
 from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
 from trainer.resuming import check_position, check_same_run, check_weights_fit, resume_warnings

@@ -31,6 +31,7 @@ INNER = {
     "mlp_norm": ("ln_2", "norm2"),
     "mlp.up": ("mlp.c_fc", "ff.layers.0"),
     "mlp.output": ("mlp.c_proj", "ff.layers.2"),
+    "attention.qkv": ("attn.c_attn", "att.W_qkv"),  # the original has three: query, key, value
 }
 NORM_PARTS = {"weight": "scale", "bias": "shift"}  # in the original system
 SUPPORTED = {"vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate",
@@ -102,7 +103,7 @@ def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
         for layer in range(model.n_layers):
             ours[f"blocks.{layer}.attention.qkv.bias"] = torch.zeros(3 * model.emb_dim)
     theirs = {f"transformer.{gpt2}": _transposed(ours[name], transpose)
-              for name, gpt2, transpose in _gpt2_names(model.n_layers)}
+              for name, gpt2, _, transpose in _names(model.n_layers)}
     return theirs if model.tie_weights else theirs | {"lm_head.weight": ours["head.weight"]}
 
 
@@ -112,11 +113,11 @@ def from_gpt2(weights: Weights, model: ModelConfig) -> Weights:
     if f"h.{model.n_layers}.ln_1.weight" in theirs:
         raise ValueError(f"it has more layers than n_layer, {model.n_layers}")
     ours = {name: _transposed(theirs[gpt2], transpose)
-            for name, gpt2, transpose in _gpt2_names(model.n_layers)}
+            for name, gpt2, _, transpose in _names(model.n_layers)}
     return ours if model.tie_weights else ours | {"head.weight": theirs["lm_head.weight"]}
 
 
-def without_zero_biases(weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig]:
+def drop_zero_biases(weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig]:
     """Drop query, key and value biases that are all zero: GPT-2's files always have them."""
     biases = {name: weight for name, weight in weights.items() if name.endswith("qkv.bias")}
     if any(weight.any() for weight in biases.values()):
@@ -131,7 +132,7 @@ def from_original(weights: Weights, model: ModelConfig) -> Weights:
     if model.tie_weights:  # its files keep one of the two names of a shared tensor
         theirs.setdefault("tok_emb.weight", theirs.get("out_head.weight"))
     ours = {}
-    for name, original in _original_names(model.n_layers):
+    for name, _, original, _ in _names(model.n_layers):
         if ".qkv." not in name:
             ours[name] = theirs[original]
         elif name.endswith("weight") or model.qkv_bias:
@@ -140,42 +141,18 @@ def from_original(weights: Weights, model: ModelConfig) -> Weights:
     return ours if model.tie_weights else ours | {"head.weight": theirs["out_head.weight"]}
 
 
-def is_original(names: set[str]) -> bool:
-    """Return whether these are tensor names of the original system."""
-    return any(name.removeprefix("model.") == "pos_emb.weight" for name in names)
-
-
-def _gpt2_names(n_layers: int) -> Iterator[tuple[str, str, bool]]:
-    """Yield our name, GPT-2's, and whether to transpose the matrix."""
-    for ours, (gpt2, _) in OUTER.items():
-        for part in _parts(ours):
-            yield f"{ours}.{part}", f"{gpt2}.{part}", False
-    inner = {name: gpt2 for name, (gpt2, _) in INNER.items()} | {"attention.qkv": "attn.c_attn"}
+def _names(n_layers: int) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield our name, GPT-2's, the original system's, and whether GPT-2 has it transposed."""
+    rows = [(ours, *theirs) for ours, theirs in OUTER.items()]
     for layer in range(n_layers):
-        for ours, gpt2 in inner.items():
-            for part in _parts(ours):
-                transpose = part == "weight" and "norm" not in ours
-                yield f"blocks.{layer}.{ours}.{part}", f"h.{layer}.{gpt2}.{part}", transpose
-
-
-def _original_names(n_layers: int) -> Iterator[tuple[str, str]]:
-    for ours, (_, original) in OUTER.items():
-        for part in _parts(ours):
-            yield f"{ours}.{part}", f"{original}.{_original_part(ours, part)}"
-    inner = {name: original for name, (_, original) in INNER.items()}
-    for layer in range(n_layers):
-        for ours, original in (inner | {"attention.qkv": "att.W_qkv"}).items():
-            for part in _parts(ours):
-                yield (f"blocks.{layer}.{ours}.{part}",
-                       f"trf_blocks.{layer}.{original}.{_original_part(ours, part)}")
-
-
-def _parts(ours: str) -> tuple[str, ...]:
-    return ("weight",) if ours.endswith("embedding") else ("weight", "bias")
-
-
-def _original_part(ours: str, part: str) -> str:
-    return NORM_PARTS[part] if "norm" in ours else part
+        rows += [(f"blocks.{layer}.{ours}", f"h.{layer}.{gpt2}", f"trf_blocks.{layer}.{original}")
+                 for ours, (gpt2, original) in INNER.items()]
+    for ours, gpt2, original in rows:
+        is_norm = "norm" in ours
+        for part in ("weight",) if ours.endswith("embedding") else ("weight", "bias"):
+            yield (f"{ours}.{part}", f"{gpt2}.{part}",
+                   f"{original}.{NORM_PARTS[part] if is_norm else part}",
+                   part == "weight" and ours.startswith("blocks.") and not is_norm)
 
 
 def _transposed(weight: Tensor, transpose: bool) -> Tensor:

@@ -22,7 +22,7 @@ from tokens.batches import TOKENIZERS_BY_VOCABULARY, check_token_ids
 from tokens.token_file import TokenFile
 from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer
 from tokens.tokenizer_file import short_name
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800
@@ -101,7 +101,7 @@ def text_identity(file: TokenFile, token_slice: Slice) -> str | None:
                            digest_size=8).hexdigest()
 
 
-def check_tokenizer(target: Target, file: TokenFile) -> None:
+def check_tokenizer(target: LoadedModel, file: TokenFile) -> None:
     """Check that a model was trained with the file's tokenizer. Raises: UserError."""
     made_with = file.metadata.get("tokenizer")
     if made_with and target.tokenizer_name and made_with != target.tokenizer_name:
@@ -111,7 +111,7 @@ def check_tokenizer(target: Target, file: TokenFile) -> None:
 
 
 @torch.inference_mode()
-def evaluate(target: Target, file: TokenFile, token_slice: Slice, *, microbatch_size: int,
+def evaluate(target: LoadedModel, file: TokenFile, token_slice: Slice, *, microbatch_size: int,
              share: Share) -> Evaluation:
     """Measure a model on a slice, in sequences of its own context length. Every rank.
 
@@ -155,7 +155,7 @@ def _added(sums: list[float]) -> tuple[list[float], np.ndarray]:
     return sums[:3], blocks[blocks[:, 1] > 0]
 
 
-def _losses(target: Target, tokens: np.ndarray) -> np.ndarray:
+def _losses(target: LoadedModel, tokens: np.ndarray) -> np.ndarray:
     """Add up each sequence's losses: (N,) uint16 to (N / T rounded up,) float64.
 
     The first token is only an input; the last sequence may be shorter.
@@ -186,7 +186,7 @@ def summed_losses(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Tensor
     return torch.cat(losses).view(targets.shape).sum(1)
 
 
-def token_lengths(target: Target, file: TokenFile) -> np.ndarray | None:
+def token_lengths(target: LoadedModel, file: TokenFile) -> np.ndarray | None:
     """Return the number of text bytes of each token id: (V,) int64; 0 for the end of text.
 
     None if neither the file nor the model names a tokenizer.
@@ -202,7 +202,7 @@ def token_lengths(target: Target, file: TokenFile) -> np.ndarray | None:
     return byte_lengths(tokenizer, num_ids=target.model.config.vocab_size)
 
 
-def _microbatches(target: Target, file: TokenFile, token_slice: Slice, *, microbatch_size: int,
+def _microbatches(target: LoadedModel, file: TokenFile, token_slice: Slice, *, microbatch_size: int,
                   share: Share) -> Iterator[tuple[int, np.ndarray]]:
     """Read this process's microbatches, (B * T + 1,) uint16 each; the last may be shorter.
 

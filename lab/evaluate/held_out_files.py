@@ -13,7 +13,7 @@ from lab.evaluate.sharing import Share
 from preparation.ensure_dataset import provide_dataset
 from run_config import DATASET_NAME, load_run
 from tokens.token_file import TokenFile
-from trainer.targets import is_run
+from trainer.models import is_run
 
 
 @dataclass(frozen=True)

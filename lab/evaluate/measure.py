@@ -16,7 +16,7 @@ from lab.evaluate.results import Result, Row, TaskResult, loss_rows, task_rows
 from lab.evaluate.scoring import encode_questions, score
 from lab.evaluate.sharing import Share
 from run_config import load_run
-from trainer.targets import Target, is_run, load_target
+from trainer.models import LoadedModel, is_run, load_model
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,16 @@ def _measure(model: Chosen, runs_dir: Path, work: Work, share: Share) -> list[Re
     return [result]
 
 
-def _load(model: Chosen, runs_dir: Path, share: Share) -> Target:
+def _load(model: Chosen, runs_dir: Path, share: Share) -> LoadedModel:
     checkpoint = model.checkpoint
     if is_run(model.name, runs_dir):
         directory = load_run(runs_dir, model.name).checkpoints_dir
         checkpoint = checkpoint if (directory / checkpoint).is_dir() else model.asked_for
-    return load_target(model.name, runs_dir=runs_dir, checkpoint_name=checkpoint,
+    return load_model(model.name, runs_dir=runs_dir, checkpoint_name=checkpoint,
                        device=share.process.device)
 
 
-def _describe(target: Target) -> Result:
+def _describe(target: LoadedModel) -> Result:
     """Return a result without figures."""
     checkpoint = target.checkpoint
     title = f"{target.name} ({checkpoint.name})" if checkpoint else target.name
@@ -139,7 +139,7 @@ def _describe(target: Target) -> Result:
                   checkpoint=checkpoint and checkpoint.name)
 
 
-def _evaluate(target: Target, work: Work, share: Share) -> Evaluation:
+def _evaluate(target: LoadedModel, work: Work, share: Share) -> Evaluation:
     file, token_slice = work.held_out.of(target.name)
     share.run(lambda: check_tokenizer(target, file))
     measured = evaluate(target, file, token_slice, microbatch_size=work.microbatch_size,
@@ -149,7 +149,7 @@ def _evaluate(target: Target, work: Work, share: Share) -> Evaluation:
     return measured
 
 
-def _record(target: Target, measured: dict[str, object], share: Share) -> None:
+def _record(target: LoadedModel, measured: dict[str, object], share: Share) -> None:
     """Append a run's results to its evaluations.jsonl. Rank 0 writes."""
     if target.run is None or not share.process.is_main:
         return

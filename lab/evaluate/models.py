@@ -9,7 +9,7 @@ from basics.checkpoint_names import BEST, directory_of, named_as_checkpoints
 from basics.errors import UserError, one_line, print_error
 from checkpointing import find_checkpoint, open_checkpoint
 from run_config import Run, load_run
-from trainer.targets import check_name, is_run
+from trainer.models import check_name, is_run
 
 ALL = "all"
 

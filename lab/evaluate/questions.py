@@ -13,7 +13,7 @@ from basics.errors import UserError
 from lab.evaluate.scoring import Question
 from lab.evaluate.tasks import TASKS, Task
 from preparation.hub import ask_hub, check_names, hide_progress_bars
-from trainer.targets import HUB_NAME
+from trainer.models import HUB_NAME
 
 LONGEST_LINE = 2**20
 KINDS = (".jsonl", ".parquet")

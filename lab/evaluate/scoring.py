@@ -19,7 +19,7 @@ from lab.evaluate.held_out import TOKENS_PER_CHUNK
 from lab.evaluate.intervals import Interval, exp, of_ratio, of_share, pair_sums
 from lab.evaluate.sharing import Share
 from tokens.tokenizer import Tokenizer
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Result(NamedTuple):
     is_greedy: bool
 
 
-def encode_questions(target: Target, questions: list[Question], share: Share) -> Texts:
+def encode_questions(target: LoadedModel, questions: list[Question], share: Share) -> Texts:
     """Turn this process's questions into tokens. Every rank.
 
     Raises:
@@ -101,7 +101,7 @@ def encode_questions(target: Target, questions: list[Question], share: Share) ->
 
 
 @torch.inference_mode()
-def score(target: Target, questions: list[Question], texts: Texts, *, microbatch_size: int,
+def score(target: LoadedModel, questions: list[Question], texts: Texts, *, microbatch_size: int,
           share: Share) -> Score:
     """Score a model on all questions. Every rank.
 
@@ -136,7 +136,7 @@ def _judge(question: Question, results: list[_Result]) -> tuple[bool, bool, bool
             of_right.is_greedy, of_right.log_probability)
 
 
-def _texts_of(target: Target, tokenizer: Tokenizer,
+def _texts_of(target: LoadedModel, tokenizer: Tokenizer,
               question: Question) -> list[tuple[_Text, bool]]:
     """Return each choice after the context, and whether it lost its beginning. Raises: UserError"""
     longest = target.model.config.context_length + 1  # the last token is only a target
@@ -154,7 +154,7 @@ def _texts_of(target: Target, tokenizer: Tokenizer,
     return found
 
 
-def _results(target: Target, texts: list[_Text], *, microbatch_size: int,
+def _results(target: LoadedModel, texts: list[_Text], *, microbatch_size: int,
              share: Share) -> dict[_Text, _Result]:
     """Score different texts, in batches of similar lengths, the longest first.
 
@@ -175,7 +175,7 @@ def _batches(texts: list[_Text], budget: int) -> Iterator[list[_Text]]:
         first += size
 
 
-def _score(target: Target, texts: list[_Text]) -> list[_Result]:
+def _score(target: LoadedModel, texts: list[_Text]) -> list[_Result]:
     """Return the log probability of each choice after its context, summed in float64."""
     tokens = torch.zeros(len(texts), len(texts[0].tokens), dtype=torch.int64)  # (B, T + 1)
     is_new = torch.zeros(tokens[:, 1:].shape, dtype=torch.bool)  # (B, T), of the targets

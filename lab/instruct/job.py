@@ -11,14 +11,14 @@ from basics.errors import one_line
 from lab.instruct.instructions import Split
 from lab.instruct.tuning import TuneOptions
 from lab.publish.model_card import public_name
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 
 @dataclass(frozen=True)
 class Job:
     """The base model and the data, read; the options; the places of answers and tuned model."""
 
-    target: Target
+    target: LoadedModel
     data: Path
     data_sha256: str
     entries: Split
@@ -42,7 +42,7 @@ class Job:
         return options | {"data": self.data_sha256, "base_model": _digest(self.target)}
 
 
-def _digest(target: Target) -> str:
+def _digest(target: LoadedModel) -> str:
     """Return the SHA-256 of a model's weights and its tokenizer's name."""
     digest = hashlib.sha256(f"{target.tokenizer_name} {target.model.config}".encode())
     for name, tensor in target.model.state_dict().items():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lab.instruct.job import Job
     from lab.instruct.progress import Progress
     from lab.instruct.tuning import Epoch, Examples, Tuner
-    from trainer.targets import Target
+    from trainer.models import LoadedModel
 
 
 @click.command()
@@ -69,9 +69,9 @@ def command(target_name: str, checkpoint: str, runs_dir: Path, **options: Any) -
     command continues after the last finished epoch.
     """
     # Imported here so that --help does not wait for torch.
-    from trainer.targets import load_target
+    from trainer.models import load_model
 
-    target = load_target(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)
+    target = load_model(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)
     job = _job(target, **options)
     with _out_of_memory_reported(job):
         _run(job)
@@ -102,7 +102,7 @@ def _run(job: Job) -> None:
     click.echo(visible(f"{len(answers)} answers in {job.output}"))
 
 
-def _job(target: Target, *, data: Path | None, output: Path | None, model_output: Path | None,
+def _job(target: LoadedModel, *, data: Path | None, output: Path | None, model_output: Path | None,
          datasets_dir: Path, **options: Any) -> Job:
     """Read the data and check the outputs. Raises: UserError."""
     from lab.instruct.job import Job
@@ -121,7 +121,7 @@ def _job(target: Target, *, data: Path | None, output: Path | None, model_output
                output=output, model_output=model_output)
 
 
-def _check_is_not(target: Target, model_output: Path) -> None:
+def _check_is_not(target: LoadedModel, model_output: Path) -> None:
     """Check that the tuned model would not replace its base. Raises: UserError."""
     base = Path(target.name)
     if target.run is None and base.is_dir() and base.resolve() == model_output.resolve():
@@ -129,14 +129,14 @@ def _check_is_not(target: Target, model_output: Path) -> None:
                         " replaced; name another directory with --model-output")
 
 
-def default_output(target: Target) -> Path:
+def default_output(target: LoadedModel) -> Path:
     """Return the path of a target's answers: in its run's directory, else in the current one."""
     if target.run is not None:
         return target.run.run_dir / "instruction-answers.json"
     return Path(f"{Path(target.name).resolve().name}-answers.json")
 
 
-def default_model_output(target: Target) -> Path:
+def default_model_output(target: LoadedModel) -> Path:
     """Return the directory of a tuned model: in its run's directory, else in the current one."""
     if target.run is not None:
         return target.run.run_dir / "tuned"

@@ -12,7 +12,7 @@ from lab.instruct.job import Job
 from lab.instruct.tuning import Tuner
 from lab.publish.export import Extras, write_export
 from lab.publish.model_card import MARK, table_rows
-from trainer.targets import HUB_NAME
+from trainer.models import HUB_NAME
 
 CARD = """---
 {front_matter}

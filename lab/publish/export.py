@@ -21,7 +21,7 @@ from lab.publish.model_card import CHARTS, MARK
 from lab.publish.plain_files import read_charts
 from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
 from tokens.tokenizer_file import read_named_tokenizer
-from trainer.targets import Target
+from trainer.models import LoadedModel
 from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
@@ -41,7 +41,7 @@ class Extras:
 NONE = Extras()
 
 
-def write_export(target: Target, output_dir: Path, card: str,
+def write_export(target: LoadedModel, output_dir: Path, card: str,
                  extras: Extras = NONE) -> Path:
     """Write a model's directory completely or not at all, replacing an earlier export.
 
@@ -172,7 +172,7 @@ def _card_of(directory: Path) -> str:
         return ""
 
 
-def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
+def _write(target: LoadedModel, directory: Path, config: dict[str, object]) -> None:
     model = target.model
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
@@ -188,7 +188,7 @@ def _write(target: Target, directory: Path, config: dict[str, object]) -> None:
                               context_length=model.config.context_length)
 
 
-def _write_extras(target: Target, extras: Extras, directory: Path) -> None:
+def _write_extras(target: LoadedModel, extras: Extras, directory: Path) -> None:
     if extras.chat_template is not None:
         path = directory / "tokenizer_config.json"
         values = read_json_object(path) | {"chat_template": extras.chat_template}

@@ -17,7 +17,7 @@ import numpy as np
 
 from basics.errors import UserError, first_line
 from tokens.tokenizer_file import TOKENIZER_FILE, byte_letters, parse_tokenizer
-from trainer.targets import Target
+from trainer.models import LoadedModel
 from trainer.weight_formats import to_gpt2
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Layout = dict[str, tuple[tuple[int, ...], str]]  # of stored arrays: shape and t
 NO_MERGES = "<|endoftext|> <|endoftext|>"  # llama.cpp wants at least one; text never has these two
 
 
-def check_gguf(target: Target) -> None:
+def check_gguf(target: LoadedModel) -> None:
     """Check before the work that a model can be written. Raises: UserError."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError("--gguf needs the package gguf: uv run --extra gguf lab publish ...")
@@ -49,7 +49,7 @@ def check_gguf(target: Target) -> None:
                         " floats; leave out --gguf")
 
 
-def write_gguf_files(target: Target, directory: Path) -> None:
+def write_gguf_files(target: LoadedModel, directory: Path) -> None:
     """Write the files of `GGUF_FILES` beside a model's exported tokenizer; read them back.
 
     Raises:
@@ -92,7 +92,7 @@ def _check_written(path: Path, wanted: Layout) -> None:
                         " out --gguf")
 
 
-def _add_facts(writer: GGUFWriter, target: Target, kind: str) -> None:
+def _add_facts(writer: GGUFWriter, target: LoadedModel, kind: str) -> None:
     from gguf import GGML_QUANT_VERSION, LlamaFileType
 
     config = target.model.config
@@ -107,7 +107,7 @@ def _add_facts(writer: GGUFWriter, target: Target, kind: str) -> None:
     writer.add_layer_norm_eps(1e-5)
 
 
-def _add_tokenizer(writer: GGUFWriter, target: Target, path: Path) -> None:
+def _add_tokenizer(writer: GGUFWriter, target: LoadedModel, path: Path) -> None:
     """Add a byte-level BPE; ids that only pad the model's vocabulary become unused tokens."""
     from gguf import TokenType
 
@@ -131,7 +131,7 @@ def _add_tokenizer(writer: GGUFWriter, target: Target, path: Path) -> None:
     writer.add_add_bos_token(False)
 
 
-def _tensors(target: Target, kind: GGMLQuantizationType,
+def _tensors(target: LoadedModel, kind: GGMLQuantizationType,
              ) -> Iterator[tuple[str, np.ndarray, GGMLQuantizationType]]:
     """Yield each tensor's name, its data as stored, and the type of these.
 

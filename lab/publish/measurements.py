@@ -7,14 +7,14 @@ from typing import Any
 from basics.errors import one_line
 from lab.compare.run_figures import number
 from reporting.metrics_file import read_metrics
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 MEASURED = {"loss": "loss (nats per token)", "perplexity": "perplexity",
             "bits_per_byte": "bits per byte", "accuracy": "accuracy",
             "normalised_accuracy": "length-normalised accuracy"}
 
 
-def measurements(target: Target, dataset: str) -> list[dict[str, Any]]:
+def measurements(target: LoadedModel, dataset: str) -> list[dict[str, Any]]:
     """Collect the results of this checkpoint: its validation loss and its evaluations.
 
     Of repeated evaluations the newest counts; losses of the training split, and values that are

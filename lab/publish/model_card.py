@@ -19,7 +19,7 @@ from lab.publish.measurements import measurements
 from reporting.summary import is_training
 from run_config import MUON_DEFAULTS, ModelConfig, TrainConfig
 from tokens.tokenizer_file import TOKENIZER_FILE
-from trainer.targets import HUB_NAME, Target
+from trainer.models import HUB_NAME, LoadedModel
 
 CARD = """---
 {front_matter}
@@ -99,7 +99,7 @@ class CardFacts:
                                 " such as en or pt-BR")
 
 
-def model_card(target: Target, facts: CardFacts) -> str:
+def model_card(target: LoadedModel, facts: CardFacts) -> str:
     """Return the card of a run's model, made of its checkpoint, summary and evaluations.
 
     The run's JSON files may have changed since training; they are read only without a summary.
@@ -179,7 +179,7 @@ def _front_matter(settings: dict[str, Any], found: list[dict[str, Any]], facts: 
     ).to_yaml()
 
 
-def _model_facts(target: Target, found: list[dict[str, Any]]) -> dict[str, str]:
+def _model_facts(target: LoadedModel, found: list[dict[str, Any]]) -> dict[str, str]:
     config = target.model.config
     return {
         "layers, heads, embedding width": f"{config.n_layers}, {config.n_heads}, {config.emb_dim}",
@@ -191,11 +191,11 @@ def _model_facts(target: Target, found: list[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _tokenizer(target: Target) -> str:
+def _tokenizer(target: LoadedModel) -> str:
     return TOKENIZER_FILE if target.tokenizer_path else target.tokenizer_name or "unknown tokenizer"
 
 
-def _training(target: Target, written: Written) -> dict[str, str]:
+def _training(target: LoadedModel, written: Written) -> dict[str, str]:
     meta, machine = target.checkpoint.meta, written.part("machine")
     num_steps = number(written.summary.get("num_steps"))
     facts = {"step": f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
@@ -223,7 +223,7 @@ def _training(target: Target, written: Written) -> dict[str, str]:
     return facts
 
 
-def _so_far(target: Target) -> str:
+def _so_far(target: LoadedModel) -> str:
     """Return what says that later weights are to come; empty if the run does not train now."""
     if not is_training(target.run):
         return ""
@@ -231,7 +231,7 @@ def _so_far(target: Target) -> str:
     return f" so far:\nthese are the weights after step {step:,}, and training goes on"
 
 
-def _changed(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+def _changed(target: LoadedModel, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of model and training that differ from their defaults.
 
     With Muon also those whose default depends on the width: a card is read without this code.
@@ -247,7 +247,7 @@ def _changed(target: Target, settings: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _notes(target: Target) -> str:
+def _notes(target: LoadedModel) -> str:
     if target.tokenizer_name == "bytes":
         return "Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n"
     return ""

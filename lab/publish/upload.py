@@ -25,7 +25,7 @@ from preparation.hub import ask_hub
 from run_config import load_run
 from tokens.token_file import TokenFile
 from tokens.tokenizer_file import TOKENIZER_FILE
-from trainer.targets import HUB_NAME, TRIES, is_run, load_target
+from trainer.models import HUB_NAME, TRIES, is_run, load_model
 
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")
 TEXTS = (TOKENIZER_FILE, "README.md")
@@ -111,7 +111,7 @@ def _export_run(request: Request, facts: CardFacts) -> Path:
     output_dir = output_dir.absolute()
     check_output(output_dir)
     for tries_left in reversed(range(TRIES)):
-        target = load_target(request.source, runs_dir=request.runs_dir,
+        target = load_model(request.source, runs_dir=request.runs_dir,
                              checkpoint_name=request.checkpoint, device=torch.device("cpu"))
         try:
             return write_export(target, output_dir, model_card(target, facts),
@@ -128,7 +128,7 @@ def _export_again(request: Request, facts: CardFacts) -> Path:
     output_dir = (request.output_dir or source).absolute()
     check_output(output_dir)
     card = changed_card(source / "README.md", facts)
-    target = load_target(str(source), runs_dir=request.runs_dir, device=torch.device("cpu"))
+    target = load_model(str(source), runs_dir=request.runs_dir, device=torch.device("cpu"))
     return write_export(target, output_dir, card, Extras(
         charts_dir=source, chat_template=chat_template_of(source), with_gguf=request.with_gguf))
 

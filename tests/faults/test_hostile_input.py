@@ -31,7 +31,7 @@ from tests.support.workplace import (
     succeeded,
     write_tokens,
 )
-from trainer.targets import load_target
+from trainer.models import load_model
 
 MARK = Path("/tmp") / f"hostile-code-was-run-{os.getpid()}"
 
@@ -335,10 +335,10 @@ def test_hostile_weights_of_a_directory_are_refused_before_their_digest_is_compu
     tensors(lambda w: w.update({"final_norm.weight": w["final_norm.weight"].view("i4")}))(
         checkpoint / "model.safetensors")  # of the same size
     if is_too_large:
-        monkeypatch.setattr("trainer.targets.available_ram_gib", lambda: 1e-6)
+        monkeypatch.setattr("trainer.models.available_ram_gib", lambda: 1e-6)
     message = "of memory left" if is_too_large else r"is \('I32', \[16\]\), wanted \('F32', "
     with pytest.raises(UserError, match=message):
-        load_target(str(checkpoint), runs_dir=workplace.runs_dir)
+        load_model(str(checkpoint), runs_dir=workplace.runs_dir)
 
 
 ONE_OF_EACH: dict[str, tuple[str, bytes]] = {

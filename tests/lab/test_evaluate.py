@@ -38,7 +38,7 @@ from tests.support.workplace import Workplace, forked, read_lines, write_tokens
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
-from trainer.targets import Target, load_target
+from trainer.models import LoadedModel, load_model
 
 ALONE = Share(Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
 
@@ -74,7 +74,8 @@ def test_loss_perplexity_and_bits_per_byte_match_their_definitions(tmp_path: Pat
     tokens[10:60:7] = 256  # ends of text: eight among the targets
     file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="bytes")
     token_slice = choose_slice(file, "mine", start_token=3, num_tokens=64)
-    found = evaluate(Target("x", model, "bytes"), file, token_slice, microbatch_size=3, share=ALONE)
+    found = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=3,
+                     share=ALONE)
     ids = torch.from_numpy(tokens[3:68])
     losses = [F.cross_entropy(model(ids[i : i + 8][None])[0].double(), ids[i + 1 : i + 9],
                               reduction="sum").item() for i in range(0, 64, 8)]
@@ -92,7 +93,8 @@ def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path: Pa
     file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="gpt2")
     model = random_model(vocab_size=50257, context_length=1)
     token_slice = choose_slice(file, "mine", start_token=0, num_tokens=None)
-    found = evaluate(Target("x", model, "gpt2"), file, token_slice, microbatch_size=4, share=ALONE)
+    found = evaluate(LoadedModel("x", model, "gpt2"), file, token_slice, microbatch_size=4,
+                     share=ALONE)
     num_bytes = len(text.encode()) - len("Every")  # the first token is not a target
     assert token_slice.num_tokens == len(tokens) - 1
     assert found.bits_per_byte == pytest.approx(
@@ -105,7 +107,7 @@ def test_the_microbatch_size_does_not_change_the_loss(tmp_path: Path) -> None:
     file = token_file(tmp_path / "validation.safetensors", tokens)
     token_slice = choose_slice(file, "mine", start_token=None, num_tokens=None)
     assert (token_slice.start_token, token_slice.num_tokens) == (0, 1999)  # the last sequence has 7
-    losses = [evaluate(Target("x", model, None), file, token_slice, microbatch_size=size,
+    losses = [evaluate(LoadedModel("x", model, None), file, token_slice, microbatch_size=size,
                        share=ALONE).loss for size in (1, 3, 4, 7, 100)]
     assert losses == pytest.approx([losses[0]] * 5, abs=1e-6)
 
@@ -219,7 +221,7 @@ def test_models_of_any_context_length_are_evaluated_on_the_same_tokens(tmp_path:
     token_slice = choose_slice(file, "mine", start_token=2, num_tokens=50)
     for context_length in (8, 12, 50, 64):
         model = random_model(vocab_size=257, context_length=context_length)
-        found = evaluate(Target("x", model, None), file, token_slice, microbatch_size=2,
+        found = evaluate(LoadedModel("x", model, None), file, token_slice, microbatch_size=2,
                          share=ALONE)
         ids, total = torch.from_numpy(tokens[2:53]), 0.0
         for first in range(0, 50, context_length):
@@ -318,7 +320,7 @@ def test_tokens_of_another_tokenizer_are_refused(trained: Workplace, tmp_path: P
 
 
 def test_a_run_takes_precedence_over_a_directory_of_that_name(trained: Workplace) -> None:
-    target = load_target("tiny", runs_dir=trained.runs_dir)
+    target = load_model("tiny", runs_dir=trained.runs_dir)
     assert target.run is not None and target.checkpoint is not None
 
 
@@ -439,7 +441,8 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_blocks(
     file = token_file(tmp_path / "validation.safetensors",
                       np.random.default_rng(0).integers(0, 256, size=200), tokenizer="bytes")
     token_slice = choose_slice(file, "mine", start_token=0, num_tokens=160)
-    found = evaluate(Target("x", model, "bytes"), file, token_slice, microbatch_size=3, share=ALONE)
+    found = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=3,
+                     share=ALONE)
     ids = torch.from_numpy(file.read(0, 161).astype(np.int64))
     with torch.no_grad():
         losses = [F.cross_entropy(model(ids[i : i + 8][None])[0], ids[i + 1 : i + 9]).item()
@@ -457,11 +460,11 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_blocks(
         low, high = record[f"{key}_interval"]
         assert low < record[key] < high
     for size in (1, 2, 100):
-        again = evaluate(Target("x", model, "bytes"), file, token_slice, microbatch_size=size,
+        again = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=size,
                          share=ALONE)
         assert again.loss_interval == pytest.approx(found.loss_interval, abs=1e-6)
     one = choose_slice(file, "mine", start_token=0, num_tokens=16)
-    assert evaluate(Target("x", model, "bytes"), file, one, microbatch_size=3,
+    assert evaluate(LoadedModel("x", model, "bytes"), file, one, microbatch_size=3,
                     share=ALONE).loss_interval is None
 
 

@@ -12,7 +12,7 @@ from reporting.sampling import KeyValueCache, SamplingOptions, generate_tokens, 
 from run_config import ModelConfig
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.workplace import TINY_MODEL, Workplace
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 
 def generate(workplace: Workplace, *arguments: str) -> Result:
@@ -140,7 +140,7 @@ def test_text_is_shown_once_it_cannot_be_a_stop_string(pieces: list[bytes], stop
 
 
 def test_generation_ends_when_all_samples_are_stopped() -> None:
-    target = Target("tiny", tiny_model(), "bytes")
+    target = LoadedModel("tiny", tiny_model(), "bytes")
     options = SamplingOptions(60, num_samples=2)
     whole = ["".join(parts) for parts in zip(*stream_texts(target, "a", options), strict=True)]
     stop = whole[0][10:12]
@@ -151,7 +151,7 @@ def test_generation_ends_when_all_samples_are_stopped() -> None:
 
 
 def test_a_text_ends_at_the_end_of_text_token() -> None:
-    target = Target("tiny", tiny_model(), "bytes")
+    target = LoadedModel("tiny", tiny_model(), "bytes")
     target.model.head.weight.data[256] = 0.0
     free = ["".join(parts) for parts in zip(*stream_texts(
         target, "a", SamplingOptions(300, seed=1, top_k=0, temperature=5.0)), strict=True)]

@@ -22,7 +22,7 @@ from tests.support.models import random_model
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace
 from tokens.tokenizer_file import name_of
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 gguf = pytest.importorskip("gguf")
 
@@ -33,15 +33,15 @@ TEXTS = ["the cat", "naïve 😀", "1234 it's", "\n\n def f(x):", "hat  hat\t", 
 
 
 def target_of(model: GPTModel, tmp_path: Path, *, tokenizer: str = "bytes",
-              **changes: object) -> Target:
+              **changes: object) -> LoadedModel:
     """Return a model with a tokenizer: `gpt2`, `bytes`, or `own` for one in a file."""
     if tokenizer != "own":
-        return Target("mine", model, tokenizer)
+        return LoadedModel("mine", model, tokenizer)
     path = write_tokenizer(tmp_path / "tokenizer", **changes) / "tokenizer.json"
-    return Target("mine", model, name_of(path.read_bytes()), tokenizer_path=path)
+    return LoadedModel("mine", model, name_of(path.read_bytes()), tokenizer_path=path)
 
 
-def exported(target: Target, tmp_path: Path, *, chat_template: str | None = None) -> Path:
+def exported(target: LoadedModel, tmp_path: Path, *, chat_template: str | None = None) -> Path:
     return write_export(target, tmp_path / "export", "tags: ddp-train", Extras(
         chat_template=chat_template, with_gguf=True))
 
@@ -221,7 +221,7 @@ def test_a_tokenizer_model_that_gguf_cannot_hold_is_refused(
     parts = json.loads((write_tokenizer(tmp_path) / "tokenizer.json").read_text())
     whole = model if "type" in model else parts["model"] | model
     path = write_tokenizer(tmp_path / "changed", model=whole) / "tokenizer.json"
-    target = Target("mine", random_model(vocab_size=300), name_of(path.read_bytes()),
+    target = LoadedModel("mine", random_model(vocab_size=300), name_of(path.read_bytes()),
                     tokenizer_path=path)
     with pytest.raises(UserError, match=message) as caught:
         check_gguf(target)

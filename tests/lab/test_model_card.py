@@ -17,7 +17,7 @@ from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.tuning import add_tunable_run, tune
 from tests.support.upload_server import taking_uploads
 from tests.support.workplace import Workplace
-from trainer.targets import load_target
+from trainer.models import load_model
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_tuned_model_is_uploaded(workplace: Workplace, tuned: Path, tmp_path: 
             card = ModelCard(files["README.md"].decode())
             assert f'model="{repository}")' in card.text and card.data.language == ["en"]
             assert card.text.count("model=") == 1
-    again = load_target(str(tuned), runs_dir=workplace.runs_dir).model.state_dict()
+    again = load_model(str(tuned), runs_dir=workplace.runs_dir).model.state_dict()
     assert len(again) and load_file(tuned / "model.safetensors").keys() == weights.keys()
     assert all((load_file(tuned / "model.safetensors")[name] == weights[name]).all()
                for name in weights)
@@ -223,5 +223,5 @@ def test_directories_from_elsewhere_are_refused(workplace: Workplace, tuned: Pat
 
 def test_a_run_without_a_summary_has_a_card(trained: Workplace) -> None:
     (trained.runs_dir / "tiny/summary.json").unlink()
-    target = load_target("tiny", runs_dir=trained.runs_dir)
+    target = load_model("tiny", runs_dir=trained.runs_dir)
     assert "tokens of `tiny`" in model_card(target, CardFacts("tiny", "."))

@@ -10,7 +10,7 @@ from lab.publish.export import Extras, write_export
 from tests.support.lab_cli import error_line, run_lab
 from tests.support.models import random_model
 from tests.support.workplace import Workplace
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 SECRET = "hf_secret"
 
@@ -30,8 +30,8 @@ def charts_dir(tmp_path: Path) -> Path:
 
 
 def export_with(charts: Path, tmp_path: Path) -> Path:
-    return write_export(Target("mine", random_model(vocab_size=257), "bytes"), tmp_path / "export",
-                        "tags: ddp-train", Extras(charts_dir=charts))
+    return write_export(LoadedModel("mine", random_model(vocab_size=257), "bytes"),
+                        tmp_path / "export", "tags: ddp-train", Extras(charts_dir=charts))
 
 
 def test_charts_are_copied(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.support.workplace import Workplace, run_command
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
-from trainer.targets import Target, load_target
+from trainer.models import LoadedModel, load_model
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
             "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
@@ -77,7 +77,7 @@ def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(
     output = tmp_path / "export"
     result = succeeded(publish(trained, "tiny", "--output", str(output)))
     assert names_in(output) == EXPORTED | CHARTS and f"written to {output}" in result.stdout
-    ours = load_target("tiny", runs_dir=trained.runs_dir).model
+    ours = load_model("tiny", runs_dir=trained.runs_dir).model
     theirs = GPT2LMHeadModel.from_pretrained(output).eval()
     tokens = torch.arange(30).view(2, 15)
     assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
@@ -108,14 +108,14 @@ def test_the_card_says_from_which_weights_a_run_was_trained(trained: Workplace) 
                           ("owner/name", "trained from the weights of `owner/name` on")):
         summary["train"]["init_from"] = source
         summary_path.write_text(json.dumps(summary))
-        target = load_target("tiny", runs_dir=trained.runs_dir)
+        target = load_model("tiny", runs_dir=trained.runs_dir)
         assert words in " ".join(model_card(target, CardFacts("tiny", "tiny")).split())
 
 
 def test_a_card_describes_the_training_not_a_later_config(trained: Workplace) -> None:
     path = trained.runs_dir / "tiny/train.json"
     path.write_text(path.read_text().replace('"tiny"', '"other"').replace("0.01", "0.123"))
-    target = load_target("tiny", runs_dir=trained.runs_dir)
+    target = load_model("tiny", runs_dir=trained.runs_dir)
     card = model_card(target, CardFacts("tiny", "tiny"))
     assert "tokens of `tiny`" in card and '"learning_rate": 0.01' in card and "other" not in card
 
@@ -137,7 +137,7 @@ def test_a_card_describes_the_training_not_a_later_config(trained: Workplace) ->
 ])
 def test_damaged_records_never_break_a_card(trained: Workplace, file: str, text: str) -> None:
     path = trained.runs_dir / "tiny" / file
-    target = load_target("tiny", runs_dir=trained.runs_dir)
+    target = load_model("tiny", runs_dir=trained.runs_dir)
     name = target.checkpoint.name
     path.write_text(text if file == "summary.json"
                     else f'{{"checkpoint": "{name}", "global_step": 1, {text}}}\n')
@@ -280,8 +280,8 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
     assert "a model from elsewhere" in error_line(publish(trained, "tiny", "--output", str(output)))
 
 
-def no_tokenizer(tmp_path: Path) -> Target:
-    return Target("mine", random_model(vocab_size=61), None)
+def no_tokenizer(tmp_path: Path) -> LoadedModel:
+    return LoadedModel("mine", random_model(vocab_size=61), None)
 
 
 def test_one_command_at_a_time_writes_an_export(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_model_without_a_tokenizer_is_published_again(tmp_path: Path) -> None:
 def test_an_export_that_cannot_be_written_leaves_the_earlier_one(
     trained: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, output = load_target("tiny", runs_dir=trained.runs_dir), tmp_path / "export"
+    target, output = load_model("tiny", runs_dir=trained.runs_dir), tmp_path / "export"
     write_export(target, output, "tags: ddp-train")
     for error in (OSError(errno.ENOSPC, "No space left on device"),
                   SafetensorError("I/O error: No space left on device (os error 28)")):
@@ -415,7 +415,7 @@ def test_an_export_can_be_fine_tuned(trained: Workplace, tmp_path: Path) -> None
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.5
     model.save_pretrained(tmp_path / "tuned")
-    back = load_target(str(tmp_path / "tuned"), runs_dir=trained.runs_dir)
+    back = load_model(str(tmp_path / "tuned"), runs_dir=trained.runs_dir)
     with torch.no_grad():
         difference = back.model(tokens) - model.eval()(tokens).logits
     assert difference.abs().max() < 1e-4 and back.tokenizer_name == "bytes"

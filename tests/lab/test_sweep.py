@@ -28,7 +28,7 @@ from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.runs import wait_for
 from tests.support.workplace import PROJECT_DIR, Workplace, draw_bare, read_lines
-from trainer.targets import load_target
+from trainer.models import load_model
 
 STUB = Path(stub_trainer.__file__)
 SETTINGS = {"min_train_tokens": 1000, "gradient_accumulation_steps": None, "learning_rate": 0.02}
@@ -191,7 +191,7 @@ def test_runs_may_start_from_the_best_weights_of_a_run(sweeps: Sweeps) -> None:
     variant = "drop_rate-0_init_from-tiny-seed-42"
     for run_dir in (sweeps.tiny / variant, *(sweeps.dir / "tuned").glob("*-seed-42")):
         source = json.loads((run_dir / "train.json").read_text())["init_from"]
-        target = load_target(source, runs_dir=run_dir.parent, device=torch.device("cpu"))
+        target = load_model(source, runs_dir=run_dir.parent, device=torch.device("cpu"))
         assert target.checkpoint.meta.global_step == 3
     result = succeeded(run_lab("sweep", "tuned", "--change", "init_from=tiny", *command[2:]))
     assert "init_from=tiny: is the baseline" in result.stdout

@@ -30,7 +30,7 @@ from tests.support.models import export, random_model
 from tests.support.workplace import Workplace, forked, read_lines
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.tokenizer import load_tokenizer
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 ALONE = Share(Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
 MAY_BE_EMPTY = ("activity_label", "ctx_a", "ctx_b", "question", "goal")  # before the choices
@@ -41,12 +41,12 @@ def lab_evaluate(workplace: Workplace, *arguments: str, **environment: str) -> R
     return run_lab(*workplace.arguments("evaluate", *arguments), **environment)
 
 
-def likes_the(**changes: Any) -> Target:
+def likes_the(**changes: Any) -> LoadedModel:
     """Return a random model of GPT-2's tokens whose likeliest token is often " the"."""
     model = random_model(vocab_size=50257, **changes)
     model.final_norm.bias.data.fill_(0.5)
     model.head_weight.data[load_tokenizer("gpt2").encode_ordinary(" the")] += 0.2
-    return Target("x", model, "gpt2")
+    return LoadedModel("x", model, "gpt2")
 
 
 def test_the_tasks_of_the_help_are_all_tasks() -> None:
@@ -251,7 +251,7 @@ def test_a_text_that_loses_its_beginning_is_reported(trained: Workplace) -> None
 
 def test_equal_choices_are_a_tie_that_the_first_one_wins() -> None:
     """In different batches, their log probabilities could differ in the last bit."""
-    target = Target("x", random_model(vocab_size=257, context_length=32), "bytes")
+    target = LoadedModel("x", random_model(vocab_size=257, context_length=32), "bytes")
     questions = [Question("a" * n, ["b" * 9, "b" * 9, "c" * 5], right=1) for n in range(1, 22)]
     texts = encode_questions(target, questions, ALONE)
     found = score(target, questions, texts, microbatch_size=1, share=ALONE)

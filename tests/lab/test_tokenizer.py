@@ -28,7 +28,7 @@ from tests.support.workplace import Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.tokenizer import byte_lengths, choose_tokenizer
 from tokens.tokenizer_file import FileTokenizer
-from trainer.targets import Target, load_target
+from trainer.models import LoadedModel, load_model
 
 WORDS = ["the cat sat", "on the mat", "naïve 🎉 café", "and the hat", "它是它的", "it's 1234"]
 
@@ -184,8 +184,8 @@ def tokenizer_of(workplace: Workplace) -> FileTokenizer:
     return choose_tokenizer(str(workplace.root / "own")).load()
 
 
-def target_of(workplace: Workplace, name: str = "own") -> Target:
-    return load_target(name, runs_dir=workplace.runs_dir, device=torch.device("cpu"))
+def target_of(workplace: Workplace, name: str = "own") -> LoadedModel:
+    return load_model(name, runs_dir=workplace.runs_dir, device=torch.device("cpu"))
 
 
 def test_a_run_writes_text_of_its_tokenizer_and_bits_per_byte(trained: Workplace) -> None:
@@ -222,7 +222,7 @@ def test_a_run_needs_no_dataset_to_write_text_and_to_be_exported(
     tokens = torch.tensor([ids[:16]])
     with torch.no_grad():
         assert (ours.model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
-    exported = load_target(str(output), runs_dir=trained.runs_dir)
+    exported = load_model(str(output), runs_dir=trained.runs_dir)
     assert exported.tokenizer_name == ours.tokenizer_name
     assert succeeded(run_lab("generate", str(output), "--prompt", "the naïve")).stdout == text
     assert "(tokenizer.json)" in (output / "README.md").read_text()

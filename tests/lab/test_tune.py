@@ -41,7 +41,7 @@ from tests.support.tuning import (
 )
 from tests.support.workplace import Workplace
 from tokens.tokenizer import load_tokenizer
-from trainer.targets import Target
+from trainer.models import LoadedModel
 
 OPTIONS = TuneOptions(loss_on="response", learning_rate=0.01, weight_decay=0.1, batch_size=4,
                       max_epochs=30, max_new_tokens=20, seed=1)
@@ -199,7 +199,7 @@ def test_the_tuned_model_answers_the_test(tuned_place: Workplace) -> None:
 @pytest.mark.parametrize(("name", "output"), [("openai-community/gpt2", "gpt2-answers.json"),
                                               ("exports/mine/", "mine-answers.json")])
 def test_answers_go_to_the_current_directory_unless_of_a_run(name: str, output: str) -> None:
-    assert default_output(Target(name, GPTModel(MODEL), "gpt2")) == Path(output)
+    assert default_output(LoadedModel(name, GPTModel(MODEL), "gpt2")) == Path(output)
 
 
 def test_the_same_command_gives_the_same_answers(tuned_place: Workplace) -> None:

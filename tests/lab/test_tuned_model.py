@@ -32,7 +32,7 @@ from tests.support.tuning import (
 )
 from tests.support.workplace import Workplace, forked
 from tokens.tokenizer import load_tokenizer
-from trainer.targets import Target, load_target
+from trainer.models import LoadedModel, load_model
 
 EPOCHS = ("--max-epochs", "4")
 Failing = Callable[[str], AbstractContextManager[None]]
@@ -90,10 +90,10 @@ def test_the_tuned_model_is_kept_with_the_weights_of_the_best_epoch(
     tuned_place: Workplace
 ) -> None:
     succeeded(tune(tuned_place, "--max-epochs", "10"))
-    tuned = load_target(str(tuned_dir(tuned_place)), runs_dir=tuned_place.runs_dir)
+    tuned = load_model(str(tuned_dir(tuned_place)), runs_dir=tuned_place.runs_dir)
     assert tuned.tokenizer_name == "bytes" and tuned.model.config.drop_rate == 0
     theirs = GPT2LMHeadModel.from_pretrained(tuned_dir(tuned_place)).eval()
-    base = load_target("tiny", runs_dir=tuned_place.runs_dir)
+    base = load_model("tiny", runs_dir=tuned_place.runs_dir)
     with torch.no_grad():
         ours, hub, before = (model(torch.arange(30).view(2, 15))
                              for model in (tuned.model, theirs, base.model))
@@ -173,7 +173,7 @@ def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(
     card = ModelCard.load(f"{HOSTILE}-tuned/README.md")
     assert HOSTILE.replace("`", "'") + "`, fine-tuned" in card.text
     assert str(tuned_place.root) not in card.content and not active_parts(card.content)
-    monkeypatch.setattr("trainer.targets._download", lambda name: base)
+    monkeypatch.setattr("trainer.models._download", lambda name: base)
     succeeded(run_lab("tune", "someone/gpt", *command, "--model-output", "other"))
     card = ModelCard.load("other/README.md")
     assert card.data.base_model == "someone/gpt" and "# gpt-tuned" in card.text
@@ -334,4 +334,4 @@ def test_a_tuning_replaces_the_model_of_an_earlier_one(tuned_place: Workplace) -
 def test_the_model_goes_to_the_current_directory_unless_of_a_run(name: str, output: str) -> None:
     from gpt import GPTModel
 
-    assert default_model_output(Target(name, GPTModel(MODEL), "gpt2")) == Path(output)
+    assert default_model_output(LoadedModel(name, GPTModel(MODEL), "gpt2")) == Path(output)

@@ -52,10 +52,10 @@ from tests.support.reference_loop import (
 from tests.support.thorough import thorough_but
 from tests.support.workplace import Workplace, succeeded, write_tokens
 from tokens.batches import prefetch
+from trainer.models import load_model
 from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run
 from trainer.step import TrainingStep
-from trainer.targets import load_target
 
 NUM_CONFIGURATIONS, SAMPLE, STEPS = 500, 20, 3
 # What rounding explains, relative: of the loss, of the gradient's norm, and of the change of the
@@ -335,10 +335,10 @@ def assert_same_bits(step: TrainingStep, resumed: TrainingStep) -> None:
 def compare_export(training: Training, step: TrainingStep, differences: Differences) -> Path:
     """Compare the logits of the exported weights with a plain forward pass of the trained ones."""
     runs_dir, model = training.place.runs_dir, training.prepared.run.model
-    target = load_target("tiny", runs_dir=runs_dir, checkpoint_name="latest")
+    target = load_model("tiny", runs_dir=runs_dir, checkpoint_name="latest")
     directory = write_export(target, training.place.root / "export", "")
     ids = torch.from_numpy(training.tokens[: model.context_length].astype(np.int64))[None]
-    logits = load_target(str(directory), runs_dir=runs_dir).model(ids)
+    logits = load_model(str(directory), runs_dir=runs_dir).model(ids)
     assert torch.equal(logits, target.model(ids)), "exported: other logits"
     trained = dict(step.state.model.named_parameters())
     wanted = forward({name: weight.double() for name, weight in trained.items()}, model, ids)
@@ -435,7 +435,7 @@ def test_transformers_computes_the_same_logits(chosen: int, tmp_path: Path) -> N
     from transformers import GPT2LMHeadModel
 
     compare(configuration(chosen), tmp_path)
-    ours = load_target(str(tmp_path / "export"), runs_dir=tmp_path / "runs").model
+    ours = load_model(str(tmp_path / "export"), runs_dir=tmp_path / "runs").model
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "export").eval()
     ids = torch.arange(ours.config.context_length)[None] % ours.config.vocab_size
     with torch.no_grad():

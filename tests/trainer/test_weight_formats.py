@@ -16,7 +16,7 @@ from basics.errors import UserError
 from gpt import GPTModel
 from run_config import ModelConfig
 from tests.support.models import SHAPE, export, random_model
-from trainer.targets import load_target
+from trainer.models import load_model
 from trainer.weight_formats import gpt2_config
 
 NAMES = ("tie_weights", "qkv_bias", "init", "vocab_size", "drop_rate")
@@ -30,7 +30,7 @@ CONFIGS = [dict(zip(NAMES, values, strict=True)) for values in (
 
 
 def load(directory: Path) -> GPTModel:
-    return load_target(str(directory), runs_dir=directory).model
+    return load_model(str(directory), runs_dir=directory).model
 
 
 def tokens_for(model: GPTModel) -> Tensor:
@@ -73,7 +73,7 @@ def test_gpt2_of_any_size_loads(n_layer: int, n_head: int, tmp_path: Path) -> No
     weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 16, 16) for layer in range(n_layer)}
     save_file(weights, tmp_path / "model.safetensors")
     theirs.config.save_pretrained(tmp_path)
-    target = load_target(str(tmp_path), runs_dir=tmp_path)
+    target = load_model(str(tmp_path), runs_dir=tmp_path)
     tokens = torch.randint(50257, (2, 16))
     assert (target.model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
     assert target.tokenizer_name == "gpt2" and target.model.config.qkv_bias
@@ -255,7 +255,7 @@ def test_a_model_that_would_not_fit_into_the_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(random_model(), tmp_path)
-    monkeypatch.setattr("trainer.targets.available_ram_gib", lambda: 1e-6)
+    monkeypatch.setattr("trainer.models.available_ram_gib", lambda: 1e-6)
     with pytest.raises(UserError, match="a model of 69.2 KiB; this machine has 1.05 KiB of memory"):
         load(tmp_path)
 

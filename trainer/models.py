@@ -1,4 +1,4 @@
-"""Load a model by name: of a run, from a directory of weights, or from the hub."""
+"""Models by name: of a run, from a directory of weights, or from the hub."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ from basics.tensor_files import first_non_finite
 from basics.text import gib
 from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
-from preparation.hub import ask_hub, hide_progress_bars
 from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import END_OF_TEXT_IDS, Tokenizer, file_beside, load_tokenizer
-from tokens.tokenizer_file import TOKENIZER_FILE, name_of, parse_tokenizer, read_tokenizer_file
-from trainer.resuming import check_weights_fit
-from trainer.weight_formats import (
-    Gpt2Config,
-    Weights,
-    from_gpt2,
-    from_original,
-    is_original,
-    without_zero_biases,
+from tokens.tokenizer_file import (
+    TOKENIZER_FILE,
+    name_of,
+    parse_tokenizer,
+    read_tokenizer_file,
+    short_name,
 )
+from trainer.resuming import FREE_TO_CHANGE, check_weights_fit
+from trainer.weight_formats import Gpt2Config, Weights, drop_zero_biases, from_gpt2, from_original
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
@@ -43,13 +41,13 @@ TRIES = 10  # to read a checkpoint of a run that saves and removes checkpoints m
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadedModel:
     """A model with its weights, float32, on its device and in eval mode.
 
     Attributes:
         name: as given on the command line.
         tokenizer_name: None if neither a checkpoint nor the vocabulary size determines it.
-        run: set only if the target is a run; likewise its checkpoint.
+        run: set only if the name is that of a run; likewise its checkpoint.
     """
 
     name: str
@@ -63,21 +61,17 @@ class Target:
     def device(self) -> torch.device:
         return self.model.token_embedding.weight.device
 
-    def needs_tokenizer(self) -> str:
-        """Return the tokenizer's name. Raises: UserError if it is not known."""
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises: UserError if it is not known."""
         if self.tokenizer_name is None:
             raise UserError(f"{self.name}: its tokenizer is not known, and no known one has a"
                             f" vocabulary of {self.model.config.vocab_size:,}; name a model that"
                             f" uses {' or '.join(END_OF_TEXT_IDS)}")
-        return self.tokenizer_name
-
-    def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises: UserError if it is not known."""
-        return load_tokenizer(self.needs_tokenizer(), self.tokenizer_path)
+        return load_tokenizer(self.tokenizer_name, self.tokenizer_path)
 
 
-def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
-                device: torch.device | None = None) -> Target:
+def load_model(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
+               device: torch.device | None = None) -> LoadedModel:
     """Load a run's model, a directory's, or one from the Hugging Face hub (`owner/name`).
 
     A directory holds a GPT-2 as `transformers` stores it, a checkpoint of a run, or one of the
@@ -88,18 +82,48 @@ def load_target(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
     """
     check_name(name, runs_dir)
     if is_run(name, runs_dir):
-        target = _of_run(name, runs_dir, checkpoint_name)
+        loaded = _of_run(name, runs_dir, checkpoint_name)
     else:
         place = directory_of(Path(name))
-        target = _of_directory(name, place if place.is_dir() else _download(name))
+        loaded = _of_directory(name, place if place.is_dir() else _download(name))
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = target.model.to(device).eval()
+    model = loaded.model.to(device).eval()
     with torch.inference_mode():
         if not model(torch.zeros(1, 1, dtype=torch.int64, device=device)).isfinite().all():
             raise UserError(f"{name}: its logits are not finite: its weights are too large; take"
                             " another model")
-    return target
+    return loaded
+
+
+def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GPTModel:
+    """Load the model that `init_from` names, float32, on the CPU. May download it.
+
+    Args:
+        tokenizer_name: of the run's dataset; None if it is not known.
+
+    Raises:
+        UserError: there is no such model, or it has another shape than the run's, or it was
+            trained with another tokenizer.
+    """
+    source = run.train.init_from
+    if source == run.name:
+        raise UserError(f"{run.train_path}: init_from is this run itself; name another one")
+    try:
+        loaded = load_model(source, runs_dir=runs_dir, device=torch.device("cpu"))
+    except UserError as error:
+        raise UserError(f"{run.train_path}: init_from: {error}") from None
+    for key, wanted in run.model.model_dump(exclude=FREE_TO_CHANGE).items():
+        found = getattr(loaded.model.config, key)
+        if found != wanted:
+            raise UserError(f"{run.train_path}: init_from: {source} has {key} {found}, model.json"
+                            f" has {wanted}; they must be equal")
+    theirs = loaded.tokenizer_name
+    if theirs and tokenizer_name and theirs != tokenizer_name:
+        raise UserError(f"{run.train_path}: init_from: {source} was trained with the tokenizer"
+                        f" {short_name(theirs)}, the dataset was made with"
+                        f" {short_name(tokenizer_name)}; prepare the dataset with its tokenizer")
+    return loaded.model
 
 
 def check_name(name: str, runs_dir: Path) -> None:
@@ -110,11 +134,11 @@ def check_name(name: str, runs_dir: Path) -> None:
 
 
 def is_run(name: str, runs_dir: Path) -> bool:
-    """Return whether a target's name is that of a run."""
+    """Return whether a name is that of a run."""
     return bool(RUN_NAME.fullmatch(name)) and (runs_dir / name).is_dir()
 
 
-def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> Target:
+def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
     run = load_run(runs_dir, name)
     for tries_left in reversed(range(TRIES)):
         before = named_as_checkpoints(run.checkpoints_dir)
@@ -130,35 +154,42 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> Target:
 
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
-                   run: Run | None = None) -> Target:
+                   run: Run | None = None) -> LoadedModel:
     check_weights_fit(checkpoint, config)
     model = _on_meta(checkpoint.path, config).to_empty(device="cpu")
     load_weights(checkpoint, model)
     tokenizer = checkpoint.meta.tokenizer
-    return Target(name, model, tokenizer, run, checkpoint, file_beside(checkpoint.path, tokenizer))
+    return LoadedModel(name, model, tokenizer, run, checkpoint,
+                       tokenizer_path=file_beside(checkpoint.path, tokenizer))
 
 
-def _of_directory(name: str, directory: Path) -> Target:
+def _of_directory(name: str, directory: Path) -> LoadedModel:
     if (directory / MANIFEST).exists():
         found = open_checkpoint(directory)
-        _on_meta(directory, found.meta.model)
         check_weights_fit(found, found.meta.model)  # before digests: a file may have terabytes
         return _of_checkpoint(name, open_checkpoint(directory, thoroughly=True), found.meta.model)
     weights = _map_weights(directory)
     try:
-        if is_original(weights.keys()):
+        if weights.keys() & {"pos_emb.weight", "model.pos_emb.weight"}:
             config, end_of_text, convert = _original_config(directory), None, from_original
         else:
             gpt2 = _gpt2_config(directory / "config.json")
             config, end_of_text, convert = gpt2.as_model_config(), gpt2.eos_token_id, from_gpt2
         shapes = convert({key: weight.to("meta") for key, weight in weights.items()}, config)
-        _check_shapes(directory, shapes, _on_meta(directory, config).state_dict())
+        for name, wanted in _on_meta(directory, config).state_dict().items():
+            if not shapes[name].is_floating_point():
+                raise UserError(f"{directory}: not a GPT-2: {name} holds {shapes[name].dtype};"
+                                " wanted floating-point numbers")
+            if shapes[name].shape != wanted.shape:
+                raise UserError(f"{directory}: not a GPT-2: {name} has shape"
+                                f" {tuple(shapes[name].shape)}; its config needs"
+                                f" {tuple(wanted.shape)}")
         ours = {key: weight.float() for key, weight in convert(weights, config).items()}
         if broken := first_non_finite(ours):
             raise UserError(f"{directory}: {broken} holds a number that is not finite in float32;"
                             " download or export it again")
         if convert is from_gpt2:
-            ours, config = without_zero_biases(ours, config)
+            ours, config = drop_zero_biases(ours, config)
         model = _on_meta(directory, config)
         model.load_state_dict(ours, assign=True)
     except KeyError as error:
@@ -169,7 +200,7 @@ def _of_directory(name: str, directory: Path) -> Target:
     except DAMAGE as error:
         raise UserError(f"{directory}: not a GPT-2: {first_line(error)}") from None
     tokenizer_name, path = _tokenizer_of(directory, config, end_of_text)
-    return Target(name, model, tokenizer_name, tokenizer_path=path)
+    return LoadedModel(name, model, tokenizer_name, tokenizer_path=path)
 
 
 def _on_meta(place: Path, config: ModelConfig) -> GPTModel:
@@ -181,17 +212,6 @@ def _on_meta(place: Path, config: ModelConfig) -> GPTModel:
         raise UserError(f"{place}: its config makes a model of {gib(needed)}; this machine has"
                         f" {gib(available)} of memory left; take a smaller one")
     return model
-
-
-def _check_shapes(directory: Path, found: Weights, wanted: Weights) -> None:
-    for name, weight in wanted.items():
-        if not found[name].is_floating_point():
-            raise UserError(f"{directory}: not a GPT-2: {name} holds {found[name].dtype}; wanted"
-                            " floating-point numbers")
-        if found[name].shape != weight.shape:
-            raise UserError(f"{directory}: not a GPT-2: {name} has shape"
-                            f" {tuple(found[name].shape)}; its config needs"
-                            f" {tuple(weight.shape)}")
 
 
 def _map_weights(directory: Path) -> Weights:
@@ -224,21 +244,19 @@ def _map_weights(directory: Path) -> Weights:
 
 
 def _gpt2_config(path: Path) -> Gpt2Config:
-    values = read_json_object(path, needed_by=NEEDED_BY)
     try:
-        return Gpt2Config.model_validate(values)
+        return Gpt2Config.model_validate(read_json_object(path, needed_by=NEEDED_BY))
     except ValidationError as error:
         raise UserError(f"{path}: not a GPT-2: {_first_error(error)}") from None
 
 
 def _original_config(directory: Path) -> ModelConfig:
     """Read the config of an original checkpoint: from its run, or from its published config."""
-    if (directory / "config.json").exists():
-        path = directory / "config.json"
-        published = read_json_object(path, needed_by=NEEDED_BY).get("cfg")
-        return ModelConfig.model_validate(published)
+    path = directory / "config.json"
+    if path.exists():
+        return ModelConfig.model_validate(read_json_object(path, needed_by=NEEDED_BY).get("cfg"))
     above = directory.parent.parent / "model.json"
-    return load_config(directory / "model.json" if not above.exists() else above, ModelConfig)
+    return load_config(above if above.exists() else directory / "model.json", ModelConfig)
 
 
 def _tokenizer_of(directory: Path, config: ModelConfig,
@@ -252,21 +270,20 @@ def _tokenizer_of(directory: Path, config: ModelConfig,
         content = read_tokenizer_file(path)
     except UserError:  # it is missing, or none that this project can use
         return known, None
-    if known and _begins_with(parse_tokenizer(content), load_tokenizer(known)):
-        return known, None
+    if known:
+        theirs, ours = parse_tokenizer(content), load_tokenizer(known)
+        if theirs.eot_token == ours.eot_token and all(  # it begins with the known one's tokens
+                theirs.decode_single_token_bytes(each) == ours.decode_single_token_bytes(each)
+                for each in range(ours.n_vocab)):
+            return known, None
     return name_of(content), path
-
-
-def _begins_with(found: Tokenizer, known: Tokenizer) -> bool:
-    """Return whether a tokenizer has all tokens of a known one, with the same ids."""
-    return found.eot_token == known.eot_token and all(
-        found.decode_single_token_bytes(token_id) == known.decode_single_token_bytes(token_id)
-        for token_id in range(known.n_vocab))
 
 
 def _download(repository: str) -> Path:
     """Download a model's files into the hub client's cache, unless they are there."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download  # takes half a second
+
+    from preparation.hub import ask_hub, hide_progress_bars
 
     hide_progress_bars()
     config_path = Path(ask_hub(repository, lambda: hf_hub_download(repository, "config.json"),

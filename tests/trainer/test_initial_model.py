@@ -16,7 +16,7 @@ from tests.support.models import export
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import TINY_MODEL, Workplace, read_lines, succeeded, write_tokens
 from tokens.tokenizer import choose_tokenizer
-from trainer.initial_weights import initial_model
+from trainer.models import initial_model
 
 STANDING_STILL = {"learning_rate": 1e-12, "min_train_tokens": 64, "validation_interval": 1,
                   "gradient_accumulation_steps": 1}
