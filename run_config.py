@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from basics.cli import MAX_USD_PER_HOUR
 from basics.errors import UserError
 from basics.files import check_inside
-from basics.json_files import Config, FrozenConfig, read_config, read_json_object
+from basics.json_files import Config, FrozenConfig, describe, read_json_object, unknown_key
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
@@ -132,46 +132,38 @@ class TrainConfig(FrozenConfig):
     hang_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
 
     @model_validator(mode="after")
-    def _check_batch(self) -> TrainConfig:
-        if self.min_train_tokens != -1 and self.min_train_tokens < 1:
-            raise ValueError(f"min_train_tokens is {self.min_train_tokens}; wanted 1 or more or -1")
-        if self.repeat_data and self.min_train_tokens == -1:
-            raise ValueError("repeat_data needs min_train_tokens, the tokens to train on: set it")
-        if self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set:
-            raise ValueError("gradient_accumulation_steps follows from global_batch_size: drop it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_validation(self) -> TrainConfig:
-        if self.validation_batches and self.validation_sequences:
-            raise ValueError("validation_batches and validation_sequences exclude each other: drop"
-                             " one")
-        if self.validates != bool(self.validation_batches or self.validation_sequences):
-            raise ValueError("validation_interval goes together with validation_batches or"
-                             " validation_sequences: set both")
-        if not self.validates and self.checkpoint_interval is None:
-            raise ValueError("set validation_interval with validation_batches, "
-                             "or checkpoint_interval, so that the run is saved")
-        return self
-
-    @model_validator(mode="after")
-    def _check_options_that_depend_on_others(self) -> TrainConfig:
-        if self.schedule_learning_rate and self.schedule not in (None, "cosine"):
-            raise ValueError(f'schedule is "{self.schedule}" but schedule_learning_rate is true,'
-                             " which means cosine: drop one")
-        if self.warmup_period_percent + (self.decay_period_percent or 0) > 100:
-            raise ValueError("warmup_period_percent and decay_period_percent are more than 100"
-                             " together: lower one")
-        if not self.use_amp and self.precision in ("bf16", "fp16"):
-            raise ValueError(f'use_amp is false but precision is "{self.precision}": drop one')
-        if self.deterministic and self.attention == "cudnn":
-            raise ValueError('attention "cudnn" is not deterministic: drop it, or deterministic')
-        if self.sample_prompts and not self.validates:
-            raise ValueError("sample_prompts are continued at each validation, but there is none:"
-                             " set validation_interval, or drop them")
-        if self.validate_on == "all" and not self.validates:
-            raise ValueError('validate_on is "all" but there is no validation: set'
-                             " validation_interval, or drop it")
+    def _keys_fit_together(self) -> TrainConfig:
+        of_validation = self.validation_batches or self.validation_sequences
+        for is_wrong, message in (
+            (self.min_train_tokens != -1 and self.min_train_tokens < 1,
+             f"min_train_tokens is {self.min_train_tokens}; wanted 1 or more or -1"),
+            (self.repeat_data and self.min_train_tokens == -1,
+             "repeat_data needs min_train_tokens, the tokens to train on: set it"),
+            (self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set,
+             "gradient_accumulation_steps follows from global_batch_size: drop it"),
+            (self.validation_batches and self.validation_sequences,
+             "validation_batches and validation_sequences exclude each other: drop one"),
+            (self.validates != bool(of_validation), "validation_interval goes together with"
+             " validation_batches or validation_sequences: set both"),
+            (not self.validates and self.checkpoint_interval is None, "set validation_interval with"
+             " validation_batches, or checkpoint_interval, so that the run is saved"),
+            (self.schedule_learning_rate and self.schedule not in (None, "cosine"),
+             f'schedule is "{self.schedule}" but schedule_learning_rate is true, which means'
+             " cosine: drop one"),
+            (self.warmup_period_percent + (self.decay_period_percent or 0) > 100,
+             "warmup_period_percent and decay_period_percent are more than 100 together: lower"
+             " one"),
+            (not self.use_amp and self.precision in ("bf16", "fp16"),
+             f'use_amp is false but precision is "{self.precision}": drop one'),
+            (self.deterministic and self.attention == "cudnn",
+             'attention "cudnn" is not deterministic: drop it, or deterministic'),
+            (self.sample_prompts and not self.validates, "sample_prompts are continued at each"
+             " validation, but there is none: set validation_interval, or drop them"),
+            (self.validate_on == "all" and not self.validates, 'validate_on is "all" but there is'
+             " no validation: set validation_interval, or drop it"),
+        ):
+            if is_wrong:
+                raise ValueError(message)
         return self
 
     @property
@@ -286,4 +278,16 @@ def _filled(config: Config, missing: dict[str, Any]) -> Config:
 
 def load_config(path: Path, config_type: type[Config]) -> Config:
     """Read one of the two files into its config. Raises: UserError, naming file, key and value."""
-    return read_config(path, config_type, renamed_keys=RENAMED_KEYS, gone_keys=GONE_KEYS)
+    values = read_json_object(path)
+    for old, new in RENAMED_KEYS.items():
+        if old in values and new in config_type.model_fields and new not in values:
+            values[new] = values.pop(old)
+    for key in values:
+        if key in GONE_KEYS:
+            raise UserError(f'{path}: the key "{key}" has gone: {GONE_KEYS[key]}')
+        if key not in config_type.model_fields:
+            raise UserError(f"{path}: {unknown_key(key, config_type.model_fields)}")
+    try:
+        return config_type.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: {describe(error)}") from None

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,32 +45,6 @@ def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, A
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds a {type(values).__name__}; wanted a JSON object {{...}}")
     return values
-
-
-def read_config(path: Path, config_type: type[Config], *,
-                renamed_keys: Mapping[str, str], gone_keys: Mapping[str, str]) -> Config:
-    """Read one JSON file into its config.
-
-    Args:
-        renamed_keys: new names by old ones, which are still accepted.
-        gone_keys: what to do instead, by keys that were accepted once.
-
-    Raises:
-        UserError: names the file, the key, the value and what is wanted.
-    """
-    values = read_json_object(path)
-    for old, new in renamed_keys.items():
-        if old in values and new in config_type.model_fields and new not in values:
-            values[new] = values.pop(old)
-    for key in values:
-        if key in gone_keys:
-            raise UserError(f'{path}: the key "{key}" has gone: {gone_keys[key]}')
-        if key not in config_type.model_fields:
-            raise UserError(f"{path}: {unknown_key(key, config_type.model_fields)}")
-    try:
-        return config_type.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"{path}: {describe(error)}") from None
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:

@@ -176,13 +176,13 @@ def _of_directory(name: str, directory: Path) -> LoadedModel:
             gpt2 = _gpt2_config(directory / "config.json")
             config, end_of_text, convert = gpt2.as_model_config(), gpt2.eos_token_id, from_gpt2
         shapes = convert({key: weight.to("meta") for key, weight in weights.items()}, config)
-        for name, wanted in _on_meta(directory, config).state_dict().items():
-            if not shapes[name].is_floating_point():
-                raise UserError(f"{directory}: not a GPT-2: {name} holds {shapes[name].dtype};"
+        for key, wanted in _on_meta(directory, config).state_dict().items():
+            if not shapes[key].is_floating_point():
+                raise UserError(f"{directory}: not a GPT-2: {key} holds {shapes[key].dtype};"
                                 " wanted floating-point numbers")
-            if shapes[name].shape != wanted.shape:
-                raise UserError(f"{directory}: not a GPT-2: {name} has shape"
-                                f" {tuple(shapes[name].shape)}; its config needs"
+            if shapes[key].shape != wanted.shape:
+                raise UserError(f"{directory}: not a GPT-2: {key} has shape"
+                                f" {tuple(shapes[key].shape)}; its config needs"
                                 f" {tuple(wanted.shape)}")
         ours = {key: weight.float() for key, weight in convert(weights, config).items()}
         if broken := first_non_finite(ours):
