@@ -22,6 +22,8 @@ SOURCES = ("*.py", *(f"{folder}/**/*.py" for folder in (
     "trainer")))
 GIT_SECONDS = 10.0
 DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded
+NONE_FOUND = ("CUDA finds none of them",
+              "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all")
 # By a part of what torch.cuda.init() says (c10/cuda/CUDAFunctions.cpp): the cause, and the remedy.
 CAUSES = {
     "driver on your system is too old": (
@@ -43,21 +45,14 @@ CAUSES = {
     "OS call failed": (  # error 304
         "this user may not open /dev/nvidia*",
         "start the container with --gpus all, or join the group that owns them"),
-    "No CUDA GPUs are available": (
-        "CUDA finds none of them",
-        "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all"),
-    "no CUDA-capable device": (
-        "CUDA finds none of them",
-        "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all"),
+    "No CUDA GPUs are available": NONE_FOUND, "no CUDA-capable device": NONE_FOUND,
 }
 OTHER_REMEDY = "see what nvidia-smi says; restart the machine, or take another one"
 
 
 def num_cpu_cores() -> int:
     """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def available_ram_gib() -> float:
@@ -87,11 +82,9 @@ def num_usable_cores() -> float:
 
 def seconds_since_process_start() -> float:
     """Return the age of this process."""
-    try:  # psutil counts from a boot time that is rounded to whole seconds
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):  # not Linux
-        return time.time() - psutil.Process().create_time()
+    # psutil counts from a boot time that is rounded to whole seconds
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def machine_up_seconds() -> float:
@@ -108,7 +101,7 @@ def process_namespace() -> str:
     Machines and containers may share a host name, so it has the boot id and pid namespace too.
     """
     parts = [socket.gethostname()]
-    with suppress(OSError):  # not on macOS
+    with suppress(OSError):  # the system hides them
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return "/".join(parts)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from basics.errors import UserError, describe, print_line
-from basics.files import read_regular_bytes, write_atomically
+from basics.files import write_atomically
 from basics.machine import find_compiler
 from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
@@ -31,8 +31,7 @@ from run_config import ModelConfig, TrainConfig
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 COMPILED = "compiled"  # the directory of a run's portable cache
-MAX_BYTES = 2**30  # of a file in it
-DIGEST_BYTES = 32  # SHA-256 of the rest, which each file begins with
+DIGEST_BYTES = 32  # SHA-256 of the rest, which each file in it begins with
 
 
 def choose_forward_options(
@@ -76,10 +75,9 @@ class ByLayer(nn.Module):
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
         torch._dynamo.config.optimize_ddp = False  # do not cut a layer's graph at DDP's buckets
-        _draw_dropout_as_eager(model)
         self.model = model
         self._embed, self._run_block, self._loss = (
-            _compiled(function) for function in (GPTModel.embed, run_block, GPTModel.loss))
+            _compiled(function, model) for function in (GPTModel.embed, run_block, GPTModel.loss))
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         x = self.model.transform(self._embed(self.model, token_ids), self._run_block)
@@ -91,9 +89,8 @@ class Whole(nn.Module):
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
-        _draw_dropout_as_eager(model)
         self.model = model
-        self._loss = _compiled(_training_loss)
+        self._loss = _compiled(_training_loss, model)
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         return self._loss(self.model, token_ids, targets)
@@ -101,7 +98,7 @@ class Whole(nn.Module):
 
 def compiled_validation_loss(model: GPTModel) -> Callable[..., Tensor]:
     """Return a model's loss as a function of (token_ids, targets), compiled for validation."""
-    return partial(_compiled(_validation_loss), model)
+    return partial(_compiled(_validation_loss, model), model)
 
 
 def compile_now(work: Callable[[], object], device: torch.device) -> None:
@@ -168,14 +165,10 @@ def _validation_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Ten
     return model(token_ids, targets)
 
 
-def _draw_dropout_as_eager(model: GPTModel) -> None:
-    """Draw dropout masks as eager code does; inductor's masks depend on how graphs are cut."""
-    if model.config.drop_rate > 0:
-        torch._inductor.config.fallback_random = True
-
-
-def _compiled(function: Callable) -> Callable:
+def _compiled(function: Callable, model: GPTModel) -> Callable:
     """Compile for fixed shapes. The settings are part of the cache's key, so all set them here."""
+    if model.config.drop_rate > 0:  # as eager code: inductor's masks depend on how graphs are cut
+        torch._inductor.config.fallback_random = True
     # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
     # watchdog's thread would wait as well. Triton's launcher releases it.
     torch._inductor.config.use_static_cuda_launcher = False
@@ -212,14 +205,14 @@ def compiled_code_of_run(run_dir: Path, train: TrainConfig, process: Process) ->
 
 def _load(path: Path) -> set[str]:
     """Put a file's code into PyTorch's cache on this machine; return the names of its parts."""
-    if not os.path.lexists(path):
-        return set()
     try:
-        content = read_regular_bytes(path, max_bytes=MAX_BYTES)
+        content = path.read_bytes()
         artifacts = content[DIGEST_BYTES:]
         if hashlib.sha256(artifacts).digest() != content[:DIGEST_BYTES]:
             raise OSError("is damaged")
         return _parts(torch.compiler.load_cache_artifacts(artifacts))
+    except FileNotFoundError:
+        return set()
     except Exception as error:  # PyTorch raises errors of any type
         print_line(f"warning: {path}: not used ({describe(error)}), all is compiled anew")
         return set()

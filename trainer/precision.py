@@ -19,10 +19,19 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
     Raises:
         UserError: a bfloat16 residual stream in another precision than bf16.
     """
-    if train.deterministic:
-        _choose_deterministic_kernels()
-    on_gpu = device.type == "cuda"
-    precision = train.precision or _default_precision(train, device)
+    if train.deterministic:  # where a kernel is missing PyTorch raises
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it finds errors, and is slow
+    on_gpu, precision = device.type == "cuda", train.precision
+    if precision is None:  # the fastest one that is safe on the device
+        if not train.use_amp:
+            precision = "fp32"
+        elif on_gpu:
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            precision = "bf16" if has_bf16 else "fp16"
+        else:
+            precision = "bf16" if _cpu_has_bf16() else "fp32"
     residual_dtype = train.residual_dtype or (
         "bf16" if on_gpu and precision == "bf16" else "fp32")
     if residual_dtype == "bf16" and precision != "bf16":
@@ -34,22 +43,6 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
     return train.model_copy(update={
         "precision": precision, "attention": attention, "residual_dtype": residual_dtype,
         "compile": on_gpu if train.compile is None else train.compile})
-
-
-def _choose_deterministic_kernels() -> None:
-    """Let this process compute with deterministic kernels; where one is missing PyTorch raises."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds errors, and is slow
-
-
-def _default_precision(train: TrainConfig, device: torch.device) -> Precision:
-    """Return the fastest precision that is safe on the device; fp32 if AMP is switched off."""
-    if not train.use_amp:
-        return "fp32"
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    return "bf16" if _cpu_has_bf16() else "fp32"
 
 
 def _cpu_has_bf16() -> bool:

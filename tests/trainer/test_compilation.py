@@ -114,8 +114,9 @@ def loss_and_gradients(model: GPTModel, precision: str = "fp32") -> list[torch.T
     (ForwardOptions(activation_checkpointing=True), 0.2),
     (ForwardOptions(head_chunk_tokens=5, head_multiple=128), 0.2),
     (ForwardOptions(head_chunk_tokens=48, activation_checkpointing=True), 0.0),
-    (ForwardOptions(attention="blocks"), 0.0),  # with dropout it draws other masks
-], ids=["padded", "chunked", "recomputed", "chunked and padded", "several", "in blocks"])
+    # with dropout they draw other masks
+    *((ForwardOptions(attention=attention), 0.0) for attention in ("blocks", "flash", "math")),
+], ids=str)
 def test_no_option_changes_the_result(options: ForwardOptions, drop_rate: float) -> None:
     plain = loss_and_gradients(model_with(ForwardOptions(), drop_rate=drop_rate))
     for found, wanted in zip(
@@ -211,31 +212,16 @@ def test_a_compile_error_names_what_is_missing(
 
 
 @pytest.mark.parametrize("failure", [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    torch.AcceleratorError("CUDA error: out of memory"),
-    RuntimeError("Triton Error [CUDA]: out of memory"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), MemoryError(),
     InductorError(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), None),
     BackendCompilerFailed("inductor", RuntimeError("Triton Error [CUDA]: out of memory"), None),
-    MemoryError(),
-], ids=["allocator", "driver", "triton", "cublas", "inductor", "dynamo", "host"])
+], ids=["allocator", "host", "inductor", "dynamo"])
 def test_out_of_memory_is_not_a_compile_error(failure: Exception) -> None:
     with pytest.raises(type(failure)) as caught:
         compile_now(lambda: raise_(failure), CPU)
     assert caught.value is failure
-
-
-def test_an_error_raised_from_out_of_memory_is_not_a_compile_error() -> None:
-    def fail() -> None:
-        try:
-            raise torch.OutOfMemoryError("no text that names it")
-        except torch.OutOfMemoryError as error:
-            raise RuntimeError("the backward pass failed") from error
-
-    with pytest.raises(RuntimeError, match="the backward pass failed"):
-        compile_now(fail, CPU)
-    reason = "out of resource: shared memory, required: 262144, hardware limit: 232448"
-    with pytest.raises(UserError, match=f"compiling failed: {reason[:60]};"):
+    reason = "out of resource: shared memory, required: 262144"
+    with pytest.raises(UserError, match=f"compiling failed: {reason};"):
         compile_now(lambda: raise_(RuntimeError(reason)), CPU)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -65,19 +64,15 @@ def test_what_is_compiled_is_loaded_by_the_next_launch(cache: Cache, tmp_path: P
     assert cache.loads[-1] == "forward validation"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "a bit", "empty", "a link", "a pipe"])
+@pytest.mark.parametrize("damage", ["truncated", "a bit", "empty"])
 def test_a_damaged_file_is_one_warning_and_is_replaced(
     cache: Cache, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache.parts = "forward"
     file, = compile_in(tmp_path)
     content = bytearray(file.read_bytes())
-    if damage in ("a link", "a pipe"):
-        file.unlink()
-        os.mkfifo(file) if damage == "a pipe" else file.symlink_to("nowhere")
-    else:
-        content[-1] ^= 1
-        file.write_bytes({"truncated": content[:-3], "a bit": content, "empty": b""}[damage])
+    content[-1] ^= 1
+    file.write_bytes({"truncated": content[:-3], "a bit": content, "empty": b""}[damage])
     assert compile_in(tmp_path) == [file] and not cache.loads
     line, = capsys.readouterr().out.splitlines()
     assert line.startswith(f"warning: {file}: not used (OSError: ")
