@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROJECT_DIR = Path(__file__).parents[1]
 SOURCES = ("*.py", *(f"{folder}/**/*.py" for folder in (
-    "basics", "lab", "microbatch_search", "ops", "preparation", "processes", "reporting", "tokens",
+    "basics", "lab", "ops", "preparation", "processes", "reporting", "tokens",
     "trainer")))
 GIT_SECONDS = 10.0
 

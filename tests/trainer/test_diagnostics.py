@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from basics.json_files import to_json
+from ddp_train import TrainingStep
 from processes.launch import Process
 from reporting.metrics_file import BY_LAYER, NUMBERS, read_metrics
 from run_config import ModelConfig, TrainConfig
@@ -16,8 +17,8 @@ from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
 from trainer.compilation import ByLayer, Whole
 from trainer.diagnostics import NO_PROBE, Diagnostics, StepProbe
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 CPU = torch.device("cpu")
 WITHOUT_VALIDATION = {"validation_interval": None, "validation_batches": None,
@@ -120,14 +121,14 @@ def test_nothing_is_compiled_again(layout: type, monkeypatch: pytest.MonkeyPatch
     """Dynamo decides what is compiled; a compiler that takes long is not needed for that."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     step, batches = step_of(compile=False), microbatches()
-    step.parallel_model = layout(step.state.model)
+    step.parallel_loss = layout(step.state.model)
     for _ in range(2):
         step.take(batches, num_microbatches=2, learning_rate=0.01)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert len(take(step, batches, num_steps=3)) == 3
         step.take(batches, num_microbatches=2, learning_rate=0.01)
         with pytest.raises(RuntimeError, match="fail_on_recompile"):  # it would have been seen
-            step.parallel_model(*torch.ones(2, 1, 8, dtype=torch.int64))
+            step.parallel_loss(*torch.ones(2, 1, 8, dtype=torch.int64))
 
 
 def test_a_step_that_is_not_finite_is_recorded_with_null() -> None:
