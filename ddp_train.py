@@ -1,6 +1,7 @@
 """Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`. It can start torchrun itself.
 
-`main` is the command, `run_worker` is what each process runs, `Trainer.train` is the training loop.
+`main` is the command, `run_worker` is what each process runs, `Trainer.train` is the training loop,
+`TrainingStep.take` is one global step.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ if __name__ == "__main__":  # --help, a mistyped option and a locked run need no
 import os
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,27 +27,33 @@ from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
 from checkpointing import CheckpointMeta, TrainingState, Validation
-from microbatch_search.search import search
+from optim import Muon, clip_gradients, learning_rate_at, momentum_at, set_rates
 from processes.before_torch import exit_with
-from processes.command_line import read_command_line
+from processes.command_line import Options, read_command_line
 from processes.launch import Process, process_group, started_by_torchrun, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
-from reporting.clock import CHECKPOINT, VALIDATION, WAITING, PhaseClock
-from run_config import TrainConfig, load_run
+from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
+from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatch, prefetch
+from tokens.batches import Microbatch, dropout_seed, prefetch
 from trainer.background_saver import BackgroundSaver
 from trainer.compilation import compiled_code_of_run
+from trainer.diagnostics import NO_PROBE, Probe
 from trainer.launcher import launch
-from trainer.learning_rate_search import find_learning_rate
+from trainer.learning_rate_search import (
+    prepare_range_test,
+    report_range_test,
+    run_range_test,
+)
+from trainer.losses import Losses, validate
+from trainer.microbatch_search import search
+from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
+from trainer.precision import autocast
 from trainer.reports import Reports
-from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run
-from trainer.step import TrainingStep
 from trainer.stopping import Stop
 from trainer.user_commands import run_when_done
-from trainer.validation import validate
 
 
 def main() -> None:
@@ -69,13 +78,14 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     """Run one of the processes that torchrun has started. Every rank."""
     options = agreement.run("command line", read_command_line)
     process = agreement.run("process", this_process)
-    if options.find_max_microbatch:
-        run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
-        return search(run, process, agreement, options=options, wrap=wrap_in_ddp)
+    if TRIAL_VARIABLE in os.environ:
+        return measure_microbatch(MicrobatchTrial(options, process, agreement))
+    if options.find_max_microbatch:  # one process starts the trials
+        return search(__file__, options, process.world_size) if process.is_main else None
     if process.device.type == "cpu":
         keep_freed_memory()
     if options.find_learning_rate:
-        return find_learning_rate(options, process, agreement, wrap_in_ddp, microbatch_indices)
+        return find_learning_rate(options, process, agreement)
     options = options.after_restart(agreement.step_before_restart())
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current)
     with watchdog.start():  # a node may be lost while another one downloads
@@ -83,12 +93,12 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
         agreement.require_same("run", prepared.agreed_values())
         prepared.say_if_finished(process)
         if not prepared.is_finished:
-            train(prepared, watchdog, clock, agreement)
+            train_run(prepared, watchdog, clock, agreement)
     run_when_done(prepared, process, stop_signal=watchdog.stop_signal)
 
 
-def train(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
-          agreement: Agreement) -> None:
+def train_run(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
+              agreement: Agreement) -> None:
     """Train a run; all of its memory is free afterwards. Every rank."""
     process = watchdog.process
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
@@ -99,6 +109,35 @@ def train(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
         global_step = trainer.train(agreement)
     if process.is_main:
         trainer.end(global_step)
+
+
+def find_learning_rate(options: Options, process: Process, agreement: Agreement) -> None:
+    """Train from the initial weights with growing rates, and suggest one. Every rank."""
+    clock = PhaseClock()
+    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: "learning-rate test")
+    with watchdog.start():
+        prepared = prepare_range_test(options, clock, agreement, watchdog)
+        state = agreement.run("state", lambda: build_state(prepared, process))
+        watchdog.expect_steps(prepared.train.hang_timeout_seconds, heartbeat_path=None)
+        with process_group(process, agreement.connect("group"), prepared.train):
+            step = TrainingStep(state, prepared.train, process)
+            microbatches = read_microbatches(prepared, watchdog, clock)
+            test = run_range_test(lambda rate: step.take(
+                microbatches, num_microbatches=prepared.plan.gradient_accumulation_steps,
+                learning_rate=rate, momentum=prepared.train.momentum)[0],
+                watchdog, prepared.train.hang_timeout_seconds)
+            microbatches.close()
+            step.unwrap()
+    report_range_test(prepared.run, test, process)
+
+
+def measure_microbatch(trial: MicrobatchTrial) -> None:
+    """Take a few steps on random tokens, with one size of the microbatch. Every rank."""
+    with trial.measuring() as (state, train):
+        step, microbatches = TrainingStep(state, train, trial.process), trial.random_microbatches()
+        trial.time_steps(lambda: step.take(
+            microbatches, num_microbatches=trial.num_microbatches,
+            learning_rate=train.learning_rate))
 
 
 def wrap_in_ddp(loss: nn.Module, process: Process, train: TrainConfig) -> nn.Module:
@@ -122,6 +161,99 @@ def microbatch_indices(plan: BatchPlan, rank: int, *, first_step: int) -> Iterat
         for accumulation_step in range(plan.gradient_accumulation_steps):
             accumulated = global_step * plan.gradient_accumulation_steps + accumulation_step
             yield accumulated * plan.world_size + rank
+
+
+def read_microbatches(prepared: PreparedRun, watchdog: Watchdog,
+                      clock: PhaseClock) -> Generator[Microbatch]:
+    """Yield this process's microbatches, each of them read while the one before is used.
+
+    The time until one arrives is booked as waiting.
+    """
+    process = watchdog.process
+    indices = microbatch_indices(prepared.plan, process.rank, first_step=prepared.first_step)
+    with closing(prefetch(prepared.data.train, indices, device=process.device)) as upcoming:
+        while True:
+            # The first step's wait is part of starting up, not a sign of slow data.
+            with clock.phase(COMPILE if clock.current == COMPILE else WAITING):
+                microbatch = next(upcoming, None)
+            if microbatch is None:
+                return
+            watchdog.heartbeat()
+            yield microbatch
+
+
+class TrainingStep:
+    """Takes the global steps of one process. Building one compiles the model. Every rank.
+
+    Args:
+        train: after `resolve_for_device`.
+
+    Attributes:
+        sharing: how the ranks share Muon's work, as a line; empty if they do not have to.
+
+    Raises:
+        UserError: it cannot be compiled.
+    """
+
+    def __init__(self, state: TrainingState, train: TrainConfig, process: Process) -> None:
+        self.state, self.train, self.process = state, train, process
+        self._parameters = list(state.model.parameters())  # finding them takes 1 ms of each step
+        self.losses = Losses(state.model, train, process)
+        self.parallel_loss = wrap_in_ddp(self.losses.training, process, train)
+        self.sharing = ""
+        if isinstance(state.optimizer, Muon) and process.world_size > 1:
+            self.sharing = state.optimizer.choose_sharing()
+
+    def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
+             learning_rate: float, momentum: float = 0.95,
+             probe: Probe = NO_PROBE) -> tuple[Tensor, Tensor]:
+        """Take one global step. Every rank; nothing here waits for the device.
+
+        Args:
+            microbatches: the next `num_microbatches` of it are this process's part of the step.
+            momentum: of Muon; AdamW has no use for it.
+            probe: measures the step.
+
+        Returns:
+            This process's mean loss and the norm of the averaged gradient, each () float32.
+        """
+        failpoint("train")
+        model, optimizer, scaler = self.state.model, self.state.optimizer, self.state.scaler
+        set_rates(optimizer, learning_rate=learning_rate, momentum=momentum)
+        step_loss = torch.zeros((), device=self.process.device)
+        accumulates = self.process.world_size > 1 and num_microbatches > 1
+        for accumulation_step in range(num_microbatches):
+            microbatch = next(microbatches)
+            probe.see(microbatch)
+            index, token_ids, targets = microbatch
+            if model.config.drop_rate:  # nothing else draws random numbers
+                torch.manual_seed(dropout_seed(self.train.random_seed, index))
+            is_last = accumulation_step == num_microbatches - 1
+            # DDP reads require_backward_grad_sync in the forward pass, so forward and backward
+            # must both be inside no_sync().
+            with nullcontext() if is_last or not accumulates else self.parallel_loss.no_sync():
+                with autocast(self.train.precision, self.process.device):
+                    loss = self.parallel_loss(token_ids, targets) / num_microbatches
+                if failpoint("gradient"):
+                    loss = loss * torch.nan
+                scaler.scale(loss).backward()
+            step_loss += loss.detach()
+        scaler.unscale_(optimizer)
+        probe.before_update(model)
+        grad_norm = clip_gradients(self._parameters, self.train.clipping_max_norm)
+        # If it is 1, the fused kernels change neither weights nor moments nor their step count.
+        optimizer.found_inf = (~grad_norm.isfinite()).float()
+        scaler.step(optimizer)
+        scaler.update()
+        probe.after_update(model)
+        # Where DDP accumulates, the gradients stay: they are views of its buckets, and would be
+        # allocated twice. With one microbatch it is cheaper to copy new ones into the buckets.
+        optimizer.zero_grad(set_to_none=not accumulates)
+        return step_loss, grad_norm
+
+    def unwrap(self) -> None:
+        """Drop DDP, whose threads must be gone before its process group; no step follows."""
+        del self.parallel_loss
 
 
 class Trainer:
@@ -149,7 +281,8 @@ class Trainer:
         Every rank.
         """
         self.begin(agreement)
-        microbatches, global_step = self.microbatches(), self.prepared.first_step - 1
+        microbatches = read_microbatches(self.prepared, self.watchdog, self.clock)
+        global_step = self.prepared.first_step - 1
         ends = self.stop.is_over
         while not ends:
             global_step += 1
@@ -186,19 +319,12 @@ class Trainer:
         self.reports.begin(self.state.model.num_parameters())
         agreement.record_training_began(self.prepared.first_step)
         with compiled_code_of_run(self.run.run_dir, self.config, self.process):
-            self.step = TrainingStep(self.state, self.config, self.process, wrap=wrap_in_ddp)
-        self.reports.report_step(self.step)
+            self.step = TrainingStep(self.state, self.config, self.process)
+        self.reports.report_step(self.step.losses, self.step.sharing)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)
             self.wait_for_all()
-
-    def microbatches(self) -> Generator[Microbatch]:
-        """Return this process's microbatches, each of them read while the one before is used."""
-        indices = microbatch_indices(self.plan, self.process.rank,
-                                     first_step=self.prepared.first_step)
-        microbatches = prefetch(self.data.train, indices, device=self.process.device)
-        return self.clock.waiting_for(self.watchdog.watching(microbatches))
 
     def save_and_validate(self, global_step: int) -> None:
         """Let rank 0 save, validate and start to draw while the other ranks wait. Every rank."""
@@ -244,11 +370,7 @@ class Trainer:
         if not (self.process.is_main or on_all):
             return
         with self.clock.phase(VALIDATION) as phase:
-            loss = validate(
-                self.step, self.data.validation, shares=on_all,
-                watched=lambda microbatches, count: self.reports.console.validation_bar(
-                    self.watchdog.watching(microbatches), count),
-                is_interrupted=lambda: bool(self.watchdog.stop_signal))
+            loss = validate(self.step.losses, self.data.validation, self.watchdog, shares=on_all)
         if loss is not None and self.process.is_main:
             self.reports.console.report_validation(
                 global_step, loss, phase.seconds, bytes_per_token=self.data.bytes_per_token)

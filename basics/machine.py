@@ -18,8 +18,7 @@ import psutil
 CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 PROJECT_DIR = Path(__file__).parents[1]
 SOURCES = ("*.py", *(f"{folder}/**/*.py" for folder in (
-    "basics", "lab", "microbatch_search", "ops", "preparation", "processes", "reporting", "tokens",
-    "trainer")))
+    "basics", "lab", "ops", "preparation", "processes", "reporting", "tokens", "trainer")))
 GIT_SECONDS = 10.0
 DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded
 NONE_FOUND = ("CUDA finds none of them",

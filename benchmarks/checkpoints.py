@@ -22,8 +22,8 @@ from lab.plan.setting import GPT2_SMALL
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from trainer.background_saver import BackgroundSaver
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import build_training_state
 
 
 @click.command()

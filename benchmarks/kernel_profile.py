@@ -25,12 +25,12 @@ from torch.profiler import ProfilerActivity, profile
 from basics.files import write_atomically
 from basics.json_files import to_json
 from benchmarks.memory_model import GPT2_SMALL, MANY_TOKENS
-from ddp_train import wrap_in_ddp
+from ddp_train import TrainingStep
 from processes.launch import Process, machine_facts
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 WARM_UP_STEPS = 3
 NUM_LARGEST = 20  # kernels that are listed by name
@@ -89,8 +89,7 @@ def main(device: str, microbatch_size: int | None, steps: int, output: Path) -> 
 def measure(model: ModelConfig, train: TrainConfig, process: Process, *,
             num_steps: int) -> dict[str, Any]:
     """Take steps without the profiler, then as many with it; return times by group and kernel."""
-    step = TrainingStep(build_training_state(model, train, process), train, process,
-                        wrap=wrap_in_ddp)
+    step = TrainingStep(build_training_state(model, train, process), train, process)
     shape = (train.microbatch_size, model.context_length)
     batches = itertools.repeat(Microbatch(0, *(
         torch.randint(model.vocab_size, shape, device=process.device) for _ in range(2))))
@@ -115,7 +114,7 @@ def measure(model: ModelConfig, train: TrainConfig, process: Process, *,
     tokens = train.microbatch_size * model.context_length
     return {"microbatch_size": train.microbatch_size, "step_ms": step_ms,
             "tokens_per_second": tokens / step_ms * 1e3, "profiled_step_ms": profiled_ms,
-            "attention_kernel": step.attention_kernel(), "is_compiled": step.is_compiled,
+            "attention_kernel": step.losses.attention_kernel(), "is_compiled": train.compile,
             **by_group(kernels, num_steps), "machine": machine_facts(process, train.precision)}
 
 

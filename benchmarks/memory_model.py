@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_train import wrap_in_ddp
+from ddp_train import TrainingStep
 from lab.plan.memory import peak_memory
 from lab.plan.setting import Setting
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
               "n_layers": 12}
@@ -95,8 +95,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _build(model: ModelConfig, train: TrainConfig, process: Process) -> TrainingStep:
     train = resolve_for_device(train, process.device)
-    return TrainingStep(build_training_state(model, train, process), train, process,
-                        wrap=wrap_in_ddp)
+    return TrainingStep(build_training_state(model, train, process), train, process)
 
 
 def _take_steps(step: TrainingStep, model: ModelConfig, num_steps: int) -> None:

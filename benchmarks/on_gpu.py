@@ -53,7 +53,7 @@ OPTIONS = ["tried: cuDNN attention", "tried: flash attention", "tried: head in 4
            "tried: activation checkpointing"]  # the first one needs a GPU
 ARCHIVE, CUT_OFF = "on-gpu.tar.gz", "cut off"  # the latter: the next call measures it again
 RESERVE_SECONDS = 40  # of a call: to import PyTorch, to end the last row, and for the page
-SEARCH_TEST = "tests/microbatch_search/test_search.py"  # has one test that needs a GPU
+SEARCH_TEST = "tests/trainer/test_microbatch_search.py"  # has one test that needs a GPU
 NOT_FIGURES = {"row", "status", "seconds", "versions", "code", "time", "outcome"}
 Values = dict[str, Any]
 
@@ -129,9 +129,8 @@ class Call:
         return Item(row.name, seconds, partial(measure_row, replace(self.bench, **changes), row))
 
     def child(self, name: str, key: str, seconds: int) -> Item:
-        """Return a row that `on_gpu_rows.py` measures; torchrun starts the search."""
-        launcher = ["-m", "torch.distributed.run", "--standalone"] if key == "search" else []
-        command = [sys.executable, *launcher, "-m", "benchmarks.on_gpu_rows", key, self.device,
+        """Return a row that `on_gpu_rows.py` measures."""
+        command = [sys.executable, "-m", "benchmarks.on_gpu_rows", key, self.device,
                    str(self.out / "results.jsonl")]
         return Item(name, seconds, lambda place: json.loads(
             place.run(command, self.logs(key)).splitlines()[-1]))

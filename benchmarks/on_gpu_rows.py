@@ -31,19 +31,16 @@ from benchmarks.checkpoints import measure_stall, meta
 from benchmarks.kernel_profile import measure as measure_kernels
 from benchmarks.throughput_blocks import time_steps
 from checkpointing import SnapshotBuffers, load_checkpoint, save_checkpoint
-from ddp_train import wrap_in_ddp
-from gpt import fused_attention
+from ddp_train import TrainingStep, wrap_in_ddp
+from gpt import KERNELS, attend
 from lab.plan.setting import GPT2_SMALL
-from microbatch_search.result import Trial
-from microbatch_search.search import find_max_microbatch
-from microbatch_search.trial import Trials
-from processes.launch import Process, machine_facts, this_process
-from processes.startup_agreement import Agreement
-from run_config import ModelConfig, Run, TrainConfig
+from processes.launch import Process, machine_facts
+from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
-from trainer.attention import KERNELS
+from trainer.losses import build_training_state
+from trainer.microbatch_search import find_max_microbatch, try_microbatch
+from trainer.microbatch_trial import Trial
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 TINY = ModelConfig(vocab_size=257, context_length=16, emb_dim=16, n_heads=2, n_layers=2,
                    drop_rate=0.0, qkv_bias=False)
@@ -111,8 +108,9 @@ def rank_of_eight(work: Work, optimizer: str) -> Values:
         gathered.view(NUM_RANKS, *mine.shape).copy_(mine)  # not the others' results: same time
         return MagicMock()  # what has ended
 
-    with patch("torch.distributed.all_gather_into_tensor", gather):
-        step = TrainingStep(state, train, process, wrap=wrap)
+    with (patch("torch.distributed.all_gather_into_tensor", gather),
+          patch("ddp_train.wrap_in_ddp", wrap)):
+        step = TrainingStep(state, train, process)
         batches = itertools.repeat(next(rising(work.model, MICROBATCH_OF_EIGHT, work.device)))
         take = partial(step.take, batches, num_microbatches=1, learning_rate=1e-4)
         timed = time_steps(take, 64 if work.on_gpu else 7, work.wait)
@@ -126,9 +124,9 @@ def rank_of_eight(work: Work, optimizer: str) -> Values:
     dist.destroy_process_group()
     tokens = MICROBATCH_OF_EIGHT * work.model.context_length
     return timed.speeds(tokens) | {
-        "cpu_ms": statistics.median(cpu_seconds) * 1e3, "precision": step.precision,
+        "cpu_ms": statistics.median(cpu_seconds) * 1e3, "precision": train.precision,
         "microbatch_size": MICROBATCH_OF_EIGHT, "is_compiled": True,
-        "machine": machine_facts(process, step.precision),
+        "machine": machine_facts(process, train.precision),
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if work.on_gpu else None}
 
 
@@ -164,7 +162,7 @@ def _train_in_parts(work: Work, folder: Path,
         checkpoint = save_checkpoint(folder, SnapshotBuffers().take(state),
                                      meta(num_steps - 1, model))
     weights = {name: tensor.cpu() for name, tensor in state.model.state_dict().items()}
-    return weights, timed.results[-1].item(), timed.step_seconds * 1e3, step.is_compiled
+    return weights, timed.results[-1].item(), timed.step_seconds * 1e3, train.compile
 
 
 def precisions(work: Work) -> Values:
@@ -207,28 +205,30 @@ def attention(work: Work) -> Values:
 def _attend(qkv: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
     """Return attention's output and the gradient of `qkv`, (B, T, 3, H, D), for its square."""
     qkv = qkv.clone().requires_grad_()
-    output = fused_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(), 0.0, KERNELS[kernel])
+    output = attend(*qkv.permute(2, 0, 3, 1, 4).unbind(), 0.0, kernel)
     (gradient,) = torch.autograd.grad(output.float().square().sum(), qkv)
     return output.detach(), gradient
 
 
 def search(work: Work) -> Values:
-    """Search for the largest microbatch within a memory limit; under torchrun.
+    """Search for the largest microbatch within a memory limit.
 
     Each trial is a line at once. Trials of earlier calls are not repeated.
     """
-    run = Run("search", work.folder, work.model, TrainConfig(
-        dataset="none", checkpoint_interval=1, microbatch_size=1))
-    limit_gib = 40.0 if work.on_gpu else 0.2
-    trials = Trials(run, this_process(), Agreement(0, 1), memory_limit_gib=limit_gib,
-                    wrap=wrap_in_ddp)
+    limit_gib, run_dir = 40.0 if work.on_gpu else 0.2, work.folder / "runs/search"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "model.json").write_text(work.model.model_dump_json())
+    (run_dir / "train.json").write_text(json.dumps(
+        {"dataset": "none", "checkpoint_interval": 1, "microbatch_size": 1}))
+    command = ["ddp_train.py", "search", "--runs-dir", str(run_dir.parent),
+               "--find-max-microbatch", "--memory-limit-gib", str(limit_gib)]
     known = {line["trial"]["microbatch_size"]: Trial(**line["trial"])
              for line in records.read(work.results) if "trial" in line}
 
     def trial_of(size: int) -> Trial:
         if size not in known:
             began = time.monotonic()
-            known[size] = trials.train(size)
+            known[size] = try_microbatch(command, size, 1, on_gpu=work.on_gpu)
             write(work.results, f"trial, microbatch {size}", seconds=time.monotonic() - began,
                   trial={key: value for key, value in asdict(known[size]).items()
                          if value == value})  # without NaN

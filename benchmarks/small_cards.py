@@ -15,11 +15,12 @@ import torch
 
 from basics.memory_meters import keep_freed_memory
 from benchmarks.memory_model import GPT2_SMALL, MANY_TOKENS, peak_of_training
+from ddp_train import TrainingStep
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 OPTIONS = {
     "none": {"head_chunks": 1},

@@ -21,15 +21,15 @@ from torch.amp import GradScaler
 from basics.memory_meters import keep_freed_memory
 from benchmarks.throughput_models import SEED, NaiveGPT, hugging_face_model, initial_model
 from benchmarks.throughput_tokens import as_in_a_plain_loop, as_in_a_run
-from ddp_train import wrap_in_ddp
+from ddp_train import TrainingStep
 from gpt import ForwardOptions
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch
 from trainer.compilation import choose_forward_options
+from trainer.losses import build_training_state
 from trainer.precision import autocast, resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 
@@ -100,9 +100,9 @@ def ours(task: RowTask, process: Process) -> System:
     def options(*arguments: Any) -> ForwardOptions:
         return replace(choose_forward_options(*arguments), **task.row.forward)
 
-    with patch("trainer.step.choose_forward_options", options):
+    with patch("trainer.losses.choose_forward_options", options):
         state = build_training_state(task.model, train, process)
-    step = TrainingStep(state, train, process, wrap=wrap_in_ddp)
+    step = TrainingStep(state, train, process)
 
     def take(batches: Iterator[Microbatch]) -> Tensor:
         return step.take(batches, num_microbatches=task.num_microbatches(process.world_size),
@@ -110,7 +110,7 @@ def ours(task: RowTask, process: Process) -> System:
 
     microbatches = as_in_a_run(task.tokens_path, task.plan(process.world_size),
                                task.model.vocab_size, process)
-    return System(take, microbatches, step.precision, step.is_compiled)
+    return System(take, microbatches, train.precision, train.compile)
 
 
 def original(task: RowTask, process: Process) -> System:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -79,10 +80,14 @@ def unused_gpus() -> list[str]:
         " hide the others with CUDA_VISIBLE_DEVICES"]
 
 
-def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> int:
+def start_torchrun(script: str, arguments: list[str], *, num_processes: int,
+                   logs_dir: Path | None = None) -> int:
     """Run a script under torchrun on this machine; return the status of the first that failed.
 
     That is 128 + n if signal n stopped this process.
+
+    Args:
+        logs_dir: for what the processes print, and nothing is printed; None to print it.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -92,12 +97,14 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int) -> 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
     # Without its address torchrun asks for that of the machine's name, which containers may lack.
     command = ["--standalone", "--local-addr=127.0.0.1", torchrun_signals(),
-               f"--nproc-per-node={num_processes}", script, *arguments]
+               f"--nproc-per-node={num_processes}",
+               *(["--redirects=3", f"--log-dir={logs_dir}"] if logs_dir else []),
+               script, *arguments]
     try:
         run(parse_args(command))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0 and num_processes == 1:  # no other rank reports it
+        if failure.exitcode < 0 and num_processes == 1 and not logs_dir:  # no other rank says it
             print_error(f"Error: rank {rank} was killed, or crashed: {failure.signal_name()}")
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:

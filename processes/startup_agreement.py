@@ -129,14 +129,6 @@ class Agreement:
         store = self._root_of_all_launches()
         return store.get(TRAINING_BEGAN).decode() if store.check([TRAINING_BEGAN]) else ""
 
-    def raise_flag(self, name: str) -> None:
-        """Set a flag that the other processes can check at any time. Any rank."""
-        self._store.set(f"{name}/flag", "")
-
-    def is_flagged(self, name: str) -> bool:
-        """Return at once whether any process has raised a flag. Any rank."""
-        return self._store.check([f"{name}/flag"])
-
     def exit(self, error: UserError) -> NoReturn:
         """Exit; rank 0 prints the error, and the others wait for that. Every rank.
 

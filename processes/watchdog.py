@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -102,12 +102,6 @@ class Watchdog(AbstractContextManager):
         """Allow this long between heartbeats from now on: the first step is done."""
         self.heartbeat()
         self._hang_seconds = timeout_seconds
-
-    def watching(self, items: Iterable[Item]) -> Generator[Item]:
-        """Yield the items, with a heartbeat for each."""
-        for item in items:
-            self.heartbeat()
-            yield item
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 from basics.machine import seconds_since_process_start
 
@@ -19,8 +18,6 @@ LOST = "lost"  # spent after the checkpoint that a later launch resumed from
 PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, DIAGNOSTICS, WAITING, VALIDATION, CHECKPOINT, CHART,
           LOST)
 SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torchrun to its workers
-
-Item = TypeVar("Item")
 
 
 @dataclass
@@ -125,19 +122,6 @@ class PhaseClock:
         self.enter(outer)
         time_inside.seconds = self._spent[name] - booked
         self.longest[name] = max(self.longest[name], time_inside.seconds)
-
-    def waiting_for(self, items: Generator[Item]) -> Generator[Item]:
-        """Pass items on; book the time until each of them arrives to `WAITING`."""
-        try:
-            while True:
-                # The first step's wait is part of starting up, not a sign of slow data.
-                with self.phase(COMPILE if self._phase == COMPILE else WAITING):
-                    item = next(items, None)
-                if item is None:
-                    return
-                yield item
-        finally:
-            items.close()
 
     def total_seconds(self) -> float:
         """Return the seconds of all launches until now. Any thread."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -140,11 +139,6 @@ class Console:
 
     def _shared_validation(self) -> float:
         return shared_validation(self.run.train.num_validation_sequences, self.plan)
-
-    def validation_bar(self, batches: Iterable[Any], total: int) -> Iterable[Any]:
-        """Show a second bar while validating."""
-        return tqdm(batches, total=total, unit="batch", desc="validating", leave=False,
-                    disable=None if self.is_active else True, dynamic_ncols=True)
 
     def finish(self, end: RunEnd) -> str:
         """Write `summary.json` and print it; return what could not be written, if anything."""

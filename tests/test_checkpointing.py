@@ -26,6 +26,7 @@ from checkpointing import (
     newest_whole,
     open_checkpoint,
 )
+from optim import learning_rate_at
 from processes.command_line import command_line
 from processes.launch import Process
 from reporting.clock import PhaseClock
@@ -41,7 +42,6 @@ from trainer.resuming import (
     check_weights_fit,
     resume_warnings,
 )
-from trainer.schedule import learning_rate_at
 from trainer.startup import PreparedRun, prepare_run
 
 NORM = "final_norm.bias"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing import SnapshotBuffers
-from ddp_train import wrap_in_ddp
+from ddp_train import TrainingStep
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.sharing import Share
 from processes.launch import Process, nccl_in_use
@@ -27,9 +27,9 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, prefetch
 from tokens.token_file import TokenFile
 from trainer.compilation import ByLayer
+from trainer.losses import build_training_state
 from trainer.models import LoadedModel
 from trainer.precision import autocast, resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 pytestmark = pytest.mark.gpu
 
@@ -72,8 +72,7 @@ def step_of(**changes: object) -> TrainingStep:
                            "clipping_max_norm": 1.0} | changes)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
     train = resolve_for_device(train, process.device)
-    return TrainingStep(build_training_state(MODEL, train, process), train, process,
-                        wrap=wrap_in_ddp)
+    return TrainingStep(build_training_state(MODEL, train, process), train, process)
 
 
 @contextmanager
@@ -106,7 +105,7 @@ def losses_of(step: TrainingStep, num_steps: int) -> torch.Tensor:
 
 def test_the_default_is_the_fast_path_and_learns_like_float32() -> None:
     fast, plain = step_of(), step_of(precision="fp32", compile=False, residual_dtype="fp32")
-    assert fast.is_compiled and fast.precision == "bf16" and not plain.is_compiled
+    assert fast.train.compile and fast.train.precision == "bf16" and not plain.train.compile
     assert fast.attention_kernel() in ("flash", "cudnn")  # PyTorch chooses by the card
     assert plain.state.model.options.head_multiple == 1 < fast.state.model.options.head_multiple
     losses, expected = losses_of(fast, 20), losses_of(plain, 20)
@@ -186,8 +185,8 @@ def test_compiled_validation_has_the_loss_of_eager_validation() -> None:
     with torch.inference_mode():
         for size in (8, 3):
             part = token_ids[:size], targets[:size]
-            torch.testing.assert_close(compiled.validation_loss(*part),
-                                       eager.validation_loss(*part), rtol=2e-3, atol=0)
+            torch.testing.assert_close(compiled.losses.validation(*part),
+                                       eager.losses.validation(*part), rtol=2e-3, atol=0)
 
 
 def test_layers_compiled_separately_have_eager_gradients_over_nccl() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -219,3 +220,14 @@ def prefetch(
             upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
             split = microbatches.split(tokens.to(device, non_blocking=True))
             yield Microbatch(index, *split)
+
+
+def dropout_seed(random_seed: int, microbatch_index: int) -> int:
+    """Return the seed of one microbatch's dropout.
+
+    The random stream is, like the data, a function of the position in the run: each process has
+    its own, a resumed run needs no saved state, and another split of the global batch into
+    processes and accumulation steps draws the same masks.
+    """
+    digest = hashlib.blake2b(f"{random_seed}/{microbatch_index}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest)

@@ -12,6 +12,7 @@ from processes.run_lock import handing_over
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
+from trainer.microbatch_search import search
 from trainer.prefetch import prefetch_run
 from trainer.startup import prepare_run
 from trainer.user_commands import run_when_done
@@ -28,7 +29,10 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
     if options.prefetch:
         prefetch_run(options, num_processes)
         return 0
-    if options.find_max_microbatch or options.find_learning_rate:  # the processes check the run
+    if options.find_max_microbatch:
+        search(script, options, num_processes)
+        return 0
+    if options.find_learning_rate:  # the processes check the run
         return _start(script, num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,18 +19,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from basics.errors import NON_FINITE, UserError, cannot_be_written, print_line
+from optim import peak_learning_rate
 from processes.command_line import Options
-from processes.launch import Process, process_group
+from processes.launch import Process
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting import charts
 from reporting.clock import PhaseClock
-from run_config import Run, TrainConfig
-from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatch, prefetch
-from trainer.optimization import Group, peak_learning_rate
-from trainer.startup import build_state, prepare_run
-from trainer.step import TrainingStep, Wrap
+from run_config import GROUPS, Run, TrainConfig
+from trainer.startup import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,8 +41,6 @@ FRACTION = 0.5
 DIVERGED = 4  # times the lowest smoothed loss: the test ends
 CHART_NAME = "learning-rate-test-chart.png"
 HEADROOM = 0.1  # of the span from the lowest smoothed loss to the first one; divergence is cut off
-
-Sharding = Callable[..., Iterator[int]]  # as `microbatch_indices` of ddp_train.py
 
 
 @dataclass(frozen=True)
@@ -84,83 +78,57 @@ class RangeTest:
         return FRACTION * float(self.rates[best])
 
 
-def find_learning_rate(options: Options, process: Process, agreement: Agreement, wrap: Wrap,
-                       indices_of: Sharding) -> None:
-    """Test the rates of a run, draw a chart into its directory, print a suggestion. Every rank.
+def prepare_range_test(options: Options, clock: PhaseClock, agreement: Agreement,
+                       watchdog: Watchdog) -> PreparedRun:
+    """Check a run and its number of steps, and say that the test begins. Every rank.
 
-    The run's model is trained from its initial weights, and is not saved.
-
-    Args:
-        wrap: makes the training loss average its gradients over the processes.
-        indices_of: gives the microbatches of one process.
+    Returns:
+        The run as it is before its first step, without validation. It is not saved.
 
     Raises:
-        UserError: there are too few steps, or the loss never fell.
+        UserError: it cannot be trained, or has too few steps.
     """
-    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: "learning-rate test")
-    watchdog.before_exit = partial(_before_exit, process)
-    with watchdog.start():
-        prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
-        run = prepared.run
-        agreement.run("steps", lambda: _check_length(run, prepared.plan))
-        agreement.require_same("run", prepared.agreed_values())
-        prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-        if process.is_main:
-            print_line(_begin_line(run))
-        state = agreement.run("state", lambda: build_state(prepared, process))
-        watchdog.expect_steps(run.train.hang_timeout_seconds, heartbeat_path=None)
-        with process_group(process, agreement.connect("group"), run.train):
-            step = TrainingStep(state, _without_validation(prepared.train), process, wrap=wrap)
-            indices = indices_of(prepared.plan, process.rank, first_step=0)
-            microbatches = prefetch(prepared.data.train, indices, device=process.device)
-            test = run_range_test(step, watchdog.watching(microbatches), prepared.plan, watchdog)
-    _check_result(run, test)
+    process = watchdog.process
+    if process.is_main:  # a failure is reported by the watchdog
+        watchdog.before_exit = lambda status, reason: status == "stopped" and print_line(
+            f"learning-rate test stopped: {reason}")
+    prepared = prepare_run(replace(options, fresh=True), process, clock, agreement)
+    run, num_steps = prepared.run, prepared.plan.num_steps
+    agreement.run("steps", lambda: _check_length(run, num_steps))
+    agreement.require_same("run", prepared.agreed_values())
+    prepared = agreement.run("device", lambda: prepared.for_device(process.device))
     if process.is_main:
-        for line in result_lines(run, test):
-            print_line(line)
-        _draw(run, test)
+        print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
+                   f" weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved")
+    return replace(prepared, train=prepared.train.model_copy(update={"validation_interval": None}))
 
 
-def _check_length(run: Run, plan: BatchPlan) -> None:
-    if plan.num_steps < len(RATES):
+def _check_length(run: Run, num_steps: int) -> None:
+    if num_steps < len(RATES):
         raise UserError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps, and the"
-                        f" run has {plan.num_steps}; raise min_train_tokens, use a larger dataset"
+                        f" run has {num_steps}; raise min_train_tokens, use a larger dataset"
                         " or lower the global batch")
 
 
-def _without_validation(train: TrainConfig) -> TrainConfig:
-    """Return the config with which no validation is compiled."""
-    return train.model_copy(update={"validation_interval": None})
+def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog,
+                   hang_timeout_seconds: float) -> RangeTest:
+    """Train with growing rates until the loss diverges or is not finite. Every rank.
 
-
-def _begin_line(run: Run) -> str:
-    return (f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial weights,"
-            f" learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved")
-
-
-def _before_exit(process: Process, status: str, reason: str) -> None:
-    if process.is_main and status == "stopped":  # a failure is reported by the watchdog
-        print_line(f"learning-rate test stopped: {reason}")
-
-
-def run_range_test(step: TrainingStep, microbatches: Generator[Microbatch], plan: BatchPlan,
-                   watchdog: Watchdog) -> RangeTest:
-    """Train with growing rates until the loss diverges or is not finite. Every rank."""
-    test, is_main = RangeTest(), step.process.is_main
-    bar = tqdm(RATES, unit="step", disable=None if is_main else True, leave=False)
+    Args:
+        take_step: takes one step with a rate, and returns this process's mean loss, ().
+    """
+    test = RangeTest()
+    bar = tqdm(RATES, unit="step", disable=None if watchdog.process.is_main else True, leave=False)
     for rate in bar:
-        loss, _ = step.take(microbatches, num_microbatches=plan.gradient_accumulation_steps,
-                            learning_rate=float(rate), momentum=step.train.momentum)
-        mean = _mean_over_processes(loss)
+        mean = _mean_over_processes(take_step(float(rate)))
         if not math.isfinite(mean):
             break
         test = RangeTest((*test.losses, mean))
         if test.has_diverged:
             break
         if len(test.losses) == 1:
-            watchdog.start_hang_detection(step.train.hang_timeout_seconds)
+            watchdog.start_hang_detection(hang_timeout_seconds)
     bar.close()
-    microbatches.close()
     return test
 
 
@@ -172,14 +140,23 @@ def _mean_over_processes(loss: Tensor) -> float:
     return losses.mean().item()
 
 
-def _check_result(run: Run, test: RangeTest) -> None:
-    """Raise the same error on every rank if there is nothing to suggest."""
+def report_range_test(run: Run, test: RangeTest, process: Process) -> None:
+    """Print a suggestion, and draw the chart into the run's directory. Every rank; rank 0 does it.
+
+    Raises:
+        AgreedError: on every rank, if there is nothing to suggest.
+        UserError: the chart cannot be written.
+    """
     if not test.losses:
         raise AgreedError(f"{run.run_dir}: the loss of the first step is not finite, so there is no"
                           " rate to suggest; set precision to bf16 or fp32", NON_FINITE)
     if test.suggestion() is None:
         raise AgreedError(f"{run.run_dir}: the loss fell at no learning rate by more than it varies"
                           " between steps, so there is none to suggest; raise the global batch")
+    if process.is_main:
+        for line in result_lines(run, test):
+            print_line(line)
+        _draw(run, test)
 
 
 def result_lines(run: Run, test: RangeTest) -> list[str]:
@@ -200,7 +177,7 @@ def result_lines(run: Run, test: RangeTest) -> list[str]:
 def suggested_rates(train: TrainConfig, learning_rate: float) -> dict[str, float]:
     """Return the keys to set: `learning_rate`, and those of the groups with their own rates."""
     rates = {"learning_rate": learning_rate}
-    for group in get_args(Group):
+    for group in GROUPS:
         key, peak = f"{group}_learning_rate", peak_learning_rate(group, train)
         if getattr(train, key) is not None:
             rates[key] = learning_rate * peak / train.learning_rate

@@ -23,8 +23,8 @@ from processes.run_lock import end_with_parent
 from run_config import Run
 from trainer.attention import check_attention
 from trainer.compilation import CACHE_VARIABLE, compiled_code_of_run, keep_compiled_code
+from trainer.losses import Losses, build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process: something else computes
 
@@ -94,7 +94,7 @@ def compile_for(run: Run, process: Process) -> str:
     try:
         check_attention(run.model, train, process.device)
         with compiled_code_of_run(run.run_dir, train, process):
-            TrainingStep(build_training_state(run.model, train, process), train, process)
+            Losses(build_training_state(run.model, train, process).model, train, process)
         return ""
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -11,6 +11,7 @@ from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from basics.machine import code_version, machine_up_seconds
 from basics.run_identity import Identity, write_identity
 from checkpointing import best_of, list_checkpoints
+from optim import rates_line
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
@@ -26,11 +27,10 @@ from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import clean_up
 from trainer.compilation import Recompilations
 from trainer.diagnostics import Diagnostics
-from trainer.optimization import rates_line
+from trainer.losses import Losses
 from trainer.precision import autocast
 from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
-from trainer.step import TrainingStep
 from trainer.user_commands import after_checkpoint_failed
 
 
@@ -41,7 +41,7 @@ class Reports:
     started and waited for: what they say is what became of these.
     """
 
-    step: TrainingStep  # set by `report_step`
+    losses: Losses  # set by `report_step`
     identity: Identity  # of what rank 0 saves; set by `begin`
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
@@ -92,12 +92,12 @@ class Reports:
             self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step
 
-    def report_step(self, step: TrainingStep) -> None:
-        """Say which attention kernel runs."""
-        self.step = step
-        self.console.say(attention_line(step.attention_kernel(), self.process.device))
-        if step.sharing:
-            self.console.say(step.sharing)
+    def report_step(self, losses: Losses, sharing: str) -> None:
+        """Say which attention kernel runs, and how the ranks share Muon's work, if they do."""
+        self.losses = losses
+        self.console.say(attention_line(losses.attention_kernel(), self.process.device))
+        if sharing:
+            self.console.say(sharing)
 
     def after_first_step(self, loss: Tensor) -> None:
         """Start to measure speed and to detect hangs: all is compiled and allocated. Every rank."""
@@ -161,7 +161,7 @@ class Reports:
 
     def _warn_of_cudnn(self, global_step: int) -> None:
         """Name cuDNN's attention once, where gradients were not finite: it may be the cause."""
-        if self._warns_of_cudnn and self.step.attention_kernel() == "cudnn":
+        if self._warns_of_cudnn and self.losses.attention_kernel() == "cudnn":
             self._warns_of_cudnn = False
             self.console.say(f"warning: by step {global_step + 1:,} gradients were not finite;"
                              f" if that goes on, resume {remedy('cudnn')}")
@@ -177,7 +177,7 @@ class Reports:
         if num_skipped and num_skipped >= self.run.train.max_skipped_steps:
             reason = (f"{self.run.run_dir}: the gradients of {num_skipped} steps in a row, up to"
                       f" step {global_step + 1:,}, were not finite; resume from an earlier"
-                      f" checkpoint {remedy(self.step.attention_kernel())}")
+                      f" checkpoint {remedy(self.losses.attention_kernel())}")
             self.watchdog.before_exit("failed", reason)
             raise AgreedError(reason, status=NON_FINITE)
 
@@ -191,9 +191,9 @@ class Reports:
             num_processes=self.process.world_size,
             flops_per_token=flops_per_token(self.run.model),
             device_name=device_name(self.process),
-            precision=self.step.precision,
-            attention_kernel=self.step.attention_kernel(),
-            is_compiled=self.step.is_compiled,
+            precision=self.losses.train.precision,
+            attention_kernel=self.losses.attention_kernel(),
+            is_compiled=self.losses.train.compile,
             waiting_share=spent[WAITING] / seconds,
             microbatch_tokens=self.plan.tokens_per_microbatch,
             throttling=self.meter.throttling(),
@@ -204,7 +204,8 @@ class Reports:
         """Continue the run's `sample_prompts` with the model, after a validation. Rank 0."""
         self._recompilations.begin()
         if prompts := self.run.train.sample_prompts:
-            with self.clock.phase(VALIDATION), autocast(self.step.precision, self.process.device):
+            precision = self.losses.train.precision
+            with self.clock.phase(VALIDATION), autocast(precision, self.process.device):
                 failure = self._sampler().try_to_write(
                     self.run.samples_path, prompts, global_step)
             self.console.warn("no samples", failure)
@@ -243,11 +244,11 @@ class Reports:
         unwritten = self.console.finish(RunEnd(
             first_step=self.prepared.first_step,
             global_step=global_step, stop_reason=stop_reason, lacks_validation=lacks_validation,
-            num_parameters=self.step.state.model.num_parameters(),
+            num_parameters=self.losses.model.num_parameters(),
             best=best and best.facts(),
             checkpoints=self.saver.facts(),
-            machine=machine_facts(self.process, self.step.precision) | self.step.facts() | {
-                "up_seconds": machine_up_seconds()},
+            machine=(machine_facts(self.process, self.losses.train.precision)
+                     | self.losses.facts() | {"up_seconds": machine_up_seconds()}),
             code=self.code, tokenizer=self.prepared.data.tokenizer_name,
             energy_kwh=self.meter.energy_kwh,
             failure=failure,
@@ -275,7 +276,7 @@ class Reports:
             self.console.write_status(status, reason)
 
     def _sampler(self) -> Sampler:
-        return Sampler(self.step.state.model, self.prepared.data.tokenizer_name,
+        return Sampler(self.losses.model, self.prepared.data.tokenizer_name,
                        heartbeat=self.watchdog.heartbeat,
                        tokenizer_path=self.prepared.data.tokenizer_path)
 
@@ -284,7 +285,7 @@ class Reports:
         if self.prepared.data.tokenizer_name is None:
             return
         try:
-            with autocast(self.step.precision, self.process.device):
+            with autocast(self.losses.train.precision, self.process.device):
                 self.console.say(f"sample:\n{self._sampler().text()}")
         except Exception as error:
             self.console.say(f"warning: no sample: {describe(error)}")

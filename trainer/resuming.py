@@ -14,10 +14,10 @@ from basics.json_files import read_json_object
 from basics.tensor_files import check_header, header_of
 from checkpointing import WEIGHTS, Checkpoint
 from gpt import GPTModel
+from optim import learning_rate_at, schedule_of
 from reporting.loss_window import REPORT_INTERVAL
 from run_config import ModelConfig, Run
 from tokens.batch_plan import BatchPlan
-from trainer.schedule import learning_rate_at, schedule_of
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that may change in mid-run
 RAISED = 1.1  # ratio of two learning rates

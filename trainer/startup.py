@@ -27,6 +27,7 @@ from checkpointing import (
     renew_links,
 )
 from gpt import num_parameters
+from optim import schedule_of
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
 from processes.heartbeat import count_by, seconds_before
@@ -37,17 +38,16 @@ from reporting.metrics_file import check_records, read_metrics, spent_before
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status
 from reporting.tracker_process import check_tracker
-from run_config import Run, TrainConfig, load_run
+from run_config import ModelConfig, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.attention import check_attention
 from trainer.budget import nearest_limit
 from trainer.compilation import COMPILED
+from trainer.losses import build_training_state
 from trainer.models import initial_model
-from trainer.optimization import unused_options
 from trainer.precision import resolve_for_device
 from trainer.resuming import check_position, check_same_run, check_weights_fit, resume_warnings
-from trainer.step import build_training_state
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,10 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
             others = f" and {len(foreign) - 1:,} more are" if len(foreign) > 1 else " is"
             warnings.append(f"{foreign[-1].path}{others} not of the present run ({IDENTITY}):"
                             " ignored, and moved to set-aside/")
-        _check_one_identity(run)
+        names = {each.meta.identity for each in list_checkpoints(run.checkpoints_dir)}
+        if len(names) > 1 and read_identity(run.run_dir) is None:
+            raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
+                            f" {IDENTITY} in {run.run_dir}, or name a checkpoint")
     if options.checkpoint in (None, LATEST):
         checkpoint, damaged = newest_whole(run.checkpoints_dir, run.model)
         instead = f"{checkpoint.name} is used instead" if checkpoint else ""
@@ -237,14 +240,6 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
     if checkpoint is None and options.checkpoint:
         raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
     return [checkpoint.name if checkpoint else "", *warnings]
-
-
-def _check_one_identity(run: Run) -> None:
-    """Refuse checkpoints of several runs if nothing tells which of them is the present one."""
-    names = {each.meta.identity for each in list_checkpoints(run.checkpoints_dir)}
-    if len(names) > 1 and read_identity(run.run_dir) is None:
-        raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
-                        f" {IDENTITY} in {run.run_dir}, or name a checkpoint")
 
 
 def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
@@ -285,3 +280,21 @@ def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:
     seconds_left, spent = nearest_limit(prepared.run.train, clock)
     if not prepared.is_trained and seconds_left <= 0:
         raise UserError(f"{prepared.run.train_path}: {spent}; raise it to go on")
+
+
+def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
+    """Return a warning for options that are set but have no effect beside another one."""
+    unused = (
+        (train.optimizer == "adamw", 'optimizer "adamw"', {"momentum", "momentum_warmup_percent"}),
+        (schedule_of(train) == "constant", 'schedule "constant"',
+         {"decay_period_percent", "final_learning_rate_fraction"}),
+        (train.weight_decay == 0 and train.decay_norms_and_biases, "weight_decay 0",
+         {"decay_norms_and_biases"}),
+        (model.tie_weights, "tie_weights", {"head_learning_rate"}))
+    warnings = []
+    if train.init_from is not None and "init" in model.model_fields_set:
+        warnings.append("init: no effect with init_from")
+    for is_so, reason, keys in unused:
+        if is_so and (found := sorted(keys & train.model_fields_set)):
+            warnings.append(f"{', '.join(found)}: no effect with {reason}")
+    return warnings

@@ -25,9 +25,9 @@ from benchmarks.throughput_benches import WHOLE_RUN
 from benchmarks.throughput_launch import Place, RowFailed
 from benchmarks.throughput_report import HUGGING_FACE, ORIGINAL
 from lab.plan.speed_sources import SpeedSources
-from microbatch_search.trial import Trial
 from reporting.speed import find_gpu
 from tests.support.workplace import PROJECT_DIR
+from trainer.microbatch_trial import Trial
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "device_type": "cuda", "processes": 1,
         "torch": "2.11.0", "python": "3.12.3", "platform": "Linux"}
@@ -155,9 +155,7 @@ def test_trials_of_an_earlier_call_are_not_repeated(
             return Trial(size, fits=False)
         return Trial(size, fits=True, demand_gib=size, capacity_gib=10.5, tokens_per_second=size)
 
-    monkeypatch.setattr(on_gpu_rows, "Trials", lambda *_, **__: SimpleNamespace(train=train))
-    monkeypatch.setattr(on_gpu_rows, "Agreement", lambda *_: None)
-    monkeypatch.setattr(on_gpu_rows, "this_process", lambda: None)
+    monkeypatch.setattr(on_gpu_rows, "try_microbatch", lambda command, size, *_, **__: train(size))
     work = Work(torch.device("cpu"), tmp_path / "results.jsonl", tmp_path)
     with pytest.raises(RuntimeError, match="cut off"):
         on_gpu_rows.search(work)

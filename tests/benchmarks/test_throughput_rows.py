@@ -150,7 +150,7 @@ def test_a_row_that_did_not_compile_has_failed(
     def fail(*_: object) -> None:
         raise UserError("compiling failed: no C++ compiler")
 
-    monkeypatch.setattr("trainer.step.compile_now", fail)
+    monkeypatch.setattr("trainer.losses.compile_now", fail)
     row = Row("compiled", "ours", {"precision": "fp32", "compile": True})
     with pytest.raises(UserError) as failed:
         measure(task_of(row, tokens_path, num_steps=4), ALONE)

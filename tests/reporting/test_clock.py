@@ -32,27 +32,6 @@ def test_some_of_the_training_can_be_booked_to_another_phase(now: FakeTime) -> N
     assert (clock.read()["training"], clock.read()["diagnostics"]) == (0, 10)
 
 
-def test_waiting_for_items_is_booked_and_closing_reaches_their_source(now: FakeTime) -> None:
-    closed = []
-
-    def items():
-        try:
-            for item in range(5):
-                now.seconds += 2
-                yield item
-        finally:
-            closed.append(True)
-
-    clock = PhaseClock()
-    waiting = clock.waiting_for(items())
-    assert [next(waiting), next(waiting)] == [0, 1]
-    now.seconds += 7
-    assert clock.read()["waiting"] == 4 and clock.read()["startup"] == 7
-    waiting.close()
-    assert closed
-    assert list(clock.waiting_for(items())) == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(("at_checkpoint", "recorded", "price", "says", "usd"), [
     # US$ of the checkpoint's hour; hours and US$ of all launches; after half an hour more: US$ of
     # training, and of what is lost

@@ -16,10 +16,10 @@ from checkpointing import (
     save_checkpoint,
 )
 from gpt import GPTModel
+from optim import build_optimizer
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
-from trainer.optimization import build_optimizer
 
 MODEL = ModelConfig(**TINY_MODEL)
 ONE_PROCESS = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

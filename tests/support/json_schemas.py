@@ -161,6 +161,7 @@ class TrialOf(_Part):
     demand_gib: float | None
     capacity_gib: float | None
     tokens_per_second: float | None
+    device: str
 
 
 class Search(_Part):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import ddp_train
 from basics.errors import UserError
 from benchmarks.memory_model import peak_of_training
-from ddp_train import Trainer, wrap_in_ddp
-from microbatch_search.search import find_max_microbatch
-from microbatch_search.trial import Trials
+from ddp_train import Trainer, TrainingStep
 from processes.command_line import Options
 from processes.launch import process_group, this_process
 from processes.startup_agreement import Agreement, open_store
@@ -35,7 +31,6 @@ from tests.support.workplace import TINY_TRAIN
 from trainer import background_saver, compilation, reports, stopping
 from trainer.reports import Reports
 from trainer.startup import build_state, prepare_run
-from trainer.step import TrainingStep
 
 
 def main() -> None:
@@ -57,24 +52,6 @@ def main() -> None:
     if name in AGREEMENTS:
         check_agreement(Agreement(process.rank, process.world_size), AGREEMENTS[name])
         return
-    if name == "find-max-microbatch":
-        limits = [float(limit) for limit in sys.argv[3].split(",")]
-        trials = Trials(load_run(root / "runs", "tiny"), process,
-                        Agreement(process.rank, process.world_size),
-                        memory_limit_gib=limits[process.rank % len(limits)],
-                        wrap=wrap_in_ddp)
-        trials._context = multiprocessing.get_context("fork")  # spares the loading of torch
-        random_state = torch.get_rng_state()
-        tried = {trial.microbatch_size: trial.fits for trial in find_max_microbatch(trials.train)}
-        largest = max(size for size, fits in tried.items() if fits)
-        all_tried = [trials.train(size) for size in range(1, largest + 3)]
-        time.sleep(process.rank / 5)  # so that their lines do not mix
-        print(json.dumps({
-            "tried": tried, "all": [trial.fits for trial in all_tried],
-            "most_gib": max(trial.demand_gib for trial in all_tried if trial.fits),
-            "random_state_kept": torch.equal(random_state, torch.get_rng_state()),
-        }), flush=True)
-        return
     with process_group(process, open_store("test"), TrainConfig(**TINY_TRAIN)) as group:
         if name == "count-all-reduces":
             print_result(json.dumps(count_all_reduces(root, process, group)))
@@ -94,14 +71,15 @@ def count_all_reduces(root: Path, process, group) -> dict[str, list]:
     watchdog = Watchdog(process, open_store("watch"), phase=lambda: clock.current)
     trainer = Trainer(prepared, build_state(prepared, process), watchdog,
                       clock=clock, group=group)
-    trainer.step = TrainingStep(trainer.state, trainer.config, process, wrap=wrap_in_ddp)
+    trainer.step = TrainingStep(trainer.state, trainer.config, process)
+    microbatches = ddp_train.read_microbatches(prepared, watchdog, clock)
     counted, after_each = [0], []
 
     def hook(group, bucket):
         counted[0] += 1
         return allreduce_hook(group, bucket)
 
-    trainer.step.parallel_model.register_comm_hook(dist.group.WORLD, hook)
+    trainer.step.parallel_loss.register_comm_hook(dist.group.WORLD, hook)
     scale = trainer.step.state.scaler.scale
 
     def watched_scale(loss):
@@ -109,11 +87,11 @@ def count_all_reduces(root: Path, process, group) -> dict[str, list]:
         return scale(loss)
 
     trainer.step.state.scaler.scale = watched_scale
-    trainer.step.take(trainer.microbatches(), learning_rate=0.01,
+    trainer.step.take(microbatches, learning_rate=0.01,
                       num_microbatches=trainer.plan.gradient_accumulation_steps)
     all_reduces, keeps_gradients = [*after_each[1:], counted[0]], []
     for num_microbatches in (2, 1):
-        trainer.step.take(trainer.microbatches(), learning_rate=0.01,
+        trainer.step.take(microbatches, learning_rate=0.01,
                           num_microbatches=num_microbatches)
         keeps_gradients.append(trainer.state.model.final_norm.weight.grad is not None)
     return {"all_reduces": all_reduces, "keeps_gradients": keeps_gradients}

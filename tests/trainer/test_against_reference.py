@@ -33,8 +33,9 @@ from checkpointing import (
     list_checkpoints,
     save_checkpoint,
 )
-from ddp_train import microbatch_indices
+from ddp_train import TrainingStep, microbatch_indices
 from lab.publish.export import write_export
+from optim import learning_rate_at, momentum_at
 from processes.command_line import Options
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
@@ -53,9 +54,7 @@ from tests.support.thorough import thorough_but
 from tests.support.workplace import Workplace, succeeded, write_tokens
 from tokens.batches import prefetch
 from trainer.models import load_model
-from trainer.schedule import learning_rate_at, momentum_at
 from trainer.startup import PreparedRun, build_state, prepare_run
-from trainer.step import TrainingStep
 
 NUM_CONFIGURATIONS, SAMPLE, STEPS = 500, 20, 3
 # What rounding explains, relative: of the loss, of the gradient's norm, and of the change of the
@@ -384,7 +383,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute with one thread: tensors this small gain nothing from more."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr("trainer.step.share_cpu_cores", lambda process: None)
+    monkeypatch.setattr("trainer.losses.share_cpu_cores", lambda process: None)
     yield
     torch.set_num_threads(num_threads)
 

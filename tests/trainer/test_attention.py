@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from basics.errors import UserError
+from ddp_train import TrainingStep
 from gpt import attend
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
@@ -17,8 +18,8 @@ from tests.support.in_process import refused
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
 from trainer.attention import attention_line, check_attention, remedy
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 CPU = torch.device("cpu")
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -44,7 +45,7 @@ def ops_of(step: TrainingStep) -> set[str]:
 def test_the_kernel_of_the_run_computes_attention(precision: str) -> None:
     for attention, is_flash in (("flash", True), ("math", False)):
         step = step_of(precision=precision, attention=attention)
-        assert step.attention_kernel() == attention
+        assert step.losses.attention_kernel() == attention
         assert (FLASH_BACKWARD in ops_of(step)) == is_flash
 
 
@@ -100,7 +101,7 @@ def test_cudnn_is_named_before_the_learning_rate(monkeypatch: pytest.MonkeyPatch
 def test_the_kernel_runs_on_a_gpu(attention: str, compiles: bool) -> None:
     step = step_of(torch.device("cuda", 0), precision="bf16", attention=attention,
                    compile=compiles)
-    assert step.is_compiled == compiles and step.attention_kernel() == attention
+    assert step.train.compile == compiles and step.losses.attention_kernel() == attention
     tokens = torch.randint(0, 257, (2, 2, 16), device="cuda")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step.take(iter([Microbatch(0, *tokens)]), num_microbatches=1, learning_rate=1e-3)

@@ -22,8 +22,8 @@ from tests.support.checkpoints import ONE_PROCESS
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer import background_saver
 from trainer.background_saver import BackgroundSaver
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import build_training_state
 
 
 def state() -> TrainingState:

@@ -15,6 +15,7 @@ from torch._inductor.exc import InductorError
 from torch.profiler import ProfilerActivity, profile
 
 from basics.errors import UserError
+from ddp_train import TrainingStep
 from gpt import ForwardOptions, GPTModel
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
@@ -26,8 +27,8 @@ from trainer.compilation import (
     choose_forward_options,
     compile_now,
 )
+from trainer.losses import build_training_state
 from trainer.precision import autocast, resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -321,7 +322,7 @@ def test_compiled_code_computes_attention_with_the_chosen_kernel(
 @pytest.mark.parametrize("changes", [{}, {"head_chunks": 4, "activation_checkpointing": True}])
 def test_compiled_code_trains_and_validates_as_eager_code(changes: dict) -> None:
     step, plain = step_of(**changes), step_of(compile=False)
-    assert step.is_compiled
+    assert step.train.compile
     torch.testing.assert_close(losses_of(step), losses_of(plain), rtol=1e-4, atol=0)
     tokens = torch.arange(64).view(2, 2, 16)
     for found in (step, plain):
@@ -329,5 +330,6 @@ def test_compiled_code_trains_and_validates_as_eager_code(changes: dict) -> None
     with torch.inference_mode():
         for size in (2, 1):  # a whole microbatch, and a smaller last one
             part = tokens[:, :size]
-            torch.testing.assert_close(step.validation_loss(*part), plain.validation_loss(*part),
+            torch.testing.assert_close(step.losses.validation(*part),
+                                       plain.losses.validation(*part),
                                        rtol=1e-3, atol=0)

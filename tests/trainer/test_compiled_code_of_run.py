@@ -128,7 +128,7 @@ def test_prefetch_leaves_the_file(
         cache.parts = "forward"
 
     run_dir = workplace.add_run(train={"compile": True})
-    monkeypatch.setattr(precompile, "TrainingStep", step)
+    monkeypatch.setattr(precompile, "Losses", step)
     assert precompile.compile_for(load_run(workplace.runs_dir, "tiny"), ALONE) == ""
     assert len(list(run_dir.glob("compiled/*"))) == 1
 

@@ -10,12 +10,13 @@ import torch
 import torch._inductor.config
 
 from checkpointing import Snapshot, SnapshotBuffers
+from ddp_train import TrainingStep
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STEPS = 6
@@ -104,8 +105,8 @@ def test_stopped_and_resumed_ends_bit_for_bit_as_the_uninterrupted_run(
     device: torch.device, precision: str, compiles: bool
 ) -> None:
     whole, first, second = (step_of(device, precision, compiles=compiles) for _ in range(3))
-    assert whole.facts()["deterministic"]
-    assert whole.attention_kernel() == "flash" or (device, precision) != (GPU, "bf16")
+    assert whole.losses.facts()["deterministic"]
+    assert whole.losses.attention_kernel() == "flash" or (device, precision) != (GPU, "bf16")
     train(whole, 0, STEPS)
     train(first, 0, 3)
     second.state.model.load_state_dict(first.state.model.state_dict())

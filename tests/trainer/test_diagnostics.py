@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from basics.json_files import to_json
+from ddp_train import TrainingStep
 from gpt import GPTModel
 from processes.launch import Process
 from reporting.metrics_file import BY_LAYER, NUMBERS, read_metrics
@@ -27,8 +28,8 @@ from trainer.diagnostics import (
     attention_statistics,
     forward_statistics,
 )
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 CPU = torch.device("cpu")
 V, T = 257, 16
@@ -132,14 +133,14 @@ def test_nothing_is_compiled_again(layout: type, monkeypatch: pytest.MonkeyPatch
     """Dynamo decides what is compiled; a compiler that takes long is not needed for that."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     step, batches = step_of(compile=False), microbatches()
-    step.parallel_model = layout(step.state.model)
+    step.parallel_loss = layout(step.state.model)
     for _ in range(2):
         step.take(batches, num_microbatches=2, learning_rate=0.01)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert len(take(step, batches, num_steps=3)) == 3
         step.take(batches, num_microbatches=2, learning_rate=0.01)
         with pytest.raises(RuntimeError, match="fail_on_recompile"):  # it would have been seen
-            step.parallel_model(*torch.ones(2, 1, 8, dtype=torch.int64))
+            step.parallel_loss(*torch.ones(2, 1, 8, dtype=torch.int64))
 
 
 def test_a_step_that_is_not_finite_is_recorded_with_null() -> None:

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+import ddp_train
 from basics.errors import BAD_INPUT, DISK_FULL, NON_FINITE, STOP_SIGNALS, UserError
 from basics.failpoints import VARIABLE
-from ddp_train import microbatch_indices, wrap_in_ddp
+from ddp_train import TrainingStep
+from optim import set_rates
 from processes.command_line import Options
 from processes.launch import Process
 from processes.run_lock import lock_run, release_run
@@ -33,14 +35,12 @@ from trainer.learning_rate_search import (
     CHART_NAME,
     RATES,
     RangeTest,
-    find_learning_rate,
     result_lines,
     run_range_test,
     suggested_rates,
 )
-from trainer.optimization import set_rates
+from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
-from trainer.step import TrainingStep, build_training_state
 
 CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 LONG_ENOUGH = {"min_train_tokens": -1, "gradient_accumulation_steps": 1}
@@ -74,12 +74,8 @@ def losses_of(curve: Callable[[np.ndarray], np.ndarray]) -> RangeTest:
 
 def take_test(losses: Iterator[float]) -> RangeTest:
     """Run a test on a step that has these losses."""
-    step = SimpleNamespace(
-        process=CPU, train=SimpleNamespace(momentum=0.95, hang_timeout_seconds=1),
-        take=lambda *_, **__: (torch.tensor(next(losses)), torch.tensor(1.0)))
-    watchdog = SimpleNamespace(start_hang_detection=lambda _: None)
-    return run_range_test(step, (_ for _ in ()), SimpleNamespace(gradient_accumulation_steps=1),
-                          watchdog)
+    watchdog = SimpleNamespace(process=CPU, start_hang_detection=lambda _: None)
+    return run_range_test(lambda _: torch.tensor(next(losses)), watchdog, 1.0)
 
 
 def test_smoothing_keeps_a_line_and_averages_noise() -> None:
@@ -166,8 +162,7 @@ def find(workplace: Workplace) -> None:
     """Run the test in this process."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        find_learning_rate(options_of(workplace), CPU, Agreement.in_one_process(), wrap_in_ddp,
-                           microbatch_indices)
+        ddp_train.find_learning_rate(options_of(workplace), CPU, Agreement.in_one_process())
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

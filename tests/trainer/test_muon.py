@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import optim
 from gpt import GPTModel
+from optim import build_optimizer, group_of, set_rates
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.checkpoints import ONE_PROCESS
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
-from trainer import muon
-from trainer.optimization import build_optimizer, group_of, set_rates
 
 QKV, UP, DOWN = (f"blocks.1.{name}.weight" for name in ("attention.qkv", "mlp.up", "mlp.output"))
 
@@ -153,8 +153,8 @@ def test_each_process_orthogonalises_its_share(
         gathered.zero_()
         return DoneWork()
 
-    orthogonalise = muon.orthogonalise
-    monkeypatch.setattr(muon, "orthogonalise", count)
+    orthogonalise = optim.orthogonalise
+    monkeypatch.setattr(optim, "orthogonalise", count)
     monkeypatch.setattr(dist, "all_gather_into_tensor", collect)
     processes = [Process(rank=rank, local_rank=rank, world_size=world_size,
                          device=torch.device("cpu")) for rank in range(world_size)]

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from gpt import GPTModel
+from optim import build_optimizer, clip_gradients, rates_line
 from run_config import ModelConfig, TrainConfig, with_defaults
 from tests.support.checkpoints import ONE_PROCESS
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
-from trainer.optimization import build_optimizer, clip_gradients, rates_line, unused_options
+from trainer.startup import unused_options
 
 
 def config(**changes: object) -> TrainConfig:

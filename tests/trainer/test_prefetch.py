@@ -233,7 +233,7 @@ def test_a_microbatch_that_does_not_fit_is_refused(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     run_dir = workplace.add_run()
-    monkeypatch.setattr(precompile, "TrainingStep", run_out)
+    monkeypatch.setattr(precompile, "Losses", run_out)
     with pytest.raises(UserError) as caught:
         precompile.compile_for(load_run(workplace.runs_dir, "tiny"), ONE_PROCESS)
     assert caught.value.status == 2 and str(caught.value).startswith(

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from optim import learning_rate_at, momentum_at
 from run_config import TrainConfig
 from tests.support.workplace import TINY_TRAIN
-from trainer.schedule import learning_rate_at, momentum_at
 
 
 def config(**changes: object) -> TrainConfig:

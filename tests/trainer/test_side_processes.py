@@ -123,8 +123,8 @@ class Ending:
             watchdog=SimpleNamespace(stop_signal=0, deadlines=Deadlines()),
             _has_ended=False, code="1",
             meter=SimpleNamespace(stop=lambda: None, energy_kwh=None),
-            step=SimpleNamespace(precision="float32", facts=dict, state=SimpleNamespace(
-                model=SimpleNamespace(num_parameters=lambda: 1))),
+            losses=SimpleNamespace(train=TrainConfig(**TINY_TRAIN), facts=dict,
+                                   model=SimpleNamespace(num_parameters=lambda: 1)),
             beside=SimpleNamespace(finish=lambda: failure, finish_charts=lambda: None))
         monkeypatch.setattr("trainer.reports.list_checkpoints", lambda _: [])
         monkeypatch.setattr("trainer.reports.machine_facts", lambda *_: {})

@@ -4,25 +4,25 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ddp_train
 from checkpointing import SnapshotBuffers
+from ddp_train import TrainingStep
 from processes.launch import Process
+from reporting.clock import PhaseClock
 from run_config import ModelConfig, TrainConfig
+from tests.support.fake_time import FakeTime
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
-from tokens.batches import Microbatch
+from tokens.batches import Microbatch, dropout_seed
 from trainer.diagnostics import Diagnostics
+from trainer.losses import build_training_state, mean_loss_in_parts
 from trainer.precision import resolve_for_device
-from trainer.step import (
-    TrainingStep,
-    build_training_state,
-    dropout_seed,
-    mean_loss_in_parts,
-)
 
 
 def step_of(**changes: object) -> TrainingStep:
@@ -38,7 +38,7 @@ def step_of(**changes: object) -> TrainingStep:
     ("fp32", 0.0, "flash"), ("fp32", 0.1, "math"), ("bf16", 0.0, "blocks"), ("bf16", 0.1, "blocks"),
 ])
 def test_the_attention_kernel_is_named(precision: str, drop_rate: float, kernel: str) -> None:
-    assert step_of(precision=precision, drop_rate=drop_rate).attention_kernel() == kernel
+    assert step_of(precision=precision, drop_rate=drop_rate).losses.attention_kernel() == kernel
 
 
 def microbatches():
@@ -135,7 +135,7 @@ def test_only_the_last_microbatch_sends_gradients_and_accumulated_ones_stay() ->
             yield
             self.sends = True
 
-    step.process, step.parallel_model = replace(step.process, world_size=2), Loss()
+    step.process, step.parallel_loss = replace(step.process, world_size=2), Loss()
     for num_microbatches, stays in ((3, True), (1, False)):
         step.take(microbatches(), num_microbatches=num_microbatches, learning_rate=0.1)
         assert (step.state.model.final_norm.weight.grad is not None) == stays
@@ -203,3 +203,31 @@ def test_another_error_of_a_partial_microbatch_is_not_retried() -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         mean_loss_in_parts(loss, *sequences(3))
     assert calls == [1]
+
+
+def test_the_wait_for_a_microbatch_is_booked_as_waiting(
+    monkeypatch: pytest.MonkeyPatch, now: FakeTime
+) -> None:
+    closed = []
+
+    def slow(*_: object, **__: object) -> Iterator[int]:
+        try:
+            for item in range(5):
+                now.seconds += 2
+                yield item
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(ddp_train, "prefetch", slow)
+    clock, prepared = PhaseClock(), SimpleNamespace(
+        plan=None, first_step=0, data=SimpleNamespace(train=None))
+    heartbeats: list[None] = []
+    watchdog = SimpleNamespace(process=Process(0, 0, 1, torch.device("cpu")),
+                               heartbeat=lambda: heartbeats.append(None))
+    waiting = ddp_train.read_microbatches(prepared, watchdog, clock)
+    assert [next(waiting), next(waiting)] == [0, 1]
+    now.seconds += 7
+    assert clock.read()["waiting"] == 4 and clock.read()["startup"] == 7
+    waiting.close()
+    assert closed and len(heartbeats) == 2
+    assert list(ddp_train.read_microbatches(prepared, watchdog, clock)) == [0, 1, 2, 3, 4]

@@ -12,7 +12,7 @@ from tests.support.workplace import write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatches
 from tokens.token_file import TokenFile
-from trainer.validation import validate
+from trainer.losses import validate
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 5])
@@ -23,8 +23,8 @@ def test_the_loss_does_not_depend_on_the_microbatch_size(
     plan = BatchPlan(microbatch_size, 1, 1, context_length=4, num_steps=1)
     data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0, vocab_size=100,
                         num_sequences=5)
-    step = SimpleNamespace(process=ONE_PROCESS, state=SimpleNamespace(model=nn.Identity()),
-                           validation_loss=lambda token_ids, _: token_ids.float().mean())
-    loss = validate(step, data, shares=False, watched=lambda microbatches, _: microbatches,
-                    is_interrupted=lambda: False)
+    losses = SimpleNamespace(process=ONE_PROCESS, model=nn.Identity(),
+                             validation=lambda token_ids, _: token_ids.float().mean())
+    watchdog = SimpleNamespace(heartbeat=lambda: None, stop_signal=0)
+    loss = validate(losses, data, watchdog, shares=False)
     assert loss == np.arange(20).mean()

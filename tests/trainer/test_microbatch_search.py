@@ -7,46 +7,46 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from basics.errors import UserError
-from ddp_train import wrap_in_ddp
+from basics.errors import STOP_SIGNALS, UserError
+from ddp_train import TrainingStep, measure_microbatch
 from lab.plan.length import measured_speed
-from microbatch_search import search
-from microbatch_search.search import (
+from processes.command_line import Options, read_command_line
+from processes.launch import Process
+from processes.startup_agreement import Agreement
+from run_config import load_run
+from tests.support.json_schemas import checked
+from tests.support.workplace import PROJECT_DIR, Workplace, succeeded, torchrun_command
+from trainer import microbatch_search, microbatch_trial
+from trainer.losses import Losses, build_training_state
+from trainer.microbatch_search import (
     MAX_TRIALS,
     Found,
     find_max_microbatch,
     fits,
     save_result,
+    search,
     smallest_failure,
-    table_head,
     table_row,
+    try_microbatch,
 )
-from microbatch_search.trial import Trial
-from processes.command_line import Options, read_command_line
-from processes.launch import Process
-from run_config import load_run
-from tests.support.json_schemas import checked
-from tests.support.one_process import AgreementOfOne
-from tests.support.workplace import (
-    PROJECT_DIR,
-    Workplace,
-    forked,
-    succeeded,
-    torchrun_command,
-)
+from trainer.microbatch_trial import RESULT, TRIAL_VARIABLE, MicrobatchTrial, Trial
+from trainer.precision import resolve_for_device
 
-# A sequence takes 20 MiB, or 30 with gradient accumulation. The limits lie between two
-# microbatches, so that a few MiB of a thread do not decide.
-LIMITS = ("0.12", "0.2", "0.29")
+CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+# A sequence takes 20 MiB, or 30 with gradient accumulation.
 LARGE_VOCABULARY = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "n_layers": 1,
                     "drop_rate": 0.0}
 ONE_CHUNK = {"head_chunks": 1}  # with more, a sequence would take almost nothing
@@ -99,7 +99,7 @@ def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(
     trials = find_max_microbatch(train)
     assert len(trials) <= MAX_TRIALS
     assert all(trial.fits == (trial.microbatch_size <= fits_up_to) for trial in trials)
-    assert Found(trials).largest.microbatch_size <= fits_up_to
+    assert Found(trials).largest <= fits_up_to
 
 
 def test_there_is_no_upper_bound() -> None:
@@ -152,8 +152,6 @@ def test_on_a_cpu_memory_is_named_for_what_it_is_and_no_card_is_predicted() -> N
     assert lines[3].startswith("mapped: address space") and len(lines) == 4
     flat = [Memory(10.0, 1e-5, 20.0).train(size) for size in (1, 4, 16)]
     assert "card" not in "".join(Found(flat, on_gpu=False).lines())
-    assert table_head(on_gpu=False).split() == ["microbatch", "resident", "mapped", "tokens/s"]
-    assert table_head(on_gpu=True).split()[1:3] == ["allocated", "reserved"]
     assert table_row(trials[1]).split() == ["1,000", "584", "MiB", "584", "MiB", "4"]
 
 
@@ -173,8 +171,7 @@ def test_saving_keeps_the_global_batch_and_every_other_key(
     run = load_run(workplace.runs_dir, "tiny")
     found = Found([Trial(1, True, tokens_per_second=100.0), Trial(largest, True,
                                                                   tokens_per_second=200.0)])
-    process = Process(0, 0, world_size, torch.device("cpu"))
-    assert message in save_result(run, found, process)
+    assert message in save_result(run, found, world_size)
     after = json.loads(path.read_text())
     assert after == before | {"microbatch_size": size} and list(after) == list(before)
     assert sorted(p.name for p in path.parent.iterdir()) == [
@@ -182,24 +179,27 @@ def test_saving_keeps_the_global_batch_and_every_other_key(
     speed, processes, _ = measured_speed(load_run(workplace.runs_dir, "tiny"))
     assert speed == pytest.approx(100 + 100 * (size - 1) / (largest - 1))  # between the two
     assert processes == world_size
+    saved = json.loads((path.parent / "microbatch-search.json").read_text())
+    assert [trial["microbatch_size"] for trial in saved["trials"]] == [1, largest]
 
 
 def test_saving_keeps_the_old_name_of_the_key(workplace: Workplace) -> None:
     path = workplace.add_run(train={"microbatch_size": None, "minibatch_size": 3}) / "train.json"
     save_result(load_run(workplace.runs_dir, "tiny"), Found([Trial(7, True, tokens_per_second=1)]),
-                Process(0, 0, 1, torch.device("cpu")))
+                1)
     assert json.loads(path.read_text())["minibatch_size"] == 7
     assert load_run(workplace.runs_dir, "tiny").train.microbatch_size == 7
 
 
 def simulated_search(workplace: Workplace, monkeypatch: pytest.MonkeyPatch, *, capacity: float,
                      memory: Memory | None = None, **options: object) -> None:
-    """Run `search` in this process, with simulated trials of 1 GiB + 0.5 GiB per sequence."""
+    """Run `search` with simulated trials of 1 GiB + 0.5 GiB per sequence."""
+    num_processes = options.pop("num_processes", 1)
     memory = memory or Memory(1.0, 0.5, capacity)
-    monkeypatch.setattr(search, "Trials", lambda *_, **__: memory)
-    search.search(load_run(workplace.runs_dir, "tiny"), Process(0, 0, 1, torch.device("cpu")),
-                  AgreementOfOne(), wrap=wrap_in_ddp,
-                  options=Options("tiny", **{"memory_limit_gib": 20.0} | options))
+    monkeypatch.setattr(microbatch_search, "try_microbatch",
+                        lambda command, size, *_, **__: memory.train(size))
+    search("ddp_train.py", Options("tiny", runs_dir=workplace.runs_dir,
+                                   **{"memory_limit_gib": 20.0} | options), num_processes)
 
 
 def test_trials_and_result_are_printed_and_saved(
@@ -233,6 +233,8 @@ def test_the_result_is_a_json_document_and_all_else_goes_to_stderr(
 @pytest.mark.parametrize(("train", "options", "message"), [
     ({}, {"memory_limit_gib": None}, "without a GPU: give --memory-limit-gib"),
     ({}, {"capacity": 1.2}, "not even a microbatch of 1 fits"),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 9, "microbatch_size": 1},
+     {"num_processes": 2}, "global_batch_size 9 is not divisible by 2 processes, so nothing"),
 ])
 def test_a_search_that_is_impossible_says_why(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, train: dict, options: dict, message: str
@@ -263,104 +265,225 @@ def test_options_that_contradict_each_other_are_refused(
         read_command_line()
 
 
-def run_search(workplace: Workplace, num_processes: int, *arguments: str):
-    return workplace.torchrun(num_processes, "tiny", "--find-max-microbatch", *arguments)
-
-
 def tried(output: str) -> dict[int, bool]:
     """Read the table of trials: whether each microbatch fitted."""
     rows = re.findall(r"^ +([\d,]+) +(\d|out of memory)", output, re.MULTILINE)
     return {int(size.replace(",", "")): result != "out of memory" for size, result in rows}
 
 
-def test_an_error_is_printed_once_by_all_processes_together(workplace: Workplace) -> None:
-    workplace.add_run(train={"global_batch_size": 9, "gradient_accumulation_steps": None})
+def simulated_torchrun(monkeypatch: pytest.MonkeyPatch, *, status: int = 1, stderr: str = "",
+                       **files: dict) -> None:
+    """Replace torchrun by one whose processes leave these files, this text and this status."""
+    def start(script: str, arguments: list[str], *, num_processes: int, logs_dir: Path) -> int:
+        folder = Path(json.loads(os.environ[TRIAL_VARIABLE])["folder"])
+        (logs_dir / "attempt_0/0").mkdir(parents=True)
+        (logs_dir / "attempt_0/0/stderr.log").write_text(stderr)
+        for name, content in files.items():
+            (folder / (RESULT if name == "result" else f"{name.replace('_', '-')}.json")
+             ).write_text(json.dumps(content))
+        return status
+
+    monkeypatch.setattr(microbatch_search, "start_torchrun", start)
+
+
+def failure(error: str, *, out_of_memory: bool = False) -> dict[str, object]:
+    return {"out_of_memory": out_of_memory, "error": error}
+
+
+LOST_PEER = failure("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+NO_THREAD = "libgomp: Thread creation failed: Resource temporarily unavailable"
+
+
+def test_a_trial_s_measurement_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Trial(3, True, 1.0, 2.0, 2.0, 4.0, 100.0, "GPU")
+    simulated_torchrun(monkeypatch, status=0, result=asdict(found))
+    assert try_microbatch(["ddp_train.py"], 3, 2, on_gpu=True) == found
+    assert TRIAL_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(("on_gpu", "ended"), [
+    (True, {"rank_1": failure("CUDA out of memory", out_of_memory=True), "rank_0": LOST_PEER}),
+    (True, {"stderr": "torch.AcceleratorError: CUDA error: out of memory"}),
+    (False, {"status": 128 + signal.SIGSEGV}),
+    (False, {"status": 128 + signal.SIGKILL, "rank_0": LOST_PEER}),
+    (False, {"rank_0": LOST_PEER}),  # the one that crashed was not the first that torchrun saw
+    (False, {"stderr": NO_THREAD}),
+    (False, {"status": 128 + signal.SIGABRT, "stderr": "std::bad_alloc"}),
+], ids=["gpu", "driver", "crash", "killed", "peer", "openmp", "abort"])
+def test_running_out_of_memory_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, ended: dict
+) -> None:
+    simulated_torchrun(monkeypatch, **ended)
+    assert try_microbatch(["ddp_train.py"], 3, 2, on_gpu=on_gpu) == Trial(3, fits=False)
+
+
+@pytest.mark.parametrize(("on_gpu", "ended", "message"), [
+    (False, {"rank_0": LOST_PEER, "rank_1": failure("shapes cannot be multiplied")}, "shapes"),
+    (False, {"status": 3, "stderr": "the last line\n"}, r"the last line \(exit status 3\)"),
+    (True, {"status": 139}, r"no message \(exit status 139\)"),
+    (True, {"stderr": NO_THREAD}, "Thread creation failed"),
+    (True, {"rank_0": failure("out of resource: shared memory, required 9")}, "out of resource"),
+], ids=["error", "exit", "crash-on-gpu", "openmp-on-gpu", "resource"])
+def test_another_error_is_reported_and_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, ended: dict, message: str
+) -> None:
+    simulated_torchrun(monkeypatch, **ended)
+    with pytest.raises(UserError, match=f"microbatch 3 failed, not out of memory: .*{message}"):
+        try_microbatch(["ddp_train.py"], 3, 2, on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_signal_ends_the_search(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    simulated_torchrun(monkeypatch, status=128 + number)
+    with pytest.raises(SystemExit) as ended:
+        try_microbatch(["ddp_train.py"], 3, 2, on_gpu=False)
+    assert ended.value.code == 128 + number
+
+
+def test_the_search_never_initialises_cuda(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its context would take some of the memory that the trials measure."""
+    def initialise() -> None:
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialise)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    workplace.add_run()
+    simulated_search(workplace, monkeypatch, capacity=3.7, save=True, memory_limit_gib=None)
+    with pytest.raises(AssertionError, match="CUDA was initialised"):
+        torch.cuda.current_device()  # what the test would notice
+
+
+@pytest.fixture
+def trial_of(workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+             ) -> Iterator[Callable[[int], MicrobatchTrial]]:
+    """Build a trial of the run `tiny` in this process."""
+    folder = workplace.root / "trial"
+    folder.mkdir()
+    monkeypatch.setattr("basics.memory_meters.resource.setrlimit", lambda *_: None)
+
+    def trial(microbatch_size: int) -> MicrobatchTrial:
+        monkeypatch.setenv(TRIAL_VARIABLE, json.dumps(
+            {"microbatch_size": microbatch_size, "folder": str(folder)}))
+        options = Options("tiny", runs_dir=workplace.runs_dir, memory_limit_gib=1.0)
+        return MicrobatchTrial(options, CPU, Agreement.in_one_process())
+
+    yield trial
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("precision", "num_timed"), [("fp32", 1), ("fp16", 5)])
+def test_a_trial_includes_the_optimizers_state(
+    workplace: Workplace, precision: str, num_timed: int, monkeypatch: pytest.MonkeyPatch,
+    trial_of: Callable,
+) -> None:
+    # At fp16's usual initial scale, the steps would overflow and be skipped.
+    workplace.add_run(model={"init": "torch", "tie_weights": True}, train={"precision": precision})
+    monkeypatch.setitem(microbatch_trial.TIMED_STEPS, "cpu", num_timed)
+    states, take = [], TrainingStep.take
+    monkeypatch.setattr(TrainingStep, "take", lambda step, *args, **options: (
+        states.append(step.state), take(step, *args, **options)))
+    measure_microbatch(trial_of(2))
+    assert {float(state["step"]) for state in states[0].optimizer.state.values()} == {
+        2.0 + num_timed}
+    found = Trial(**json.loads((workplace.root / "trial" / RESULT).read_text()))
+    assert found.fits and found.microbatch_size == 2 and found.device
+    assert found.tokens_per_second > 0 and found.capacity_gib == 1.0
+
+
+@pytest.mark.parametrize(("error", "is_memory"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+    (RuntimeError("NCCL error: Cuda failure 2 'out of memory'"), True),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"), True),
+    (MemoryError(), True), (RuntimeError("could not create a primitive"), True),
+    (KeyError("x"), False)])
+def test_a_process_that_fails_says_why_and_ends(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, trial_of: Callable,
+    error: Exception, is_memory: bool
+) -> None:
+    workplace.add_run()
+    trial, statuses = trial_of(2), []
+    monkeypatch.setattr(microbatch_trial, "leave", statuses.append)
+    with trial.measuring():
+        raise error
+    said = json.loads((workplace.root / "trial/rank-0.json").read_text())
+    assert said["out_of_memory"] == is_memory and type(error).__name__ in said["error"] or is_memory
+    assert statuses == [1]
+
+
+def test_a_run_compiles_what_a_trial_of_its_microbatch_has_compiled(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, trial_of: Callable
+) -> None:
+    """So that it finds the code in the cache. The validation is not compiled in a trial."""
+    seen: list[set] = []
+
+    def remember(function, **options):
+        def call(model, *tensors):
+            facts = [(one.shape, one.stride(), one.dtype, one.requires_grad) for one in tensors]
+            seen[-1].add(repr((function, sorted(options.items()), model.options, model.training,
+                               facts, torch.is_grad_enabled(), torch.get_num_threads(),
+                               torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu"),
+                               torch.get_float32_matmul_precision())))
+            return function(model, *tensors)
+        return call
+
+    monkeypatch.setattr(torch, "compile", remember)
+    workplace.add_run(train={"compile": True, "precision": "bf16"})
+    seen.append(set())
+    measure_microbatch(trial_of(3))
+    seen.append(set())
+    run = load_run(workplace.runs_dir, "tiny")
+    train = resolve_for_device(run.train, CPU.device).model_copy(
+        update={"microbatch_size": 3, "validation_interval": None})
+    Losses(build_training_state(run.model, train, CPU).model, train, CPU)
+    assert len(seen[0]) == 1 and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("train", "world_size", "microbatches"), [
+    ({"gradient_accumulation_steps": 1}, 2, 1),
+    ({"gradient_accumulation_steps": 64}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 8, 1),
+])
+def test_a_trial_accumulates_if_the_run_does(
+    workplace: Workplace, train: dict, world_size: int, microbatches: int
+) -> None:
+    workplace.add_run("other", train=train)
+    run = load_run(workplace.runs_dir, "other")
+    assert microbatch_trial.num_microbatches(run, world_size) == microbatches
+
+
+@pytest.mark.parametrize("starts", [
+    "alone", pytest.param("under torchrun", marks=pytest.mark.thorough)])
+def test_a_search_on_real_memory_with_two_processes(workplace: Workplace, starts: str) -> None:
+    workplace.add_run(model=LARGE_VOCABULARY, train=ONE_CHUNK)
     before = workplace.files()
-    result = run_search(workplace, 2, "--memory-limit-gib", "1", "--save")
-    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1
-    assert "global_batch_size 9 is not divisible by 2 processes, so nothing" in lines[0]
-    assert "exitcode  : 2" in result.stderr and result.stdout == ""
-    assert 'ddp_train.py", line' not in result.stderr, "a traceback"
+    arguments = ["tiny", "--find-max-microbatch", "--memory-limit-gib", "0.12"]
+    result = succeeded(workplace.ddp_train(*arguments, "--nproc-per-node", "2")
+                       if starts == "alone" else workplace.real_torchrun(2, *arguments))
+    results = tried(result.stdout)
+    largest = max(size for size, fitted in results.items() if fitted)
+    assert f"\nlargest microbatch: {largest}\n" in result.stdout and largest > 1
+    assert results[largest + 1] is False
     assert workplace.files() == before
 
 
 @pytest.mark.thorough
-def test_a_search_on_real_memory_ends_at_the_largest_that_fits(workplace: Workplace) -> None:
-    path = workplace.add_run(model=LARGE_VOCABULARY, train=ONE_CHUNK) / "train.json"
-    before = workplace.files().keys()
-    output = succeeded(workplace.ddp_train(
-        "tiny", "--find-max-microbatch", "--memory-limit-gib", LIMITS[0], "--save",
-        "--nproc-per-node", "2")).stdout
-    largest = json.loads(path.read_text())["microbatch_size"]
-    assert f"\nlargest microbatch: {largest}\n" in output and largest > 1
-    assert tried(output)[largest] and not tried(output)[largest + 1]
-    assert workplace.files().keys() - before == {str(path.with_name("microbatch-search.json"))}
-
-
-@pytest.fixture
-def thorough(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--thorough"):
-        pytest.skip("takes up to a minute: --thorough")
-
-
-def search_and_try_all(workplace: Workplace, num_processes: int, limits: str) -> int:
-    """Search, then try every microbatch up to two more; return the largest that fits.
-
-    Args:
-        limits: GiB that the processes may use, by rank.
-    """
-    result = succeeded(forked("tests/support/torchrun_workers.py", [
-        "find-max-microbatch", str(workplace.root), limits], num_processes=num_processes))
-    reports = [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"]
-    assert len(reports) == num_processes and all(report == reports[0] for report in reports)
-    fitted = {int(size): fits for size, fits in reports[0]["tried"].items()}
-    largest = max(size for size, fits in fitted.items() if fits)
-    assert len(fitted) <= MAX_TRIALS and fitted[largest + 1] is False
-    assert reports[0]["all"] == [True] * largest + [False, False]
-    assert reports[0]["most_gib"] <= min(map(float, limits.split(","))) + 0.002
-    assert reports[0]["random_state_kept"]
-    return largest
-
-
-def test_the_true_maximum_is_found_on_real_memory(workplace: Workplace, thorough: None) -> None:
-    workplace.add_run(model=LARGE_VOCABULARY, train=ONE_CHUNK)  # it accumulates; there is no data
-    before = workplace.files()
-    found = {(num_processes, limit): search_and_try_all(workplace, num_processes, limit)
-             for num_processes in (1, 2) for limit in LIMITS}
-    for num_processes in (1, 2):
-        sizes = [found[num_processes, limit] for limit in LIMITS]
-        assert sizes == sorted(set(sizes)), "more memory, larger microbatch"
-    assert workplace.files() == before
-
-
-def test_the_limit_holds_without_gradient_accumulation(
-    workplace: Workplace, thorough: None
-) -> None:
-    workplace.add_run(model=LARGE_VOCABULARY, train=ONE_CHUNK | {"gradient_accumulation_steps": 1})
-    assert search_and_try_all(workplace, 2, "0.25,0.13") == search_and_try_all(
-        workplace, 2, "0.13")
-
-
-def test_the_process_with_the_least_memory_decides_and_none_hangs(
-    workplace: Workplace, thorough: None
-) -> None:
-    workplace.add_run(model=LARGE_VOCABULARY, train=ONE_CHUNK)
-    assert search_and_try_all(workplace, 2, "0.25,0.12") == search_and_try_all(
-        workplace, 2, "0.12,0.25") == search_and_try_all(workplace, 2, "0.12")
-
-
 def test_a_model_that_only_fails_in_the_optimizers_first_step_does_not_fit(
-    workplace: Workplace, thorough: None
+    workplace: Workplace
 ) -> None:
     # 50 MiB of weights, as much in gradients and 10 MiB of activations fit, but not AdamW's two
     # moments as well.
     workplace.add_run(model={"emb_dim": 1024, "context_length": 128, "n_heads": 4, "n_layers": 1,
                              "drop_rate": 0.0})
-    result = run_search(workplace, 1, "--memory-limit-gib", "0.19")
+    result = workplace.ddp_train("tiny", "--find-max-microbatch", "--memory-limit-gib", "0.19")
     assert "not even a microbatch of 1 fits" in result.stderr
     assert tried(result.stdout) == {1: False}
-    output = succeeded(run_search(workplace, 1, "--memory-limit-gib", "0.26")).stdout
+    output = succeeded(workplace.ddp_train(
+        "tiny", "--find-max-microbatch", "--memory-limit-gib", "0.26")).stdout
     assert re.search(r"^largest microbatch: [1-9]$", output, re.MULTILINE)
 
 
@@ -368,20 +491,19 @@ def test_a_model_that_only_fails_in_the_optimizers_first_step_does_not_fit(
 def test_no_process_outlives_a_search_that_was_killed(workplace: Workplace) -> None:
     workplace.add_run(model=LARGE_VOCABULARY, train=ONE_CHUNK)
     mark = f"MARK_{uuid.uuid4().hex}"
-    command = [*torchrun_command(2, "ddp_train.py"), *workplace.arguments(
-        "tiny", "--find-max-microbatch", "--memory-limit-gib", "20")]
+    command = [sys.executable, "ddp_train.py", *workplace.arguments(
+        "tiny", "--find-max-microbatch", "--memory-limit-gib", "20", "--nproc-per-node", "2")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                               env=os.environ | {mark: "1"}, text=True)
+                               cwd=PROJECT_DIR, env=os.environ | {mark: "1"}, text=True)
     try:
         assert process.stdout.readline() and process.stdout.readline()  # the first trial is done
-        workers = [pid for pid in marked(mark) if "ddp_train.py" in command_of(pid)]
-        assert len(workers) >= 3  # torchrun and two; their children have other command lines
-        for pid in workers:
-            os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 30
+        while len(marked(mark)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()
         while marked(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not marked(mark), [command_of(pid) for pid in marked(mark)]
+        assert not marked(mark)
     finally:
         for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
@@ -398,13 +520,6 @@ def marked(mark: str) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
 
 
 @pytest.mark.gpu

@@ -1,1 +1,0 @@
-"""The search for the largest microbatch that fits in memory."""

@@ -1,0 +1,300 @@
+"""The optimizer: its parameter groups, AdamW and Muon, clipped gradients, the schedule of rates.
+
+Rate and momentum are pure functions of the global step, so there is no state of them to save.
+Shapes: a hidden matrix is (out, in). `qkv` holds three of them, one below the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW
+
+from basics.device_time import Moment
+from ops.orthogonalise import orthogonalise
+from processes.launch import Process
+from run_config import GROUPS, Group, ModelConfig, Schedule, TrainConfig
+
+COSINE_FINAL_FRACTION = 0.1  # of the original system
+WSD_DECAY_PERCENT = 20.0
+FIRST_MOMENTUM = 0.85  # where the warm-up of the momentum begins
+MEASUREMENTS = 5  # of each kind, to decide whether Muon's work is shared; the fastest counts
+
+
+def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> AdamW:
+    """Build the optimizer with a parameter group for the matrices, embeddings, head and vectors.
+
+    Args:
+        train: after `resolve_for_device`.
+
+    Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, for
+    AdamW.
+    """
+    by_group: dict[Group, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        by_group.setdefault(group_of(name, parameter), []).append(parameter)
+    groups = []
+    for group, parameters in by_group.items():
+        decay = train.weight_decay if group != "vector" or train.decay_norms_and_biases else 0.0
+        if group == "matrix" and train.matrix_weight_decay is not None:
+            decay = train.matrix_weight_decay
+        peak = peak_learning_rate(group, train)
+        groups.append({
+            "params": parameters, "lr": peak, "peak_ratio": peak / train.learning_rate,
+            "betas": (train.beta1, train.beta2), "eps": train.epsilon, "weight_decay": decay,
+            "is_orthogonalised": group == "matrix" and train.optimizer == "muon",
+            "momentum": train.momentum})
+    if train.optimizer == "muon":
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        return Muon(groups, dtype=dtype, rank=process.rank, world_size=process.world_size)
+    return AdamW(groups, fused=True)
+
+
+def group_of(name: str, parameter: Tensor) -> Group:
+    """Return the group of a parameter of `GPTModel`; a tied head is the token embedding."""
+    if parameter.dim() < 2:
+        return "vector"
+    if "embedding" in name:
+        return "embedding"
+    return "head" if name.startswith("head.") else "matrix"
+
+
+def peak_learning_rate(group: Group, train: TrainConfig) -> float:
+    """Return the highest learning rate of a group."""
+    own = getattr(train, f"{group}_learning_rate")
+    return train.learning_rate if own is None else own
+
+
+def rates_line(model: ModelConfig, train: TrainConfig) -> str:
+    """Name the peak rate of each group, and which are the defaults."""
+    rates = []
+    for group in GROUPS:
+        if group == "head" and model.tie_weights:
+            continue
+        key = f"{group}_learning_rate"
+        decides = "learning_rate" if getattr(train, key) is None else key
+        default = "" if decides in train.model_fields_set else " (default)"
+        rates.append(f"{group} {peak_learning_rate(group, train):g}{default}")
+    return ", ".join(rates)
+
+
+def set_rates(optimizer: AdamW, *, learning_rate: float, momentum: float) -> None:
+    """Set the rates of all parameter groups; those with a rate of their own keep their ratio."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["peak_ratio"]
+        group["momentum"] = momentum
+
+
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Return the gradient's norm over all parameters, (); clip it to `max_norm` if that is set."""
+    norm = get_total_norm([parameter.grad for parameter in parameters])
+    if max_norm is not None:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) -> float:
+    """Return the learning rate of a global step; groups with a rate of their own keep their ratio.
+
+    A linear warm-up over `warmup_period_percent` of the steps, then `learning_rate`, and over the
+    last `decay_period_percent` of the steps a decay to `final_learning_rate_fraction` of it, which
+    the last step reaches: along half a cosine, along a line, or along 1 - sqrt(progress) (`wsd`).
+    The only step of a run has `learning_rate`.
+
+    Source: Loshchilov and Hutter 2017, "SGDR", equation 5, without restarts, for the cosine;
+    Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+    Durations", section 3, for 1 - sqrt.
+    """
+    peak, schedule = train.learning_rate, schedule_of(train)
+    warmup_steps = int(num_steps * train.warmup_period_percent / 100)
+    if global_step < warmup_steps:
+        return peak * (global_step + 1) / warmup_steps
+    percent = train.decay_period_percent or (WSD_DECAY_PERCENT if schedule == "wsd" else 100.0)
+    decay_start = max(warmup_steps, num_steps - math.ceil(num_steps * percent / 100))
+    if schedule == "constant" or global_step < decay_start:
+        return peak
+    rest = num_steps - 1 - decay_start  # steps of the decay after its first one
+    progress = (global_step - decay_start) / rest if rest else float(num_steps > 1)
+    fraction = train.final_learning_rate_fraction
+    if fraction is None:
+        fraction = COSINE_FINAL_FRACTION if schedule == "cosine" else 0.0
+    floor = peak * fraction
+    if schedule == "cosine":
+        return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
+    return floor + (peak - floor) * (1 - (progress if schedule == "linear" else progress**0.5))
+
+
+def schedule_of(train: TrainConfig) -> Schedule:
+    """Return the schedule; `schedule_learning_rate` is the original's name of the cosine."""
+    return train.schedule or ("cosine" if train.schedule_learning_rate else "constant")
+
+
+def momentum_at(train: TrainConfig, global_step: int, *, num_steps: int) -> float:
+    """Return Muon's momentum: a line from 0.85 to `momentum` over `momentum_warmup_percent`."""
+    warmup_steps = int(num_steps * train.momentum_warmup_percent / 100)
+    if global_step >= warmup_steps:
+        return train.momentum
+    first = min(FIRST_MOMENTUM, train.momentum)
+    return first + (train.momentum - first) * global_step / warmup_steps
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One matrix that is orthogonalised by itself: some rows of a parameter."""
+
+    parameter: Tensor
+    rows: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.of(self.parameter).shape)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this part of a tensor of the parameter's shape, as a view; fewer rows first."""
+        part = tensor[self.rows]
+        return part.mT if part.shape[0] > part.shape[1] else part
+
+    @property
+    def scale(self) -> float:
+        """Factor of the update: a matrix with more rows than columns may change more."""
+        num_rows, num_columns = self.parameter[self.rows].shape
+        return max(1.0, num_rows / num_columns) ** 0.5
+
+
+class Muon(AdamW):
+    """Muon for the groups with `is_orthogonalised`, AdamW for the others. `step`: every rank.
+
+    All ranks hold the momentum of all matrices. Each one orthogonalises its share of them, a batch
+    for each shape, and the results are gathered, so that this work is done once. Where gathering
+    takes longer than that work (`choose_sharing`), each rank does all of it, in the same batches:
+    the numbers are the same.
+
+    Args:
+        groups: parameter groups. Those with `is_orthogonalised` have a `momentum`.
+        dtype: of the orthogonalisation.
+        rank, world_size: of this process.
+
+    Attributes:
+        found_inf: () float32, set before each step; if it is 1, the step changes nothing.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et
+    al. 2025, "Muon is Scalable for LLM Training", section 2.2, for its weight decay.
+    """
+
+    found_inf: Tensor
+
+    def __init__(self, groups: list[dict[str, Any]], *, dtype: torch.dtype, rank: int,
+                 world_size: int) -> None:
+        super().__init__(groups, fused=True)
+        self._dtype, self._rank, self._world_size = dtype, rank, world_size
+        self._shares = world_size > 1
+        parts = sorted((part for group in self._matrix_groups() for parameter in group["params"]
+                        for part in _parts(parameter)), key=lambda part: part.shape)
+        self._parts_by_shape = [list(same) for _, same in groupby(parts, lambda part: part.shape)]
+        self._scales = {same[0].shape: torch.tensor(  # (n, 1, 1)
+            [[[part.scale]] for part in same], device=same[0].parameter.device)
+            for same in self._parts_by_shape}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self._matrix_groups():
+            self._step_matrices(group)
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["is_orthogonalised"]]
+        try:
+            super().step(closure)
+        finally:
+            self.param_groups = groups
+
+    def _matrix_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["is_orthogonalised"]]
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        self._update_momentum(group)
+        skips = self.found_inf.bool()
+        rate = torch.where(skips, 0.0, group["lr"])  # ()
+        if group["weight_decay"]:
+            torch._foreach_mul_(group["params"], 1 - rate * group["weight_decay"])
+        # One shape's updates are gathered while those of the next are orthogonalised.
+        started = [(parts, *self._start_updates(parts, skips, group["momentum"]))
+                   for parts in self._parts_by_shape]
+        for parts, updates, gathering in started:
+            if gathering is not None:
+                gathering.wait()
+            scales = self._scales[parts[0].shape] * rate  # (n, 1, 1)
+            torch._foreach_sub_(  # the product has the weights' type: one pass
+                [part.of(part.parameter) for part in parts], list(updates[: len(parts)] * scales))
+
+    def _update_momentum(self, group: dict[str, Any]) -> None:
+        """Add the gradients to their moving averages, in one pass and not in a skipped step.
+
+        SGD's fused kernel does both: average + (1 - momentum) (gradient - average) is its step with
+        the average as the weight, a weight decay of 1 and the gradient's sign turned.
+        """
+        for parameter in group["params"]:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        torch._fused_sgd_(
+            [self.state[parameter]["momentum"] for parameter in group["params"]],
+            [parameter.grad for parameter in group["params"]], [], lr=1 - group["momentum"],
+            weight_decay=1.0, maximize=True, momentum=0.0, dampening=0.0, nesterov=False,
+            is_first_step=False, found_inf=self.found_inf)
+
+    def _start_updates(self, parts: list[_Part], skips: Tensor, momentum: float
+                       ) -> tuple[Tensor, dist.Work | None]:
+        """Return the updates of matrices of one shape, (n or more, r, c), and what brings them."""
+        size = -(-len(parts) // self._world_size)  # of a rank's share
+        starts = [self._rank * size] if self._shares else range(0, len(parts), size)
+        batches = []
+        for start in starts:
+            mine = parts[start : start + size]
+            batch = torch.zeros(size, *parts[0].shape, dtype=self._dtype, device=skips.device)
+            if mine:  # the moving averages, a step further (Nesterov); always finite
+                gradient = torch.stack([part.of(part.parameter.grad) for part in mine])
+                average = torch.stack(
+                    [part.of(self.state[part.parameter]["momentum"]) for part in mine])
+                batch[: len(mine)] = torch.where(skips, average, gradient).lerp_(average, momentum)
+            batches.append(orthogonalise(batch))
+        if not self._shares:
+            return torch.cat(batches) if len(batches) > 1 else batches[0], None
+        gathered = batches[0].new_empty(self._world_size * size, *parts[0].shape)
+        return gathered, dist.all_gather_into_tensor(gathered, batches[0], async_op=True)
+
+    def choose_sharing(self) -> str:
+        """Share the orthogonalising only if that is faster here; return what was measured.
+
+        Every rank, with the default process group. Measured with the matrices of one shape.
+        """
+        parts = max(self._parts_by_shape, key=lambda parts: len(parts) * math.prod(parts[0].shape))
+        size, device = -(-len(parts) // self._world_size), parts[0].parameter.device
+        batch = torch.ones(size, *parts[0].shape, dtype=self._dtype, device=device)
+        gathered, seconds = batch.new_empty(self._world_size * size, *parts[0].shape), []
+        for work in (lambda: orthogonalise(batch),
+                     lambda: dist.all_gather_into_tensor(gathered, batch)):
+            moments = [Moment(device)]
+            for _ in range(MEASUREMENTS):
+                work()
+                moments.append(Moment(device))
+            seconds.append(min(end.seconds_since(start) for start, end in pairwise(moments)))
+        slowest = torch.tensor(seconds, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must choose the same
+        alone, gathering = slowest.tolist()
+        self._shares = gathering < (self._world_size - 1) * alone
+        return (f"muon: each process orthogonalises {'its share of' if self._shares else 'all'}"
+                f" matrices ({size} take {alone * 1e3:.3g} ms, gathering {gathering * 1e3:.3g} ms)")
+
+
+def _parts(parameter: Tensor) -> list[_Part]:
+    """Split a parameter into the matrices that it holds: three for `qkv`, (3 C, C)."""
+    num_rows, num_columns = parameter.shape
+    height = num_columns if num_rows == 3 * num_columns else num_rows
+    return [_Part(parameter, slice(start, start + height))
+            for start in range(0, num_rows, height)]

@@ -1,0 +1,165 @@
+"""A trial of a microbatch: a few global steps on random tokens, under a torchrun of its own.
+
+A process that ran out of memory cannot go on: other ranks hang in a collective, the allocator is
+fragmented, tracebacks hold tensors. So the search starts a torchrun for each size, and never
+initialises CUDA itself, so that it takes no memory of the GPU. A rank that fails says why in a
+file and ends; torchrun then ends the others. Rank 0 writes the result.
+
+Each size is compiled anew. A later trial of the same size, and a run that trains with it, find the
+compiled code in the cache (`trainer.compilation.keep_compiled_code`), if their ranks have the same
+GPUs: PyTorch keeps code by the index of the device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+
+from basics.device_time import Moment
+from basics.errors import FAILED, describe
+from basics.memory_meters import CpuMeter, GpuMeter, lift_limit, map_every_tensor
+from basics.out_of_memory import is_out_of_memory
+from checkpointing import TrainingState
+from processes.command_line import Options
+from processes.launch import Process, device_name, join_process_group, share_cpu_cores
+from processes.startup_agreement import Agreement, leave
+from run_config import Run, TrainConfig, load_run
+from tokens.batches import Microbatch
+from trainer.attention import check_attention
+from trainer.losses import build_training_state
+from trainer.precision import resolve_for_device
+
+TRIAL_VARIABLE = "DDP_TRAIN_MICROBATCH_TRIAL"  # JSON: microbatch_size and folder, for the results
+RESULT = "result.json"
+WARM_UP_STEPS = 2  # the second has optimizer state from the start, and DDP's final buckets
+TIMED_STEPS = {"cuda": 5, "cpu": 1}  # by device; on a CPU, large microbatches take seconds
+TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: ranks may compile for different times
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of a trial. Memory is that of the process that used most, in GiB."""
+
+    microbatch_size: int
+    fits: bool
+    allocated_gib: float = math.nan  # peak of the tensors; on a CPU, of resident memory
+    reserved_gib: float = math.nan  # peak of the allocator; on a CPU, of the address space
+    demand_gib: float = math.nan  # the one of the two that must stay within `capacity_gib`
+    capacity_gib: float = math.nan  # of the process with the least
+    tokens_per_second: float = math.nan  # all processes, by the median of the timed steps
+    device: str = ""
+
+
+class MicrobatchTrial:
+    """This process's part in a trial. Every rank."""
+
+    def __init__(self, options: Options, process: Process, agreement: Agreement) -> None:
+        self.process, self._agreement, self._options = process, agreement, options
+        task = json.loads(os.environ[TRIAL_VARIABLE])
+        self._size, self._folder = task["microbatch_size"], Path(task["folder"])
+        self._run: Run = agreement.run(
+            "configs", lambda: load_run(options.runs_dir, options.run))
+        self.num_microbatches = num_microbatches(self._run, process.world_size)
+
+    @contextmanager
+    def measuring(self) -> Iterator[tuple[TrainingState, TrainConfig]]:
+        """Yield the state and the config of the trial, and measure memory. Every rank.
+
+        Whatever fails inside ends this process, which says why in a file.
+        """
+        on_gpu = self.process.device.type == "cuda"
+        try:
+            if not on_gpu:
+                map_every_tensor()  # before any other thread has allocated a heap
+                share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
+            join_process_group(self.process, self._agreement.connect("trial"),
+                               timeout=TRIAL_TIMEOUT)
+            # Not to compile the validation saves time. It takes less memory than training, and its
+            # smaller last microbatch, which is not compiled, is halved where it does not fit.
+            train = resolve_for_device(self._run.train, self.process.device).model_copy(
+                update={"microbatch_size": self._size, "validation_interval": None})
+            check_attention(self._run.model, train, self.process.device)
+            self._meter = (GpuMeter if on_gpu else CpuMeter)(
+                self.process.device, self._options.memory_limit_gib)
+            state = build_training_state(self._run.model, train, self.process)
+            # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
+            scaler = GradScaler(self.process.device.type, init_scale=1.0,
+                                enabled=state.scaler.is_enabled())
+            yield replace(state, scaler=scaler), train
+        except Exception as error:  # whatever it is: to exit in order could wait for other ranks
+            lift_limit()
+            is_memory = is_out_of_memory(error) or (not on_gpu and says_limit_reached(str(error)))
+            path = self._folder / f"rank-{self.process.rank}.json"
+            path.write_text(json.dumps({"out_of_memory": is_memory, "error": describe(error)}))
+            leave(FAILED)
+
+    def random_microbatches(self) -> Iterator[Microbatch]:
+        """Yield microbatches of random tokens, without end."""
+        shape = 2, self._size, self._run.model.context_length
+        while True:
+            yield Microbatch(0, *torch.randint(self._run.model.vocab_size, shape,
+                                               device=self.process.device))
+
+    def time_steps(self, take_step: Callable[[], object]) -> None:
+        """Measure steps that follow one another, and record the result. Every rank.
+
+        A wait after each step would leave the GPU idle while the CPU begins the next one, which
+        training does not do. So the CPU waits once, for the last step.
+        """
+        moments = []
+        for number in range(WARM_UP_STEPS + TIMED_STEPS[self.process.device.type]):
+            if number == WARM_UP_STEPS:
+                moments.append(Moment(self.process.device))
+            take_step()
+            if number >= WARM_UP_STEPS:
+                moments.append(Moment(self.process.device))
+        moments[-1].wait()
+        seconds = statistics.median(end.seconds_since(start) for start, end in pairwise(moments))
+        tokens = (self.num_microbatches * self._size * self._run.model.context_length
+                  * self.process.world_size)
+        peak = self._meter.peak()
+        lift_limit()
+        # The most memory, the least capacity and speed of the processes.
+        numbers = [peak.allocated_gib, peak.reserved_gib, peak.demand_gib, -peak.capacity_gib,
+                   -tokens / seconds]
+        worst = torch.tensor(numbers, dtype=torch.float64, device=self.process.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        if self.process.is_main:
+            allocated, reserved, demand, capacity, speed = worst.tolist()
+            (self._folder / RESULT).write_text(json.dumps(asdict(Trial(
+                self._size, True, allocated, reserved, demand, -capacity, -speed,
+                device_name(self.process)))))
+
+
+def num_microbatches(run: Run, world_size: int) -> int:
+    """Return 2 if the run accumulates gradients, else 1: more take no more memory than two.
+
+    With a global batch, it is 2 even for a microbatch that is the whole batch: so what is smaller
+    than a microbatch that fits, fits too.
+    """
+    wanted = run.train.gradient_accumulation_steps
+    if run.train.global_batch_size is not None:
+        wanted = run.train.global_batch_size // world_size
+    return 2 if wanted > 1 else 1
+
+
+def says_limit_reached(text: str) -> bool:
+    """Return whether an error comes from a limit of the address space, so only on a CPU.
+
+    Of a library that is loaded late, oneDNN, OpenMP.
+    """
+    return any(known in text for known in (
+        "failed to map segment", "could not create a primitive",
+        "Resource temporarily unavailable"))
