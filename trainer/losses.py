@@ -20,7 +20,6 @@ from processes.launch import Process, long_waits, share_cpu_cores
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatches, prefetch
-from trainer.attention import cudnn_version, kernel_name
 from trainer.compilation import (
     ByLayer,
     Whole,
@@ -29,7 +28,7 @@ from trainer.compilation import (
     compiled_validation_loss,
     keep_compiled_code,
 )
-from trainer.precision import autocast, set_matmul_precision
+from trainer.precision import autocast, cudnn_version, kernel_name, set_matmul_precision
 
 
 def build_training_state(

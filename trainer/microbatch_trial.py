@@ -37,9 +37,8 @@ from processes.launch import Process, device_name, join_process_group, share_cpu
 from processes.startup_agreement import Agreement, leave
 from run_config import Run, TrainConfig, load_run
 from tokens.batches import Microbatch
-from trainer.attention import check_attention
 from trainer.losses import build_training_state
-from trainer.precision import resolve_for_device
+from trainer.precision import check_attention, resolve_for_device
 
 TRIAL_VARIABLE = "DDP_TRAIN_MICROBATCH_TRIAL"  # JSON: microbatch_size and folder, for the results
 RESULT = "result.json"

@@ -166,6 +166,7 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
 def _of_directory(name: str, directory: Path) -> LoadedModel:
     if (directory / MANIFEST).exists():
         found = open_checkpoint(directory)
+        _on_meta(directory, found.meta.model)
         check_weights_fit(found, found.meta.model)  # before digests: a file may have terabytes
         return _of_checkpoint(name, open_checkpoint(directory, thoroughly=True), found.meta.model)
     weights = _map_weights(directory)

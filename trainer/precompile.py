@@ -21,10 +21,9 @@ from basics.out_of_memory import is_out_of_memory
 from processes.launch import Process, num_gpus
 from processes.run_lock import end_with_parent
 from run_config import Run
-from trainer.attention import check_attention
 from trainer.compilation import CACHE_VARIABLE, compiled_code_of_run, keep_compiled_code
 from trainer.losses import Losses, build_training_state
-from trainer.precision import resolve_for_device
+from trainer.precision import check_attention, resolve_for_device
 
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process: something else computes
 

@@ -22,13 +22,12 @@ from reporting.machine_meter import MachineMeter
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
-from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
 from trainer.checkpoint_cleanup import clean_up
 from trainer.compilation import Recompilations
 from trainer.diagnostics import Diagnostics
 from trainer.losses import Losses
-from trainer.precision import autocast
+from trainer.precision import attention_line, autocast, remedy
 from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
 from trainer.user_commands import after_checkpoint_failed

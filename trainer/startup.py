@@ -41,12 +41,11 @@ from reporting.tracker_process import check_tracker
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
-from trainer.attention import check_attention
 from trainer.budget import nearest_limit
 from trainer.compilation import COMPILED
 from trainer.losses import build_training_state
 from trainer.models import initial_model
-from trainer.precision import resolve_for_device
+from trainer.precision import check_attention, resolve_for_device
 from trainer.resuming import check_position, check_same_run, check_weights_fit, resume_warnings
 
 

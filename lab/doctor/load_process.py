@@ -175,9 +175,8 @@ def _process(spec: Spec, device: torch.device) -> Process:
 
 def attention(spec: Spec, device: torch.device) -> dict[str, Any]:
     """Report the precision and the attention kernel of the run, or of GPT-2 small."""
-    from trainer.attention import check_attention, kernel_name
     from trainer.compilation import choose_forward_options
-    from trainer.precision import resolve_for_device
+    from trainer.precision import check_attention, kernel_name, resolve_for_device
 
     model, train = GPT2_SMALL, TRAIN
     if spec.run_name is not None:

@@ -17,9 +17,8 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.in_process import refused
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
-from trainer.attention import attention_line, check_attention, remedy
 from trainer.losses import build_training_state
-from trainer.precision import resolve_for_device
+from trainer.precision import attention_line, check_attention, remedy, resolve_for_device
 
 CPU = torch.device("cpu")
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
