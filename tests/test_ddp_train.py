@@ -86,7 +86,7 @@ def test_what_takes_long_at_the_end_is_behind_the_process_group(
     monkeypatch.setattr(ddp_train, "process_group", group)
     monkeypatch.setattr(ddp_train, "Trainer", Trained)
     process = Process(rank, rank, 2, torch.device("cpu"))
-    ddp_train.train(MagicMock(), MagicMock(process=process), MagicMock(), MagicMock())
+    ddp_train.train_run(MagicMock(), MagicMock(process=process), MagicMock(), MagicMock())
     assert order == ["trained", "group left", *["ended"] * (rank == 0)]
 
 
@@ -226,59 +226,6 @@ def kill_with_children(pid: int) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def test_the_split_of_a_global_batch_does_not_change_the_loss_curve(workplace: Workplace) -> None:
-    workplace.add_dataset()
-    curves, weights = [], []
-    for processes, accumulation in ((1, 4), (2, 2), (4, 1)):
-        name = f"{processes}x{accumulation}"
-        run_dir = workplace.add_run(name, train={
-            "gradient_accumulation_steps": accumulation, "min_train_tokens": 20 * 128,
-            "checkpoint_interval": 4, "validation_interval": 10,
-        })  # with dropout: its masks follow from the position, like the data
-        succeeded(workplace.torchrun(processes, name))
-        records = read_lines(run_dir / "metrics.jsonl")
-        keys = ("train_loss", "train_loss_min", "train_loss_max", "validation_loss")
-        curves.append([record[key] for record in records for key in keys if key in record])
-        weights.append(weights_of(run_dir))
-    assert len(curves[0]) == 6 * 3 + 2
-    for curve, other in zip(curves[1:], weights[1:], strict=True):
-        np.testing.assert_allclose(curve, curves[0], rtol=0, atol=1e-5)
-        for name, value in other.items():
-            torch.testing.assert_close(value, weights[0][name], rtol=1e-3, atol=1e-4)
-
-
-def test_muon_resumes_exactly_and_on_any_split(workplace: Workplace) -> None:
-    workplace.add_dataset()
-    changes = {"optimizer": "muon", "matrix_learning_rate": 0.05, "weight_decay": 0.2,
-               "momentum_warmup_percent": 50, "schedule": "wsd"}
-    curves = {}
-    for name, processes, launches in (("whole", 2, [[]]), ("parts", 2, [["--max-steps", "10"], []]),
-                                      ("one", 1, [[]])):
-        accumulation = 2 if processes == 2 else 4
-        run_dir = workplace.add_run(
-            name, train=changes | {"gradient_accumulation_steps": accumulation})
-        for options in launches:
-            succeeded(workplace.torchrun(processes, name, *options))
-        records = read_lines(run_dir / "metrics.jsonl")
-        curves[name] = [r["validation_loss"] for r in records if "validation_loss" in r]
-    whole, parts = (workplace.runs_dir / name for name in ("whole", "parts"))
-    assert checkpoint_bytes(parts) == checkpoint_bytes(whole)
-    assert curves["parts"] == curves["whole"]
-    np.testing.assert_allclose(curves["one"], curves["whole"], rtol=0, atol=1e-4)
-    assert curves["whole"][-1] < curves["whole"][0]
-
-
-def test_muons_momentum_is_that_of_the_config(workplace: Workplace) -> None:
-    workplace.add_dataset()
-    losses = []
-    for name, changes in (("usual", {}), ("less", {"momentum": 0.5}),
-                          ("warm", {"momentum_warmup_percent": 100})):
-        run_dir = workplace.add_run(name, train={"optimizer": "muon"} | changes)
-        succeeded(workplace.torchrun(1, name, "--max-steps", "4"))
-        losses.append(read_lines(run_dir / "metrics.jsonl")[-1]["train_loss"])
-    assert len(set(losses)) == 3
-
-
 def test_fresh_sets_earlier_checkpoints_aside(
     finished: tuple[Workplace, str], workplace: Workplace
 ) -> None:
@@ -327,24 +274,6 @@ def test_a_run_without_validation_takes_best_from_the_training_loss(workplace: W
     best = min(metas.values(), key=lambda meta: meta["loss"])
     best_meta = json.loads((run_dir / "checkpoints/best/meta.json").read_text())
     assert best_meta["global_step"] == best["global_step"]
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_reduced_precision_trains_and_resumes_exactly(
-    workplace: Workplace, precision: str
-) -> None:
-    workplace.add_dataset()
-    changes = {"precision": precision, "gradient_accumulation_steps": 1, "min_train_tokens": 640}
-    for name in ("whole", "parts"):
-        workplace.add_run(name, train=changes)
-    succeeded(workplace.torchrun(1, "whole"))
-    succeeded(workplace.torchrun(1, "parts", "--max-steps", "7"))
-    succeeded(workplace.torchrun(1, "parts"))
-    whole, parts = (checkpoint_bytes(workplace.runs_dir / name) for name in ("whole", "parts"))
-    assert whole == parts
-    losses = [r["train_loss"] for r in read_lines(workplace.runs_dir / "whole/metrics.jsonl")
-              if "train_loss" in r]
-    assert losses[-1] < losses[0]
 
 
 def test_without_torchrun_it_starts_torchrun_itself(

@@ -23,7 +23,6 @@ from checkpointing import best_of, list_checkpoints
 from processes.deadlines import Deadlines
 from processes.heartbeat import EARLIER
 from processes.launch import Process
-from processes.run_lock import HANDOVER
 from processes.stop_signals import stop_signals
 from reporting.clock import SPENT_VARIABLE
 from reporting.metrics_file import fsync_records
@@ -48,7 +47,7 @@ MAX_LINE = 4096  # characters; longer lines are printed in parts
 # What torchrun and a launch tell their own processes: another launch would take it for its own.
 PRIVATE = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE",
            "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-           "TORCH_NCCL_ASYNC_ERROR_HANDLING", HANDOVER, EARLIER,
+           "TORCH_NCCL_ASYNC_ERROR_HANDLING", EARLIER,
            SPENT_VARIABLE}
 
 

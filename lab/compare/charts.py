@@ -67,12 +67,19 @@ def loss_points(rows: list[Row], kind: str) -> list[Points]:
 def memory_points(rows: list[Row]) -> list[Points]:
     """Group runs whose memory forms one line over the microbatch: same model and precision.
 
-    A published point is the memory of a GPU and the largest microbatch that fitted.
+    A published point is the memory of a GPU and the largest microbatch that fitted. A search for
+    the largest microbatch is a line of its own.
     """
-    return _grouped(((result.memory_group, row, result.figures.microbatch_size, result.memory_gib)
-                     for row in rows for result in row.results),
-                    needed=NEEDED_FOR_LINE,
-                    published="published: GPU memory and its largest microbatch")
+    searches = [
+        Points(f"--find-max-microbatch of {result.name}", f"C{3 + number % 6}",
+               *map(list, zip(*result.search, strict=True)), names=[""] * len(result.search),
+               has_curve=len({size for size, _ in result.search}) >= NEEDED_FOR_LINE)
+        for number, result in enumerate(
+            result for row in rows for result in row.results if result.search)]
+    return searches + _grouped(
+        ((result.memory_group, row, result.figures.microbatch_size, result.memory_gib)
+         for row in rows for result in row.results),
+        needed=NEEDED_FOR_LINE, published="published: GPU memory and its largest microbatch")
 
 
 def _grouped(found: Iterable[tuple[tuple[str, ...], Row, float | None, float | None]], *,

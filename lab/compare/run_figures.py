@@ -78,19 +78,25 @@ class Written:
         records: lines of `metrics.jsonl`.
         evaluations: lines of `evaluations.jsonl` with a loss on validation tokens.
         judged: the last line there of `lab judge`; empty if there is none.
+        trials: of `microbatch-search.json`: the microbatches that fitted.
     """
 
     summary: Record
     records: tuple[Record, ...]
     evaluations: tuple[Record, ...]
     judged: Record
+    trials: tuple[Record, ...] = ()
 
     @classmethod
     def read(cls, run_dir: Path) -> Written:
         """Read a run's files; it may still be training."""
         evaluations = [_object(line)
                        for line in read_text(run_dir / "evaluations.jsonl").split("\n")]
-        return cls(summary=_object(read_text(run_dir / "summary.json")),
+        search = _object(read_text(run_dir / "microbatch-search.json"))
+        trials = search["trials"] if isinstance(search.get("trials"), list) else []
+        return cls(trials=tuple(trial for trial in trials if isinstance(trial, dict)
+                                and trial.get("fits") is True),
+                   summary=_object(read_text(run_dir / "summary.json")),
                    records=tuple(read_metrics(run_dir / "metrics.jsonl")),
                    evaluations=tuple(line for line in evaluations  # not of tokens trained on
                                      if number(line.get("loss")) is not None

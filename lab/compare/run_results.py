@@ -48,6 +48,7 @@ class Result:
         device: name of the GPU, or of the CPU.
         loss_group: results with an equal one form a curve of the loss over the batch size.
         memory_group: results with an equal one form a line of the memory over the microbatch.
+        search: the microbatches that --find-max-microbatch has tried, and the GiB that each took.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Result:
     size: str = ""  # as `size_name` gives it; empty if it is not known
     loss_group: tuple[str, ...] = ()
     memory_group: tuple[str, ...] = ()
+    search: tuple[tuple[float, float], ...] = ()
 
     @property
     def test_text(self) -> str:
@@ -154,6 +156,9 @@ def read_result(run_dir: Path) -> Result:
         memory_gib=number(facts.get("peak_memory_gib")), judge=_judge(written),
         loss_group=_group(config, *LOSS_SETTINGS) if status == FINISHED else (),
         memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),
+        search=tuple((size, gib) for trial in written.trials
+                     if (size := number(trial.get("microbatch_size")))
+                     and (gib := number(trial.get("demand_gib"))) is not None),
     )
 
 

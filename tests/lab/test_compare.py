@@ -658,6 +658,20 @@ def test_different_models_and_precisions_are_separate_lines_in_the_memory_chart(
     assert [group.has_curve for group in groups] == [True, True, False]
 
 
+def test_a_search_for_the_largest_microbatch_is_a_line_in_the_memory_chart(runs: Runs) -> None:
+    run_dir = runs.add("mine")
+    (run_dir / "microbatch-search.json").write_text(json.dumps({"trials": [
+        {"microbatch_size": 1, "fits": True, "demand_gib": 2.5},
+        {"microbatch_size": 5, "fits": True, "demand_gib": 4.5},
+        {"microbatch_size": 9, "fits": False, "demand_gib": None},
+        {"microbatch_size": "x", "fits": True}, 7]}))
+    (search, *_) = memory_points(runs.compare().rows)
+    assert (search.x, search.y, search.has_curve) == ([1, 5], [2.5, 4.5], True)
+    figure = Figure()
+    comparison_charts._plot_memory(figure, [search])
+    assert line_of(figure, "2.00 GiB + 0.500 GiB per sequence")
+
+
 def test_published_losses_get_their_own_panel_if_runs_have_no_test_loss(runs: Runs) -> None:
     runs.add("mine", losses=(3.0, 2.0, None))
     panels = loss_panels(runs.compare(published=True).rows)
