@@ -22,7 +22,7 @@ from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace
 from tokens.tokenizer import choose_tokenizer
-from trainer import targets
+from trainer import models
 from trainer.checkpoint_cleanup import prune
 
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_removed_while_it_is_read_is_noticed(
     trained: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_latest(trained)
-    load_weights, opened = targets.load_weights, []
+    load_weights, opened = models.load_weights, []
 
     def remove_and_load(checkpoint, model):
         opened.append(checkpoint.name)
@@ -119,7 +119,7 @@ def test_a_checkpoint_removed_while_it_is_read_is_noticed(
             go_on(trained)
         load_weights(checkpoint, model)
 
-    monkeypatch.setattr(targets, "load_weights", remove_and_load)
+    monkeypatch.setattr(models, "load_weights", remove_and_load)
     succeeded(publish(trained, tmp_path / "export"))
     newest = find_checkpoint(trained.runs_dir / "tiny/checkpoints", "latest")
     assert len(set(opened)) == 3 and opened[-1] == newest.name
@@ -160,8 +160,8 @@ def test_a_damaged_checkpoint_is_an_error_at_once(
     content = bytearray((newest.path / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (newest.path / "model.safetensors").write_bytes(content)
-    find, asked = targets.find_checkpoint, []
-    monkeypatch.setattr(targets, "find_checkpoint",
+    find, asked = models.find_checkpoint, []
+    monkeypatch.setattr(models, "find_checkpoint",
                         lambda *arguments: asked.append(arguments) or find(*arguments))
     assert "has changed since it was written" in error_line(publish(trained, tmp_path / "export"))
     assert len(asked) == 1
