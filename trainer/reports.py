@@ -11,7 +11,7 @@ from basics.code_version import code_version
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from basics.machine import machine_up_seconds
 from basics.run_identity import Identity, write_identity
-from checkpointing import best_of, list_checkpoints
+from checkpointing import best_of, clean_up, list_checkpoints
 from optim import rates_line
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
@@ -25,7 +25,6 @@ from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
 from trainer.attention import attention_line, remedy
 from trainer.background_saver import BackgroundSaver
-from trainer.checkpoint_cleanup import clean_up
 from trainer.compilation import Recompilations
 from trainer.diagnostics import Diagnostics
 from trainer.losses import Losses
@@ -232,7 +231,7 @@ class Reports:
                 status.
         """
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
-            self.saver.prune()
+            self.saver.tidy()
             self.draw_charts()
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()

@@ -8,13 +8,12 @@ import pytest
 
 from basics.errors import UserError
 from basics.run_identity import IDENTITY, Identity, read_identity, write_identity
-from checkpointing import SnapshotBuffers, best_of, find_checkpoint, list_checkpoints
+from checkpointing import SnapshotBuffers, best_of, clean_up, find_checkpoint, list_checkpoints
 from checkpointing import save_checkpoint as save_snapshot
 from processes.command_line import Options
 from run_config import Run, load_run
 from tests.support.checkpoints import describe, state
 from tests.support.workplace import Workplace
-from trainer.checkpoint_cleanup import clean_up
 from trainer.startup import PreparedRun, choose_checkpoint
 
 A, B = Identity(name="aa"), Identity(name="bb")
