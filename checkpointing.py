@@ -7,7 +7,6 @@ every file system its files are written first, and their manifest last: see
 
 from __future__ import annotations
 
-import errno
 import math
 import shutil
 import time
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 from basics.checkpoint_names import BEST, LATEST, named_as_checkpoints, replace_link, step_of
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
-from basics.files import fsync, is_refused, read_regular_file, write_atomically
+from basics.files import fsync, read_regular_file, write_atomically
 from basics.manifest import MANIFEST, add_to_manifest, find_damage, read_manifest, write_manifest
 from basics.run_identity import IDENTITY, Name, read_identity
 from basics.sizes import SNAPSHOT_BLOCK_BYTES
@@ -163,10 +162,9 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointMeta) -> Checkpoint:
-    """Write a checkpoint: its files, fsync of each, their names, the manifest. Rank 0.
+    """Write a checkpoint: its files, fsync, the manifest last. Rank 0.
 
-    Raises:
-        OSError: it could not be written; nothing of it is left.
+    Raises: OSError: it could not be written; nothing of it is left.
     """
     if not checkpoints_dir.is_dir():
         checkpoints_dir.mkdir(parents=True)
@@ -200,8 +198,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
 def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint:
     """Add a validation to a saved checkpoint. Rank 0.
 
-    Raises:
-        OSError: it could not be written; the checkpoint is whole, and not validated.
+    Raises: OSError: it could not be written; the checkpoint is whole, and not validated.
     """
     text = validation.model_dump_json() + "\n"
     write_atomically(checkpoint.path / VALIDATION, text, durable=True)
@@ -216,8 +213,7 @@ def list_checkpoints(checkpoints_dir: Path, *, foreign: bool = False) -> list[Ch
     Args:
         foreign: instead those that the run has left, or that are another run's.
 
-    Raises:
-        UserError: the run's identity cannot be read.
+    Raises: UserError: the run's identity cannot be read.
     """
     found, identity = [], read_identity(checkpoints_dir.parent)
     for path in named_as_checkpoints(checkpoints_dir):
@@ -231,7 +227,7 @@ def list_checkpoints(checkpoints_dir: Path, *, foreign: bool = False) -> list[Ch
 
 
 def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
-    """Read a checkpoint's JSON files. Raises: UserError if it is damaged.
+    """Read a checkpoint's JSON files. Raises: UserError: it is damaged.
 
     Args:
         thoroughly: read every byte and compare digests, about a second a GB.
@@ -254,8 +250,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
 def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the run's newest checkpoint whose every byte is right, and warnings about later ones.
 
-    Raises:
-        UserError: there are checkpoints, but none is whole: starting over would lose the run.
+    Raises: UserError: there are some, but none is whole: starting over would lose the run.
     """
     damaged: list[str] = []
     foreign = {found.name for found in list_checkpoints(checkpoints_dir, foreign=True)}
@@ -274,8 +269,7 @@ def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
     """Return `latest` or `best` (None if there is no checkpoint yet), or one by its name.
 
-    Raises:
-        UserError: there is none of that name, or it is damaged.
+    Raises: UserError: there is none of that name, or it is damaged.
     """
     if name == LATEST:
         return newest_whole(checkpoints_dir)[0]
@@ -299,17 +293,14 @@ def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def renew_links(checkpoints_dir: Path) -> None:
-    """Let `latest` and `best` name the right checkpoints. Only people read them. Rank 0.
+    """Let `latest` and `best` name the right checkpoints; no launch reads them. Rank 0.
 
-    Raises:
-        OSError, UserError: they could not be renewed.
+    Raises: OSError, UserError: they could not be renewed.
     """
     failpoint("save.links")
-    checkpoints = list_checkpoints(checkpoints_dir)
-    best = best_of(checkpoints)
-    if best is not None:
+    if checkpoints := list_checkpoints(checkpoints_dir):
         replace_link(checkpoints_dir / LATEST, checkpoints[-1].name)
-        replace_link(checkpoints_dir / BEST, best.name)
+        replace_link(checkpoints_dir / BEST, best_of(checkpoints).name)
 
 
 def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
@@ -317,8 +308,7 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
 
     Options of the optimizer, such as weight decay, come from train.json, not from the checkpoint.
 
-    Raises:
-        UserError: a file is missing or damaged, or does not fit.
+    Raises: UserError: a file is missing or damaged, or does not fit.
     """
     load_weights(checkpoint, state.model)
     keys_of = {parameter: MUON_STATE if group.get("is_orthogonalised") else ADAMW_STATE
@@ -348,8 +338,8 @@ def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
 
 
 def _cannot_be_loaded(checkpoint: Checkpoint, error: Exception) -> UserError:
-    return UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}; name another"
-                     " checkpoint, or start over with --fresh")
+    return UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}; restore"
+                     " model.json, name another checkpoint, or start over with --fresh")
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -373,11 +363,10 @@ def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> No
     kept = {checkpoint.name for checkpoint in checkpoints[-keep:]} | set(protected)
     kept |= {checkpoint.name for checkpoint in [best_of(checkpoints)] if checkpoint}
     removed = [checkpoint for checkpoint in checkpoints if checkpoint.name not in kept]
-    if not removed or find_damage(checkpoints[-1].path, thoroughly=True):
-        return
-    for checkpoint in removed:
-        failpoint("save.prune")
-        remove_checkpoint(checkpoint.path)
+    if removed and not find_damage(checkpoints[-1].path, thoroughly=True):
+        for checkpoint in removed:
+            failpoint("save.prune")
+            remove_checkpoint(checkpoint.path)
 
 
 def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
@@ -424,12 +413,5 @@ def _set_aside(run_dir: Path, chosen: list[Path]) -> Path:
     for link in (LATEST, BEST):
         (run_dir / "checkpoints" / link).unlink(missing_ok=True)
     for path in chosen:
-        target = aside_dir / "checkpoints" / path.name
-        try:
-            path.rename(target)
-        except OSError as error:
-            if not is_refused(error) and error.errno != errno.EMFILE:  # gcsfuse: it has many files
-                raise
-            shutil.copytree(path, target)
-            remove_checkpoint(path)
+        shutil.move(path, aside_dir / "checkpoints")
     return aside_dir

@@ -16,8 +16,8 @@ from basics.files import REFUSALS, check_tensor_header
 Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it, and shape
 
 
-def check_header(path: Path, wanted: Header) -> None:
-    """Compare names, dtypes and shapes of a file's tensors, and its size, without reading them.
+def read_tensors(path: Path, wanted: Header) -> dict[str, Tensor]:
+    """Read a file's tensors after comparing their names, dtypes and shapes, and its size.
 
     Raises:
         OSError, SafetensorError: the file cannot be read, or is damaged.
@@ -31,11 +31,6 @@ def check_header(path: Path, wanted: Header) -> None:
         if found.get(name) != wanted.get(name):
             raise ValueError(f"{path.name}: {name[:60]} is {found.get(name, 'absent')}, wanted"
                              f" {wanted.get(name, 'absent')}")
-
-
-def read_tensors(path: Path, wanted: Header) -> dict[str, Tensor]:
-    """Read all tensors of a file. Raises: as `check_header`."""
-    check_header(path, wanted)
     return safetensors.torch.load_file(path)
 
 

@@ -5,39 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-
 from basics.errors import UserError
-from basics.tensor_files import check_header, header_of
-from checkpointing import WEIGHTS, Checkpoint
-from gpt import GPTModel
+from checkpointing import Checkpoint
 from optim import learning_rate_at, schedule_of
 from reporting.loss_window import REPORT_INTERVAL
-from run_config import ModelConfig, Run
+from run_config import Run
 from tokens.batch_plan import BatchPlan
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that may change in mid-run
 RAISED = 1.1  # ratio of two learning rates
-
-
-def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Compare a checkpoint's tensor names, dtypes and shapes with a model's; load neither.
-
-    Raises:
-        UserError: a file is damaged, or belongs to another model.
-    """
-    with torch.device("meta"):
-        wanted = header_of(GPTModel(model).state_dict())
-    path = checkpoint.path / WEIGHTS
-    try:
-        check_header(path, wanted)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
-                        " name another checkpoint") from None
-    except ValueError as error:
-        raise UserError(f"{checkpoint.path}: {error} by model.json; restore model.json, or start"
-                        " over with --fresh") from None
 
 
 def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:

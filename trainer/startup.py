@@ -14,7 +14,7 @@ from basics.checkpoint_names import BEST, LATEST, named_as_checkpoints
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.files import check_inside
-from basics.manifest import digest_of
+from basics.manifest import read_manifest
 from basics.run_identity import IDENTITY, Identity, read_identity
 from checkpointing import (
     Checkpoint,
@@ -47,7 +47,7 @@ from trainer.initial_weights import initial_model
 from trainer.losses import build_training_state
 from trainer.portable_cache import COMPILED
 from trainer.precision import resolve_for_device
-from trainer.resuming import check_position, check_same_run, check_weights_fit, resume_warnings
+from trainer.resuming import check_position, check_same_run, resume_warnings
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class PreparedRun:
 
     def agreed_values(self) -> object:
         """Return the values that must be equal on all processes."""
-        checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
+        found = self.resume_from
+        checkpoint = found and (found.name, read_manifest(found.path))
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
@@ -253,7 +254,6 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
         raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
                         " another machine of the run") from None
     check_same_run(checkpoint, run, data.fingerprints)
-    check_weights_fit(checkpoint, run.model)
     check_position(checkpoint, data.plan)
     return checkpoint
 

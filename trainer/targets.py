@@ -26,7 +26,6 @@ from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import END_OF_TEXT_IDS, Tokenizer, file_beside, load_tokenizer
 from tokens.tokenizer_file import TOKENIZER_FILE, name_of, parse_tokenizer, read_tokenizer_file
-from trainer.resuming import check_weights_fit
 from trainer.weight_formats import (
     Gpt2Config,
     Weights,
@@ -132,7 +131,6 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> Target:
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
                    run: Run | None = None) -> Target:
-    check_weights_fit(checkpoint, config)
     model = _on_meta(checkpoint.path, config).to_empty(device="cpu")
     load_weights(checkpoint, model)
     tokenizer = checkpoint.meta.tokenizer
@@ -141,10 +139,8 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
 
 def _of_directory(name: str, directory: Path) -> Target:
     if (directory / MANIFEST).exists():
-        found = open_checkpoint(directory)
-        _on_meta(directory, found.meta.model)
-        check_weights_fit(found, found.meta.model)  # before digests: a file may have terabytes
-        return _of_checkpoint(name, open_checkpoint(directory, thoroughly=True), found.meta.model)
+        found = open_checkpoint(directory, thoroughly=True)
+        return _of_checkpoint(name, found, found.meta.model)
     weights = _map_weights(directory)
     try:
         if is_original(weights.keys()):

