@@ -233,7 +233,7 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
         checkpoint, damaged = newest_whole(run.checkpoints_dir)
         instead = f"{checkpoint.name} is used instead" if checkpoint else ""
         warnings += [f"{line}; {instead}" for line in damaged]
-        warnings += [f"{path}: has no manifest, as where a kill came while it was written: ignored"
+        warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
                      for path in named_as_checkpoints(run.checkpoints_dir, partial=True)]
     else:
         checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint)

@@ -146,6 +146,16 @@ def test_damage_of_the_newest_checkpoint_is_no_step_back(run: Run) -> None:
     assert step == 9 and "is used instead" in warning and read_identity(run.run_dir) == A
 
 
+def test_what_a_kill_left_is_ignored_in_one_line_and_removed(run: Run) -> None:
+    write_identity(run.run_dir, A)
+    save(run, A, 9, 19)
+    partial = list_checkpoints(run.checkpoints_dir)[1].path
+    (partial / "manifest.json").unlink()
+    step, (warning,) = launch(run)
+    assert step == 9 and warning.startswith(f"{partial}: has no manifest, ")
+    assert not partial.exists()
+
+
 def test_checkpoints_of_one_run_are_enough_and_those_of_several_are_refused(run: Run) -> None:
     save(run, A, 9, 19)
     assert launch(run) == (19, []) and read_identity(run.run_dir) == A

@@ -235,7 +235,7 @@ def slow_save(hit: int) -> str:
 
 # The first save, the last one, and the last one tried again.
 @pytest.mark.parametrize("faults", [
-    slow_save(1), slow_save(3), "save.manifest:full:hit=3;" + slow_save(4),
+    slow_save(1), slow_save(3), slow_save(4) + ";save.manifest:full:hit=3",
 ], ids=["first", "last", "tried again"])
 def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(
     workplace: Workplace, run_dir: Path, faults: str
