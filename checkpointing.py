@@ -1,53 +1,41 @@
 """Checkpoints: the training state of a run in memory, on disk, and back.
 
-A checkpoint is a directory of safetensors and JSON files: reading an untrusted one runs no code. It
-is written under a temporary name, renamed when it is whole, and validated afterwards.
+A checkpoint is a directory of safetensors and JSON files: reading an untrusted one runs no code. On
+every file system its files are written first, and their manifest last: see
+`basics/checkpoint_names.py`. Its validation is added later.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import time
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from basics.checkpoint_names import (
-    BEST,
-    LATEST,
-    named_as_checkpoints,
-    replace_link,
-    write_directory,
-)
+from basics.checkpoint_names import BEST, LATEST, named_as_checkpoints, replace_link, step_of
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
-from basics.manifest import (
-    add_to_manifest,
-    find_damage,
-    find_oversized,
-    read_manifest,
-    write_manifest,
-)
-from basics.run_identity import Name, read_identity
-from basics.tensor_files import read_tensors, write_tensors
+from basics.manifest import MANIFEST, add_to_manifest, find_damage, read_manifest, write_manifest
+from basics.run_identity import IDENTITY, Name, read_identity
+from basics.tensor_files import header_of, read_tensors, write_tensors
 from basics.text import SNAPSHOT_BLOCK_BYTES
-from gpt import GPTModel, num_parameters
+from gpt import GPTModel
 from run_config import ModelConfig
 
 WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
-ROOM_BYTES = 2**26  # of a file, beside its tensors: headers, a tokenizer
-EARLIER = "average.safetensors"  # of earlier versions; not read
-FILES = {WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER, EARLIER}
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
 ALIGNMENT = 64  # bytes, of a tensor in a block
@@ -77,7 +65,6 @@ class CheckpointMeta(_Record):
     train_loss: float | None
     seconds: ByPhase
     usd: ByPhase = {}  # empty if the machine's price was not known
-    num_steps: int | None = Field(default=None, exclude=True, ge=1, lt=2**40)  # once written
     optimizer: str = "adamw"
     code: str = ""  # that trained up to here: a commit, or a version and a digest
     tokenizer: str | None
@@ -94,16 +81,6 @@ class Validation(_Record):
     loss: float | None  # nats per token; None if not finite
     seconds: ByPhase = {}  # of the run up to here, as in `meta.json`
     usd: ByPhase = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_the_weights(cls, values: Any) -> Any:
-        """Take the weights' own loss where an earlier version has that of their average too."""
-        if not isinstance(values, dict):
-            return values  # refused as damage
-        raw_loss = values.get("raw_loss")
-        known = {key: value for key, value in values.items() if key != "raw_loss"}
-        return known if raw_loss is None else known | {"loss": raw_loss}
 
 
 @dataclass(frozen=True)
@@ -169,7 +146,6 @@ class Checkpoint:
     path: Path
     meta: CheckpointMeta
     validation: Validation | None = None  # None until it has been validated
-    remark: str = field(default="", compare=False)  # what failed after it was saved
 
     @property
     def name(self) -> str:
@@ -186,67 +162,49 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointMeta) -> Checkpoint:
-    """Write a checkpoint under a temporary name, rename it when it is whole, renew links. Rank 0.
+    """Write a checkpoint: its files, fsync, the manifest last. Rank 0.
 
-    After the rename it is saved: what fails from there on is only a remark. Without renames: see
-    `basics/checkpoint_names.py`.
-
-    Raises:
-        OSError: it could not be written; no partial checkpoint is left.
+    Raises: OSError: it could not be written; nothing of it is left.
     """
     if not checkpoints_dir.is_dir():
         checkpoints_dir.mkdir(parents=True)
         fsync(checkpoints_dir.parent)
-    name = _new_name(checkpoints_dir, meta.global_step)
+    now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+    path = checkpoints_dir / f"{now}-iteration-{meta.global_step}"
+    path.mkdir()
     try:
-        write_directory(checkpoints_dir / name, lambda place: _write(place, snapshot, meta),
-                        place="save.rename")
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: out of memory
-        raise as_os_error(error) from None
-    return Checkpoint(checkpoints_dir / name, meta, remark=_sync_and_link(checkpoints_dir))
+        failpoint("save.meta")
+        # First: what a kill leaves can be told from what somebody else put there.
+        write_atomically(path / META, meta.model_dump_json(indent=2), durable=True)
+        failpoint("save.weights")
+        write_tensors(path / WEIGHTS, snapshot.weights)
+        failpoint("save.optimizer")
+        write_tensors(path / OPTIMIZER, snapshot.moments)
+        if meta.tokenizer_file is not None:
+            (path / TOKENIZER).write_bytes(meta.tokenizer_file)
+        for written in (*path.iterdir(), path, checkpoints_dir):
+            fsync(written)
+        failpoint("save.manifest")
+        write_manifest(path, global_step=meta.global_step, tokens=meta.tokens)
+    except BaseException as error:
+        with suppress(OSError):
+            remove_checkpoint(path)
+        if isinstance(error, SafetensorError | RuntimeError):  # RuntimeError: out of memory
+            raise as_os_error(error) from None
+        raise
+    return Checkpoint(path, meta)
 
 
 def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint:
-    """Add a validation to a saved checkpoint, and renew the links. Rank 0.
+    """Add a validation to a saved checkpoint. Rank 0.
 
-    Raises:
-        OSError: it could not be written; the checkpoint is whole, and not validated.
+    Raises: OSError: it could not be written; the checkpoint is whole, and not validated.
     """
     text = validation.model_dump_json() + "\n"
     write_atomically(checkpoint.path / VALIDATION, text, durable=True)
     failpoint("save.validation")
     add_to_manifest(checkpoint.path, VALIDATION)
-    return replace(checkpoint, validation=validation,
-                   remark=_sync_and_link(checkpoint.path.parent))
-
-
-def _sync_and_link(checkpoints_dir: Path) -> str:
-    """Make new names durable and renew the links; return what failed, empty if nothing did."""
-    try:
-        fsync(checkpoints_dir)
-        failpoint("save.links")
-        renew_links(checkpoints_dir)
-    except (OSError, UserError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return ""
-
-
-def _write(directory: Path, snapshot: Snapshot, meta: CheckpointMeta) -> None:
-    """Write a checkpoint's files and fsync each of them before the manifest lists them."""
-    directory.mkdir()
-    failpoint("save.weights")
-    write_tensors(directory / WEIGHTS, snapshot.weights)
-    failpoint("save.optimizer")
-    write_tensors(directory / OPTIMIZER, snapshot.moments)
-    failpoint("save.meta")
-    (directory / META).write_text(meta.model_dump_json(indent=2))
-    if meta.tokenizer_file is not None:
-        (directory / TOKENIZER).write_bytes(meta.tokenizer_file)
-    for path in directory.iterdir():
-        fsync(path)
-    failpoint("save.manifest")
-    write_manifest(directory, global_step=meta.global_step, tokens=meta.tokens)
-    fsync(directory)
+    return replace(checkpoint, validation=validation)
 
 
 def list_checkpoints(checkpoints_dir: Path, *, foreign: bool = False) -> list[Checkpoint]:
@@ -255,8 +213,7 @@ def list_checkpoints(checkpoints_dir: Path, *, foreign: bool = False) -> list[Ch
     Args:
         foreign: instead those that the run has left, or that are another run's.
 
-    Raises:
-        UserError: the run's identity cannot be read.
+    Raises: UserError: the run's identity cannot be read.
     """
     found, identity = [], read_identity(checkpoints_dir.parent)
     for path in named_as_checkpoints(checkpoints_dir):
@@ -269,56 +226,38 @@ def list_checkpoints(checkpoints_dir: Path, *, foreign: bool = False) -> list[Ch
     return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
 
 
-def open_checkpoint(path: Path, *, thoroughly: bool = False,
-                    model: ModelConfig | None = None) -> Checkpoint:
-    """Read a checkpoint's JSON files. Raises: UserError if it is damaged.
+def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
+    """Read a checkpoint's JSON files. Raises: UserError: it is damaged.
 
     Args:
         thoroughly: read every byte and compare digests, about a second a GB.
-        model: of the run that would resume. A checkpoint of a larger one, which could say that it
-            has terabytes, is not read: `check_same_run` refuses it.
     """
-    damage = find_damage(path)
+    damage = find_damage(path, thoroughly=thoroughly)
     if not damage:
         try:
-            manifest = read_manifest(path)
+            manifest, validation = read_manifest(path), None
             meta = CheckpointMeta.model_validate_json(read_regular_file(path / META))
-            thoroughly &= model in (None, meta.model) or (
-                num_parameters(meta.model) <= num_parameters(model))
-            validation = None
             if VALIDATION in manifest.files:
                 validation = Validation.model_validate_json(read_regular_file(path / VALIDATION))
-            checkpoint = Checkpoint(path, meta, validation)
-            if (meta.global_step, meta.tokens) != (manifest.global_step, manifest.tokens):
-                damage = f"{META} does not agree with the manifest"
-            elif thoroughly:
-                # AdamW's two moments are the largest file, in float32.
-                limit = 8 * num_parameters(meta.model) + ROOM_BYTES
-                damage = find_oversized(manifest, FILES, limit) or find_damage(
-                    path, thoroughly=True)
-            if not damage:
-                return checkpoint
+            if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
+                return Checkpoint(path, meta, validation)
+            damage = f"{META} does not agree with the manifest"
         except (OSError, ValueError):
             damage = f"{META} or {VALIDATION} cannot be read"
     raise UserError(f"{path}: damaged: {damage}")
 
 
-def newest_whole(checkpoints_dir: Path, model: ModelConfig | None = None
-                 ) -> tuple[Checkpoint | None, list[str]]:
+def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the run's newest checkpoint whose every byte is right, and warnings about later ones.
 
-    Args:
-        model: as of `open_checkpoint`.
-
-    Raises:
-        UserError: there are checkpoints, but none is whole: starting over would lose the run.
+    Raises: UserError: there are some, but none is whole: starting over would lose the run.
     """
     damaged: list[str] = []
     foreign = {found.name for found in list_checkpoints(checkpoints_dir, foreign=True)}
     for path in reversed(named_as_checkpoints(checkpoints_dir)):
         if path.name not in foreign:
             try:
-                return open_checkpoint(path, thoroughly=True, model=model), damaged
+                return open_checkpoint(path, thoroughly=True), damaged
             except UserError as error:
                 damaged.append(str(error))
     if damaged:
@@ -327,24 +266,19 @@ def newest_whole(checkpoints_dir: Path, model: ModelConfig | None = None
     return None, damaged
 
 
-def find_checkpoint(checkpoints_dir: Path, name: str,
-                    model: ModelConfig | None = None) -> Checkpoint | None:
+def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
     """Return `latest` or `best` (None if there is no checkpoint yet), or one by its name.
 
-    Args:
-        model: as of `open_checkpoint`.
-
-    Raises:
-        UserError: there is none of that name, or it is damaged.
+    Raises: UserError: there is none of that name, or it is damaged.
     """
     if name == LATEST:
-        return newest_whole(checkpoints_dir, model)[0]
+        return newest_whole(checkpoints_dir)[0]
     if name == BEST:
         best = best_of(list_checkpoints(checkpoints_dir))
-        return best and open_checkpoint(best.path, thoroughly=True, model=model)
+        return best and open_checkpoint(best.path, thoroughly=True)
     if checkpoints_dir / name in named_as_checkpoints(checkpoints_dir):
         try:
-            return open_checkpoint(checkpoints_dir / name, thoroughly=True, model=model)
+            return open_checkpoint(checkpoints_dir / name, thoroughly=True)
         except UserError as error:
             raise UserError(f"{error}; name another checkpoint") from None
     known = ", ".join(checkpoint.name for checkpoint in list_checkpoints(checkpoints_dir)[-3:])
@@ -359,12 +293,14 @@ def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def renew_links(checkpoints_dir: Path) -> None:
-    """Point `latest` and `best` to the right checkpoints. Rank 0."""
-    checkpoints = list_checkpoints(checkpoints_dir)
-    best = best_of(checkpoints)
-    if best is not None:
+    """Let `latest` and `best` name the right checkpoints; no launch reads them. Rank 0.
+
+    Raises: OSError, UserError: they could not be renewed.
+    """
+    failpoint("save.links")
+    if checkpoints := list_checkpoints(checkpoints_dir):
         replace_link(checkpoints_dir / LATEST, checkpoints[-1].name)
-        replace_link(checkpoints_dir / BEST, best.name)
+        replace_link(checkpoints_dir / BEST, best_of(checkpoints).name)
 
 
 def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
@@ -372,56 +308,110 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
 
     Options of the optimizer, such as weight decay, come from train.json, not from the checkpoint.
 
-    Raises:
-        UserError: a file is missing or damaged.
+    Raises: UserError: a file is missing or damaged, or does not fit.
     """
+    load_weights(checkpoint, state.model)
+    keys_of = {parameter: MUON_STATE if group.get("is_orthogonalised") else ADAMW_STATE
+               for group in state.optimizer.param_groups for parameter in group["params"]}
+    parameters = dict(state.model.named_parameters())
+    wanted = {f"{key}/{name}": ("F32", [] if key == "step" else list(parameter.shape))
+              for name, parameter in parameters.items() for key in keys_of[parameter]}
     try:
-        weights = read_tensors(checkpoint.path / WEIGHTS)
-        moments = _read_moments(checkpoint, state)
-        state.model.load_state_dict(weights)
-        names = {parameter: name for name, parameter in state.model.named_parameters()}
-        for parameter, keys in _state_names(state.optimizer).items():
-            state.optimizer.state[parameter] = {  # "step" too: a fused optimizer wants it there
-                key: moments[f"{key}/{names[parameter]}"].to(parameter.device) for key in keys}
-        if state.scaler.is_enabled() and (saved := checkpoint.meta.loss_scale):
-            state.scaler.load_state_dict(state.scaler.state_dict() | {
-                "scale": saved.scale, "_growth_tracker": saved.growth_tracker})
+        moments = read_tensors(checkpoint.path / OPTIMIZER, wanted)
     except DAMAGE as error:
-        raise UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}; name another"
-                        " checkpoint, or start over with --fresh") from None
+        raise _cannot_be_loaded(checkpoint, error) from None
+    for name, parameter in parameters.items():
+        state.optimizer.state[parameter] = {  # "step" too: a fused optimizer wants it there
+            key: moments[f"{key}/{name}"].to(parameter.device) for key in keys_of[parameter]}
+    if state.scaler.is_enabled() and (saved := checkpoint.meta.loss_scale):
+        state.scaler.load_state_dict(state.scaler.state_dict() | {
+            "scale": saved.scale, "_growth_tracker": saved.growth_tracker})
 
 
 def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
-    """Load only the model's weights, in place.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Load only the model's weights, in place. Raises: UserError: as `load_checkpoint`."""
     try:
-        model.load_state_dict(read_tensors(checkpoint.path / WEIGHTS))
+        weights = read_tensors(checkpoint.path / WEIGHTS, header_of(model.state_dict()))
     except DAMAGE as error:
-        raise UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}") from None
+        raise _cannot_be_loaded(checkpoint, error) from None
+    model.load_state_dict(weights)
 
 
-def _state_names(optimizer: Optimizer) -> dict[Tensor, tuple[str, ...]]:
-    """Return the names of the optimizer's state by parameter."""
-    return {parameter: MUON_STATE if group.get("is_orthogonalised") else ADAMW_STATE
-            for group in optimizer.param_groups for parameter in group["params"]}
+def _cannot_be_loaded(checkpoint: Checkpoint, error: Exception) -> UserError:
+    return UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}; restore"
+                     " model.json, name another checkpoint, or start over with --fresh")
 
 
-def _read_moments(checkpoint: Checkpoint, state: TrainingState) -> dict[str, Tensor]:
-    """Read the optimizer's state after comparing its names, dtypes and shapes."""
-    keys_of = _state_names(state.optimizer)
-    wanted = {f"{key}/{name}": ("F32", [] if key == "step" else list(parameter.shape))
-              for name, parameter in state.model.named_parameters() for key in keys_of[parameter]}
-    return read_tensors(checkpoint.path / OPTIMIZER, wanted=wanted, least=lambda name: (
-        0.0 if name.startswith(("step/", "exp_avg_sq/")) else -math.inf))
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, whole or partial: its manifest first. Raises: OSError."""
+    if (path / MANIFEST).exists():
+        (path / MANIFEST).unlink()
+        fsync(path)
+        failpoint("save.remove")
+    for file in path.iterdir():
+        if file.name != META:  # last: see `_is_partly_saved`
+            file.unlink()
+    shutil.rmtree(path)
 
 
-def _new_name(checkpoints_dir: Path, global_step: int) -> str:
-    name = f"{time.strftime('%Y%m%dZ%H%M%S', time.gmtime())}-iteration-{global_step}"
-    unused, copies = name, 0
-    while (checkpoints_dir / unused).exists():
-        copies += 1
-        unused = f"{name}-{copies}"
-    return unused
+def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> None:
+    """Remove all but the newest checkpoints, the best one and the protected ones. Rank 0.
+
+    Nothing is removed if the newest one is damaged.
+    """
+    checkpoints = list_checkpoints(checkpoints_dir)
+    kept = {checkpoint.name for checkpoint in checkpoints[-keep:]} | set(protected)
+    kept |= {checkpoint.name for checkpoint in [best_of(checkpoints)] if checkpoint}
+    removed = [checkpoint for checkpoint in checkpoints if checkpoint.name not in kept]
+    if removed and not find_damage(checkpoints[-1].path, thoroughly=True):
+        for checkpoint in removed:
+            failpoint("save.prune")
+            remove_checkpoint(checkpoint.path)
+
+
+def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
+    """Leave a launch whole checkpoints of earlier steps, and links to them. Rank 0.
+
+    What a kill left of a checkpoint is removed. Those from `from_step` on, damaged ones too, and
+    those of another run move to a directory that is returned, with a copy of the records; None if
+    there are none.
+    """
+    checkpoints_dir = run_dir / "checkpoints"
+    for path in named_as_checkpoints(checkpoints_dir, partial=True):
+        if _is_partly_saved(path):
+            with suppress(OSError):
+                remove_checkpoint(path)
+    foreign = {found.name for found in list_checkpoints(checkpoints_dir, foreign=True)}
+    chosen = [path for path in named_as_checkpoints(checkpoints_dir)
+              if step_of(path) >= from_step or path.name in foreign]
+    aside_dir = _set_aside(run_dir, chosen) if chosen else None
+    with suppress(OSError):
+        renew_links(checkpoints_dir)
+    return aside_dir
+
+
+def _is_partly_saved(path: Path) -> bool:
+    """Return whether a kill left a directory without a manifest, and nobody else made it."""
+    try:
+        CheckpointMeta.model_validate_json(read_regular_file(path / META))
+    except (OSError, ValueError):
+        return all(file.name.startswith(".") for file in path.iterdir())
+    return True
+
+
+def _set_aside(run_dir: Path, chosen: list[Path]) -> Path:
+    """Move checkpoints to a new directory, and copy the run's records there."""
+    now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+    aside_dir, number = run_dir / "set-aside" / now, 0
+    while aside_dir.exists():
+        number += 1
+        aside_dir = aside_dir.with_name(f"{now}-{number}")
+    (aside_dir / "checkpoints").mkdir(parents=True)
+    for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
+        if path.is_file() and not path.is_symlink() and path.name != IDENTITY:
+            shutil.copy2(path, aside_dir / path.name)
+    for link in (LATEST, BEST):
+        (run_dir / "checkpoints" / link).unlink(missing_ok=True)
+    for path in chosen:
+        shutil.move(path, aside_dir / "checkpoints")
+    return aside_dir

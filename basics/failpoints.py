@@ -2,7 +2,7 @@
 
 The environment variable DDP_TRAIN_FAILPOINT holds "place:fault". ":rank=R", ":hit=N" and
 ":attempt=A" limit the fault to one rank, to the N-th time the place is reached, or to one of
-torchrun's restarts: "save.rename:kill:rank=0:hit=2". Separate several faults by semicolons. Each
+torchrun's restarts: "save.manifest:kill:rank=0:hit=2". Separate several faults by semicolons. Each
 fault that is triggered appends a line to the file that DDP_TRAIN_FAILPOINT_MARKS names: place,
 fault, rank, process id, time.
 """

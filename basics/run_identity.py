@@ -21,12 +21,7 @@ Name = Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")]
 
 
 class Identity(BaseModel):
-    """The identity of a run.
-
-    Attributes:
-        name: of what is trained now.
-        earlier: what that goes on from: by name, the last global step that belongs to the run.
-    """
+    """The identity of a run; of those that it goes on from, the last step that belongs to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

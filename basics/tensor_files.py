@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from basics.files import REFUSALS, check_tensor_header
 Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it, and shape
 
 
-def check_header(path: Path, wanted: Header) -> None:
-    """Compare names, dtypes and shapes of a file's tensors, and its size, without reading them.
+def read_tensors(path: Path, wanted: Header) -> dict[str, Tensor]:
+    """Read a file's tensors after comparing their names, dtypes and shapes, and its size.
 
     Raises:
         OSError, SafetensorError: the file cannot be read, or is damaged.
@@ -32,49 +31,18 @@ def check_header(path: Path, wanted: Header) -> None:
         if found.get(name) != wanted.get(name):
             raise ValueError(f"{path.name}: {name[:60]} is {found.get(name, 'absent')}, wanted"
                              f" {wanted.get(name, 'absent')}")
-
-
-def read_tensors(path: Path, *, wanted: Header | None = None,
-                 least: Callable[[str], float] = lambda name: -math.inf) -> dict[str, Tensor]:
-    """Read all tensors of a file; numbers that would make later weights NaN are refused.
-
-    Args:
-        wanted: as of `check_header`; None for any.
-        least: the lowest value that a tensor may hold, by its name.
-
-    Raises:
-        OSError, SafetensorError, ValueError: as `check_header`.
-    """
-    if wanted is None:
-        check_tensor_header(path)
-    else:
-        check_header(path, wanted)
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-    for name, tensor in tensors.items():
-        low, high = _range(tensor)
-        if not (math.isfinite(low) and math.isfinite(high) and low >= least(name)):
-            raise ValueError(f"{path.name}: {name[:60]} holds numbers from {low:g} to {high:g}")
-    return tensors
-
-
-def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
-    """Return the name of the first tensor with a NaN or an infinity, or empty."""
-    return next((name for name, tensor in tensors.items()
-                 if not all(map(math.isfinite, _range(tensor)))), "")
-
-
-def _range(tensor: Tensor) -> tuple[float, float]:
-    """Return the least and the greatest number; zeros if there are none."""
-    if not tensor.numel():
-        return 0.0, 0.0
-    low, high = tensor.aminmax()  # one pass, without a copy
-    return float(low), float(high)
+    return safetensors.torch.load_file(path)
 
 
 def header_of(tensors: Mapping[str, Tensor]) -> Header:
     """Return the names, dtypes and shapes of float32 tensors."""
     return {name: ("F32", list(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor with a NaN or an infinity, or empty."""
+    return next((name for name, tensor in tensors.items() if tensor.numel()
+                 and not all(limit.isfinite() for limit in tensor.aminmax())), "")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor],

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import shutil
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import safetensors.torch
 import torch
 
 import checkpointing
+from basics.checkpoint_names import named_as_checkpoints
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from basics.manifest import MANIFEST, find_damage, write_manifest
@@ -20,26 +22,31 @@ from checkpointing import (
     SnapshotBuffers,
     Validation,
     add_validation,
+    clean_up,
     find_checkpoint,
     list_checkpoints,
     load_checkpoint,
+    load_weights,
     newest_whole,
     open_checkpoint,
+    prune,
+    remove_checkpoint,
+    renew_links,
+    save_checkpoint,
 )
-from optim import learning_rate_at
+from gpt import GPTModel
 from processes.command_line import command_line
 from processes.launch import Process
 from reporting.clock import PhaseClock
-from run_config import ModelConfig, load_run
+from run_config import Run, load_run
 from tests.support.checkpoints import MODEL, damage, describe, save, state
-from tests.support.workplace import TINY_TRAIN, Workplace, small_disk, succeeded
+from tests.support.workplace import Workplace, small_disk, succeeded
 from tokens.batch_plan import BatchPlan
+from tokens.batches import open_run_data
 from trainer.background_saver import BackgroundSaver
-from trainer.checkpoint_cleanup import prune, remove_partial_checkpoints, set_aside
 from trainer.resuming import (
     check_position,
     check_same_run,
-    check_weights_fit,
     resume_warnings,
 )
 from trainer.startup import PreparedRun, prepare_run
@@ -96,30 +103,45 @@ def test_latest_is_the_highest_step_and_best_the_lowest_loss(tmp_path: Path) -> 
         assert json.loads((link / "meta.json").read_text())["global_step"] == step
 
 
-def test_a_run_directory_can_be_moved(tmp_path: Path) -> None:
-    save(tmp_path / "a", 3)
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "b" / "latest" / "model.safetensors").is_file()
+@pytest.mark.parametrize("place", [
+    "save.meta", "save.weights", "save.optimizer", "save.manifest", "save.remove"])
+def test_what_a_kill_leaves_is_ignored_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    checkpoints_dir, snapshot = tmp_path / "checkpoints", SnapshotBuffers().take(state(5))
+    before, newest = save(checkpoints_dir, 3), save(checkpoints_dir, 4)
+    monkeypatch.setenv(VARIABLE, f"{place}:kill")
+    child = os.fork()
+    if not child:
+        try:
+            if place == "save.remove":
+                remove_checkpoint(newest.path)
+            save_checkpoint(checkpoints_dir, snapshot, describe(5))
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    monkeypatch.delenv(VARIABLE)
+    kept = before if place == "save.remove" else newest
+    (partial,) = named_as_checkpoints(checkpoints_dir, partial=True)
+    assert partial == newest.path or partial.name.endswith("-iteration-5")
+    assert newest_whole(checkpoints_dir) == (kept, [])
+    assert clean_up(tmp_path, from_step=kept.meta.global_step + 1) is None
+    assert not partial.exists() and kept.path.exists()
+    assert os.readlink(checkpoints_dir / "latest") == kept.name
 
 
-def test_two_checkpoints_in_the_same_second_do_not_collide(tmp_path: Path) -> None:
-    names = {save(tmp_path, 3).name for _ in range(3)}
-    assert len(names) == 3 == len(list_checkpoints(tmp_path))
+def test_what_lacks_a_manifest_and_is_no_part_of_a_checkpoint_stays(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 3).path
+    for name in (MANIFEST, "meta.json"):
+        (path / name).unlink()
+    clean_up(tmp_path, from_step=0)
+    assert (path / "model.safetensors").exists()
 
 
-def test_partial_checkpoints_are_ignored_and_removed(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 3)
-    (tmp_path / ".partial-20260101Z000000-iteration-9").mkdir()
-    (tmp_path / ".partial-latest").symlink_to(checkpoint.name)
-    assert find_checkpoint(tmp_path, "latest") == checkpoint
-    remove_partial_checkpoints(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [checkpoint.name, "best", "latest"]
-    assert (checkpoint.path / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("how", ["deleted", "cut short", "a bit", "rubbish"])
-@pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.safetensors", "meta.json", MANIFEST])
+@pytest.mark.parametrize(("file", "how"), [
+    *itertools.product(["model.safetensors", "optimizer.safetensors", "meta.json"],
+                       ["deleted", "cut short", "a bit", "rubbish"]),
+    (MANIFEST, "cut short"), (MANIFEST, "a bit"), (MANIFEST, "rubbish")])
 def test_damage_is_named_and_the_newest_whole_one_used(
     tmp_path: Path, file: str, how: str
 ) -> None:
@@ -167,14 +189,15 @@ def test_nothing_is_pruned_where_the_newest_is_damaged(tmp_path: Path) -> None:
 
 
 def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path / "checkpoints", 3)
+    checkpoint = add_validation(save(tmp_path / "checkpoints", 3), Validation(loss=1.5))
     manifest = json.loads((checkpoint.path / MANIFEST).read_text())
     assert manifest["global_step"] == 3 and manifest["files"].keys() == {
-        "model.safetensors", "optimizer.safetensors", "meta.json"}
+        "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json"}
+    assert {path.name for path in checkpoint.path.iterdir()} == {MANIFEST, *manifest["files"]}
     (tmp_path / "secret").write_text("x")
     manifest["files"] = {"../../secret": {"bytes": 1, "sha256": "0" * 64}}
     (checkpoint.path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    assert find_damage(checkpoint.path) == f"{MANIFEST} cannot be read"
+    assert find_damage(checkpoint.path) == f"{MANIFEST} cannot be read (damaged)"
 
 
 def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
@@ -188,7 +211,7 @@ def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("changes", "message"), [
     ({"n_heads": 4}, "model.json: n_heads is 4, .* was trained with 2; set it back"),
     ({"tie_weights": True}, "model.json: tie_weights is True"),
-    ({"optimizer": "muon"}, 'train.json: optimizer is "muon", .* was trained with "adamw"'),
+    ({"optimizer": "muon"}, 'train.json: optimizer is muon, .* was trained with adamw'),
     ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
     ({"data": {"train": "100 tokens, xyz"}}, "train.json: the train tokens of tiny are not those"),
 ])
@@ -205,10 +228,32 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert "--fresh" in str(caught.value)
 
 
-def test_dropout_may_change_in_mid_run(workplace: Workplace) -> None:
-    workplace.add_run(model={"drop_rate": 0.3})
+def test_what_may_change_in_mid_run(workplace: Workplace) -> None:
+    workplace.add_run(model={"drop_rate": 0.4}, train={"start_train_token": 16})
     checkpoint = save(workplace.root, 3)
-    check_same_run(checkpoint, load_run(workplace.runs_dir, "tiny"), checkpoint.meta.data)
+    run, data = load_run(workplace.runs_dir, "tiny"), checkpoint.meta.data | {"validation": "new"}
+    check_same_run(checkpoint, run, data)
+    assert resume_warnings(checkpoint, run, recorded([3]), data=data, num_steps=9) == []
+
+
+def test_data_is_neither_read_twice_nor_left_out(workplace: Workplace) -> None:
+    dataset_dir, saved = workplace.add_dataset(), save(workplace.root, 3)
+
+    def fingerprints(**train: int) -> tuple[Run, dict[str, str]]:
+        name = f"run-{len(train)}-{'-'.join(train)}"
+        workplace.add_run(name, model={"drop_rate": 0.3}, train=train)
+        run = load_run(workplace.runs_dir, name)
+        return run, open_run_data(run, dataset_dir, world_size=1).fingerprints
+
+    run, data = fingerprints()
+    checkpoint = replace(saved, meta=saved.meta.model_copy(update={"data": data}))
+    check_same_run(checkpoint, run, data)
+    for key in ("start_train_token", "start_val_token"):
+        with pytest.raises(UserError, match=f"{key} is 16, .* was trained with 0; set it"):
+            check_same_run(checkpoint, *fingerprints(**{key: 16}))
+    run, data = fingerprints(validation_batches=2)
+    (warning,) = resume_warnings(checkpoint, run, recorded([3]), data=data, num_steps=9)
+    assert "a validation has 4 sequences now, up to " in warning
 
 
 def test_the_configs_weight_decay_counts_after_loading(tmp_path: Path) -> None:
@@ -218,45 +263,11 @@ def test_the_configs_weight_decay_counts_after_loading(tmp_path: Path) -> None:
     assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7
 
 
-def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
-    checkpoint = add_validation(save(tmp_path, 3), Validation(loss=1.5))
-    assert {path.name for path in checkpoint.path.iterdir()} == {
-        "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", MANIFEST}
-    for path in checkpoint.path.iterdir():
-        if path.suffix == ".json":
-            json.loads(path.read_text())
-        else:
-            safetensors.torch.load_file(path)
-
-
-def test_a_checkpoint_of_earlier_versions_opens(tmp_path: Path) -> None:
-    """They wrote averaged weights and their loss, beside the loss of the weights themselves.
-
-    A launch could change the number of steps, so they wrote that too.
-    """
-    path = save(tmp_path, 3).path
-    meta = json.loads((path / "meta.json").read_text())
-    assert "num_steps" not in meta
-    (path / "meta.json").write_text(json.dumps(meta | {"num_steps": 90}))
-    for raw_loss, wanted in (("null", 1.5), ("2.5", 2.5)):
-        (path / "validation.json").write_text(f'{{"loss": 1.5, "raw_loss": {raw_loss}}}')
-        shutil.copy(path / "model.safetensors", path / "average.safetensors")
-        (path / MANIFEST).unlink()
-        write_manifest(path, global_step=3, tokens=0)
-        found = open_checkpoint(path, thoroughly=True)
-        assert found.loss == wanted and found.meta.num_steps == 90
-        loaded = state(0)
-        load_checkpoint(found, loaded)
-        assert torch.equal(loaded.model.head_weight, state(3).model.head_weight)
-
-
 @pytest.mark.parametrize(("change", "message"), [
     (lambda moments: moments.pop(f"step/{NORM}"), f"step/{NORM} is absent"),
     (lambda moments: moments.update(more=torch.zeros(1)), "more is"),
     (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(3)}), r"\[3\]\), wanted"),
     (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(16).half()}), "F16"),
-    (lambda moments: moments[f"exp_avg_sq/{NORM}"].fill_(-1), "holds numbers from -1"),
-    (lambda moments: moments[f"exp_avg/{NORM}"].fill_(torch.nan), "holds numbers from nan"),
 ])
 def test_moments_that_do_not_fit_the_model_are_refused(
     tmp_path: Path, change: Callable[[dict], object], message: str
@@ -269,97 +280,14 @@ def test_moments_that_do_not_fit_the_model_are_refused(
         load_checkpoint(checkpoint, state(0))
 
 
-@pytest.mark.parametrize(
-    "loss_scale", [{}, {"scale": "x"}, {"scale": -1.0}, {"growth_tracker": -1}])
-def test_a_wrong_loss_scale_is_damage(tmp_path: Path, loss_scale: dict) -> None:
-    path = save(tmp_path, 3).path
-    meta = json.loads((path / "meta.json").read_text())
-    meta["loss_scale"] = loss_scale and meta["loss_scale"] | loss_scale
-    (path / "meta.json").write_text(json.dumps(meta))
-    (path / MANIFEST).unlink()
-    write_manifest(path, global_step=3, tokens=0)
-    with pytest.raises(UserError, match="damaged: meta.json or validation.json cannot be read"):
-        open_checkpoint(path)
-
-
-@pytest.mark.parametrize("content", ["[]", "null", "1", '{"raw_loss": "x"}'])
-def test_a_validation_that_is_no_record_is_damage(tmp_path: Path, content: str) -> None:
-    path = save(tmp_path, 3).path
-    (path / "validation.json").write_text(content)
-    (path / MANIFEST).unlink()
-    write_manifest(path, global_step=3, tokens=0)
-    with pytest.raises(UserError, match="damaged: meta.json or validation.json cannot be read"):
-        open_checkpoint(path)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_sparse_file_of_terabytes_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Also where the manifest says the same size."""
-    first, second = save(tmp_path, 3), save(tmp_path, 4)
-    os.truncate(second.path / name, 4 * 2**40)
-    with pytest.raises(UserError, match=f"{name} has 4,398,046,511,104 bytes, not "):
-        open_checkpoint(second.path, thoroughly=True)
-    manifest = json.loads((second.path / MANIFEST).read_text())
-    manifest["files"][name]["bytes"] = 4 * 2**40
-    (second.path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    hashed = []
-    monkeypatch.setattr("basics.manifest._sha256", lambda path: hashed.append(path.name))
-    with pytest.raises(UserError, match=f"{name} has 4,398,046,511,104 bytes, more than the model"):
-        open_checkpoint(second.path, thoroughly=True)
-    assert hashed == []
-    monkeypatch.undo()
-    found, (warning,) = newest_whole(tmp_path)
-    assert found.name == first.name and "more than the model needs" in warning
-
-
-def change_manifest(path: Path, **files: dict) -> None:
-    """Add or replace files in a checkpoint's manifest."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"] = dict(sorted((manifest["files"] | files).items()))
-    (path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def test_a_checkpoint_that_claims_a_larger_model_than_the_run_has_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = save(tmp_path, 3).path
-    meta = json.loads((path / "meta.json").read_text())
-    model = ModelConfig(**meta["model"])
-    meta["model"] |= {"emb_dim": 65536, "n_layers": 4}  # room for 1.6 TB
-    (path / "meta.json").write_text(json.dumps(meta))
-    os.truncate(path / "model.safetensors", 2**40)
-    change_manifest(path, **{
-        "model.safetensors": {"bytes": 2**40, "sha256": "0" * 64},
-        "meta.json": {"bytes": (path / "meta.json").stat().st_size, "sha256": "0" * 64}})
-    hashed = []
-    monkeypatch.setattr("basics.manifest._sha256", lambda path: hashed.append(path.name))
-    for found in (newest_whole(tmp_path, model)[0], find_checkpoint(tmp_path, "best", model),
-                  find_checkpoint(tmp_path, path.name, model)):
-        assert found.meta.model.emb_dim == 65536  # which `check_same_run` refuses
-    assert hashed == []
-
-
-def test_a_manifest_with_a_file_that_no_checkpoint_has_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = save(tmp_path, 3).path
-    (path / "more.bin").write_bytes(b"x")
-    change_manifest(path, **{"more.bin": {"bytes": 1, "sha256": "0" * 64}})
-    hashed = []
-    monkeypatch.setattr("basics.manifest._sha256", lambda path: hashed.append(path.name))
-    with pytest.raises(UserError, match="more.bin is no file of a checkpoint"):
-        open_checkpoint(path, thoroughly=True)
-    assert hashed == []
-
-
 def test_a_validation_joins_its_checkpoint_and_decides_which_is_best(tmp_path: Path) -> None:
     first, second = save(tmp_path, 3, None), save(tmp_path, 4, None)
     assert os.readlink(tmp_path / "best") == second.name  # no loss is known
     assert add_validation(first, Validation(loss=1.25)).loss == 1.25
+    renew_links(tmp_path)
     assert os.readlink(tmp_path / "best") == first.name
     add_validation(second, Validation(loss=None))  # not finite: validated, but never the best
+    renew_links(tmp_path)
     found = {checkpoint.name: checkpoint for checkpoint in list_checkpoints(tmp_path)}
     assert found[first.name].validation == Validation(loss=1.25)
     assert found[second.name].validation == Validation(loss=None)
@@ -383,7 +311,7 @@ def test_a_kill_while_a_validation_is_added_leaves_the_checkpoint_whole(
 
 
 @pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
-def test_a_failure_after_the_rename_costs_no_checkpoint(
+def test_a_failure_after_the_manifest_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     writer = BackgroundSaver(tmp_path, keep=1)
@@ -392,30 +320,19 @@ def test_a_failure_after_the_rename_costs_no_checkpoint(
         writer.save(state(step), describe(step))
         writer.wait()
     assert not writer.is_behind and writer.num_checkpoints == 2
-    writer.retry()
     steps = [found.meta.global_step for found in list_checkpoints(tmp_path)]
     assert steps == ([1] if fault == "save.links:full" else [0, 1])
     assert writer.take_failure() == {
-        "save.links:full": "the checkpoint of step 2 is saved, but latest and best could not be"
-                           " renewed (No space left on device)",
+        "save.links:full": "latest and best could not be renewed (No space left on device;"
+                           " make room)",
         "save.prune:full": "older checkpoints could not be removed (No space left on device;"
                            " make room)",
     }[fault]
-
-
-@pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
-def test_a_run_succeeds_if_only_links_or_pruning_fail(
-    workplace: Workplace, fault: str
-) -> None:
-    run_dir = workplace.add_run(train={"keep_checkpoints": 1, "validation_interval": 2})
-    workplace.add_dataset()
-    result = succeeded(workplace.torchrun(1, "tiny", "--max-steps", "6", **{VARIABLE: fault}))
-    assert "could not be re" in result.stdout and "could not be written" not in result.stdout
-    steps = [found.meta.global_step for found in list_checkpoints(run_dir / "checkpoints")]
-    assert len(steps) == len(set(steps)) and steps[-1] == 5
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
-    assert json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["global_step"] == 6
+    monkeypatch.delenv(VARIABLE)
+    writer.save(state(2), describe(2))  # repairs it
+    writer.wait()
+    (kept,) = list_checkpoints(tmp_path)
+    assert os.readlink(tmp_path / "latest") == kept.name and not writer.take_failure()
 
 
 def test_a_full_disk_is_reported_as_enospc(tmp_path: Path) -> None:
@@ -460,20 +377,6 @@ class Decided:
         return json.dumps(self.by_rank_0)
 
 
-def test_data_is_neither_read_twice_nor_left_out(workplace: Workplace) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "3"))
-    for key in ("start_train_token", "start_val_token"):
-        (run_dir / "train.json").write_text(json.dumps(TINY_TRAIN | {key: 16}))
-        result = workplace.ddp_train("tiny")
-        assert result.returncode == 2
-        assert f"{key} is 16, " in result.stderr and "was trained with 0; set it" in result.stderr
-    (run_dir / "train.json").write_text(json.dumps(TINY_TRAIN | {"validation_batches": 2}))
-    result = succeeded(workplace.torchrun(1, "tiny", "--max-steps", "1"))
-    assert "warning: a validation has 4 sequences now, up to " in result.stdout
-
-
 def test_another_global_batch_is_refused_and_another_split_is_not(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 3)
     meta = checkpoint.meta.model_copy(update={"tokens": 4 * 128})
@@ -482,47 +385,9 @@ def test_another_global_batch_is_refused_and_another_split_is_not(tmp_path: Path
         check_position(replace(checkpoint, meta=meta), BatchPlan(2, 2, 1, 16, num_steps=9))
 
 
-def test_a_checkpoint_may_have_fewer_fingerprints_than_the_run(workplace: Workplace) -> None:
-    workplace.add_run(model={"drop_rate": 0.3}, train={"start_train_token": 16})
-    checkpoint = save(workplace.root, 3)
-    data = checkpoint.meta.data | {"start_train_token": "16", "validation_sequences": "6"}
-    run = load_run(workplace.runs_dir, "tiny")
-    check_same_run(checkpoint, run, data)
-    assert resume_warnings(checkpoint, run, recorded([3]), data=data, num_steps=9) == []
-
-
-@pytest.mark.parametrize(("was", "found"), [(None, 0), (90, 0), (80, 1)])
-def test_another_number_of_steps_than_an_earlier_version_recorded_is_one_warning(
-    workplace: Workplace, was: int | None, found: int
-) -> None:
-    workplace.add_run()
-    saved = save(workplace.root, 39)
-    meta = saved.meta.model_copy(update={"num_steps": was, "tokens": 40 * 128})
-    warnings = resume_warnings(replace(saved, meta=meta), load_run(workplace.runs_dir, "tiny"),
-                               recorded([9, 19, 29, 39]), data={}, num_steps=90)
-    assert len(warnings) == found
-    assert not found or warnings[0].endswith(f"the run has 90 steps, {saved.name} was trained for"
-                                             " 80; min_train_tokens 10240 would keep its schedule")
-
-
 def recorded(steps: Iterable[int], learning_rate: float = 0.01) -> list[dict]:
     return [{"global_step": step, "train_loss": None, "learning_rate": learning_rate}
             for step in steps]
-
-
-def test_other_defaults_than_in_earlier_launches_are_a_warning(workplace: Workplace) -> None:
-    workplace.add_run(train={"optimizer": "muon", "learning_rate": None, "beta2": 0.9})
-    run, checkpoint = load_run(workplace.runs_dir, "tiny"), save(workplace.root, 3)
-    rates = recorded(range(4), learning_rate_at(run.train, 3, num_steps=9))
-    for before, wanted in (
-        (run.train.model_dump(), []),
-        (run.train.model_dump() | {"beta2": 0.7}, []),  # it is set
-        (run.train.model_dump() | {"schedule": None, "weight_decay": 0.1},
-         ['"schedule": null, "weight_decay": 0.1 then']),
-    ):
-        run.summary_path.write_text(json.dumps({"train": before}))
-        found = resume_warnings(checkpoint, run, rates, data=checkpoint.meta.data, num_steps=9)
-        assert len(found) == len(wanted) and all(map(str.__contains__, found, wanted))
 
 
 @pytest.mark.parametrize(("steps", "missing"), [
@@ -571,7 +436,7 @@ def test_a_failed_write_leaves_no_checkpoint_and_the_last_one_whole(
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 4)
     monkeypatch.undo()
-    assert not list(tmp_path.glob(".partial*"))
+    assert not named_as_checkpoints(tmp_path, partial=True)
     assert [c.meta.global_step for c in list_checkpoints(tmp_path)] == [3]
     load_checkpoint(find_checkpoint(tmp_path, "latest"), state(0))
 
@@ -585,25 +450,14 @@ def test_no_such_checkpoint_names_those_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"emb_dim": 32}, r"attention.output.bias is .*\[16\]\), wanted .*\[32\]\) by model.json"),
-    ({"n_layers": 3}, r"blocks.2.* is absent, wanted .* by model.json"),
-    ({"tie_weights": True}, r"head.weight is .*\[257, 16\]\), wanted absent by model.json"),
+    ({"emb_dim": 32}, r"attention.output.bias is .*\[16\]\), wanted .*\[32\]\)"),
+    ({"n_layers": 3}, r"blocks.2.* is absent, wanted .*"),
+    ({"tie_weights": True}, r"head.weight is .*\[257, 16\]\), wanted absent"),
 ])
 def test_a_model_of_another_shape_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
     checkpoint = save(tmp_path, 3)
-    check_weights_fit(checkpoint, MODEL)
-    with pytest.raises(UserError, match=message):
-        check_weights_fit(checkpoint, MODEL.model_copy(update=changes))
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-@pytest.mark.parametrize("content", [b"", b"rubbish" * 99])
-def test_damaged_files_are_one_line(tmp_path: Path, file: str, content: bytes) -> None:
-    checkpoint = save(tmp_path, 3)
-    (checkpoint.path / file).write_bytes(content)
-    with pytest.raises(UserError, match="cannot be loaded") as caught:
-        load_checkpoint(checkpoint, state(0))
-    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=f"cannot be loaded: .*{message}; restore model.json"):
+        load_weights(checkpoint, GPTModel(MODEL.model_copy(update=changes)))
 
 
 def test_setting_aside_moves_checkpoints_and_copies_records(tmp_path: Path) -> None:
@@ -612,11 +466,11 @@ def test_setting_aside_moves_checkpoints_and_copies_records(tmp_path: Path) -> N
         save(checkpoints_dir, step, loss)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     damage(find_checkpoint(checkpoints_dir, "latest").path / "meta.json", "rubbish")
-    aside = set_aside(tmp_path, from_step=2)
+    aside = clean_up(tmp_path, from_step=2)
     assert [c.meta.global_step for c in list_checkpoints(checkpoints_dir)] == [1]
     assert len(list((aside / "checkpoints").iterdir())) == 2  # the damaged one too
     assert [c.meta.global_step for c in list_checkpoints(aside / "checkpoints")] == [2]
     assert (aside / "metrics.jsonl").read_text() == "{}\n"
     for link in ("latest", "best"):
         assert json.loads((checkpoints_dir / link / "meta.json").read_text())["global_step"] == 1
-    assert set_aside(tmp_path, from_step=9) is None
+    assert clean_up(tmp_path, from_step=9) is None

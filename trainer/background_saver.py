@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from basics.checkpoint_names import partial_files
+from basics.checkpoint_names import named_as_checkpoints
 from basics.errors import NON_FINITE, UserError, as_os_error, why_not_written
 from basics.failpoints import failpoint
 from basics.tensor_files import first_non_finite
@@ -21,10 +22,11 @@ from checkpointing import (
     TrainingState,
     Validation,
     add_validation,
+    prune,
+    renew_links,
     save_checkpoint,
 )
 from reporting.metrics_file import fsync_records
-from trainer.checkpoint_cleanup import prune
 
 POLL_SECONDS = 0.5  # between two looks at the files of a write that is waited for
 
@@ -39,9 +41,6 @@ class BackgroundSaver:
     Args:
         newest: the checkpoint that the run resumed from, which may still lack its validation.
         heartbeat: called while a write is waited for and makes progress.
-
-    Attributes:
-        after_write: called in the thread when something has been written.
     """
 
     def __init__(self, checkpoints_dir: Path, *, keep: int | None = None,
@@ -55,9 +54,8 @@ class BackgroundSaver:
         self._unsaved: tuple[Snapshot, CheckpointMeta] | None = None
         self._newest, self._validation = newest, newest and newest.validation
         self._failure = ""
-        self.after_write: Callable[[], None] = lambda: None
-        self.num_checkpoints = 0
-        self.longest_write_seconds = 0.0
+        self.after_write: Callable[[], None] = lambda: None  # called in the thread
+        self.num_checkpoints, self.longest_write_seconds = 0, 0.0
 
     def save(self, state: TrainingState, meta: CheckpointMeta) -> None:
         """Take a snapshot when the last one is written; return as soon as it is taken."""
@@ -121,9 +119,9 @@ class BackgroundSaver:
 
     def _progress(self) -> list[tuple[str, int]]:
         """Return the names and sizes of the files that are being written."""
-        with suppress(OSError):  # a directory was renamed meanwhile
-            return sorted((str(path), path.stat().st_size)
-                          for path in partial_files(self._checkpoints_dir))
+        with suppress(OSError):  # one was renamed or removed meanwhile
+            return sorted((str(path), path.stat().st_size) for directory in named_as_checkpoints(
+                self._checkpoints_dir, partial=True) for path in directory.iterdir())
         return []
 
     def take_failure(self) -> str:
@@ -131,56 +129,42 @@ class BackgroundSaver:
         failure, self._failure = self._failure, ""
         return failure
 
-    def prune(self) -> None:
-        """Remove the checkpoints that `keep_checkpoints` does not keep."""
-        try:
-            if self._keep is not None:
-                prune(self._checkpoints_dir, keep=self._keep, protected=self._protected)
-        except (OSError, UserError) as error:
-            reason = why_not_written(error) if isinstance(error, OSError) else error
-            self._failure = f"older checkpoints could not be removed ({reason})"
-
     def _run(self, previous: Future[None] | None) -> None:
         """Write whatever is not on disk yet. In the thread."""
         if previous is not None:
             previous.result()  # an error that nobody has seen ends this write too
-        began = time.perf_counter()
-        if self._unsaved is not None and not self._save(*self._unsaved):
+        began, what = time.perf_counter(), ""
+        try:
+            if self._unsaved is not None:
+                snapshot, meta = self._unsaved
+                what = f"the checkpoint of step {meta.global_step + 1:,}"
+                if broken := first_non_finite(snapshot.weights | snapshot.moments):
+                    raise UserError(f"{what} was not saved: {broken} is not finite; resume from the"
+                                    " one before, perhaps with a lower learning_rate", NON_FINITE)
+                fsync_records(self._checkpoints_dir.parent)
+                self._newest = save_checkpoint(self._checkpoints_dir, snapshot, meta)
+                self._unsaved = None
+                self.num_checkpoints += 1
+            if self._lacks_validation():
+                what = f"the validation loss of step {self._newest.meta.global_step + 1:,}"
+                fsync_records(self._checkpoints_dir.parent)
+                self._newest = add_validation(self._newest, self._validation)
+        except (OSError, ValueError) as error:
+            self._failure = f"{what} could not be written ({why_not_written(as_os_error(error))})"
             return
-        if self._lacks_validation() and not self._save_validation(self._newest):
-            return
-        self.prune()
+        self.tidy()
         self.after_write()
         self.longest_write_seconds = max(self.longest_write_seconds, time.perf_counter() - began)
 
-    def _save(self, snapshot: Snapshot, meta: CheckpointMeta) -> bool:
-        what = f"the checkpoint of step {meta.global_step + 1:,}"
-        if broken := first_non_finite(snapshot.weights | snapshot.moments):
-            raise UserError(f"{what} was not saved: {broken} is not finite; resume from the one"
-                            " before, perhaps with a lower learning_rate", NON_FINITE)
-        try:
-            fsync_records(self._checkpoints_dir.parent)
-            self._newest = save_checkpoint(self._checkpoints_dir, snapshot, meta)
-        except OSError as error:
-            self._failure = f"{what} could not be written ({why_not_written(error)})"
-            return False
-        self._unsaved = None
-        self.num_checkpoints += 1
-        self._note_remark(what)
-        return True
-
-    def _save_validation(self, checkpoint: Checkpoint) -> bool:
-        what = f"the validation loss of step {checkpoint.meta.global_step + 1:,}"
-        try:
-            fsync_records(self._checkpoints_dir.parent)
-            self._newest = add_validation(checkpoint, self._validation)
-        except (OSError, ValueError) as error:
-            self._failure = f"{what} could not be written ({why_not_written(as_os_error(error))})"
-            return False
-        self._note_remark(what)
-        return True
-
-    def _note_remark(self, what: str) -> None:
-        if self._newest.remark:
-            self._failure = (f"{what} is saved, but latest and best could not be renewed"
-                             f" ({self._newest.remark})")
+    def tidy(self) -> None:
+        """Remove the checkpoints that `keep_checkpoints` does not keep, and renew the links."""
+        work = {"latest and best could not be renewed": renew_links}
+        if self._keep is not None:
+            work["older checkpoints could not be removed"] = partial(
+                prune, keep=self._keep, protected=self._protected)
+        for failure, tidy in work.items():
+            try:
+                tidy(self._checkpoints_dir)
+            except (OSError, UserError) as error:
+                reason = why_not_written(error) if isinstance(error, OSError) else error
+                self._failure = f"{failure} ({reason})"

@@ -30,7 +30,7 @@ from tokens.tokenizer_file import (
     read_tokenizer_file,
     short_name,
 )
-from trainer.resuming import FREE_TO_CHANGE, check_weights_fit
+from trainer.resuming import FREE_TO_CHANGE
 from trainer.weight_formats import Gpt2Config, Weights, drop_zero_biases, from_gpt2, from_original
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -155,7 +155,6 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
                    run: Run | None = None) -> LoadedModel:
-    check_weights_fit(checkpoint, config)
     model = _on_meta(checkpoint.path, config).to_empty(device="cpu")
     load_weights(checkpoint, model)
     tokenizer = checkpoint.meta.tokenizer
@@ -165,10 +164,8 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
 
 def _of_directory(name: str, directory: Path) -> LoadedModel:
     if (directory / MANIFEST).exists():
-        found = open_checkpoint(directory)
-        _on_meta(directory, found.meta.model)
-        check_weights_fit(found, found.meta.model)  # before digests: a file may have terabytes
-        return _of_checkpoint(name, open_checkpoint(directory, thoroughly=True), found.meta.model)
+        found = open_checkpoint(directory, thoroughly=True)
+        return _of_checkpoint(name, found, found.meta.model)
     weights = _map_weights(directory)
     try:
         if weights.keys() & {"pos_emb.weight", "model.pos_emb.weight"}:

@@ -10,7 +10,7 @@ from torch import Tensor
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from basics.machine import code_version, machine_up_seconds
 from basics.run_identity import Identity, write_identity
-from checkpointing import best_of, list_checkpoints
+from checkpointing import best_of, clean_up, list_checkpoints
 from optim import rates_line
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
@@ -23,7 +23,6 @@ from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
 from trainer.background_saver import BackgroundSaver
-from trainer.checkpoint_cleanup import clean_up
 from trainer.compilation import Recompilations
 from trainer.diagnostics import Diagnostics
 from trainer.losses import Losses
@@ -230,7 +229,7 @@ class Reports:
                 status.
         """
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
-            self.saver.prune()
+            self.saver.tidy()
             self.draw_charts()
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-
 from basics.errors import UserError
-from basics.json_files import read_json_object
-from basics.tensor_files import check_header, header_of
-from checkpointing import WEIGHTS, Checkpoint
-from gpt import GPTModel
+from checkpointing import Checkpoint
 from optim import learning_rate_at, schedule_of
 from reporting.loss_window import REPORT_INTERVAL
-from run_config import ModelConfig, Run
+from run_config import Run
 from tokens.batch_plan import BatchPlan
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that may change in mid-run
 RAISED = 1.1  # ratio of two learning rates
-STARTS = ("start_train_token", "start_val_token")  # changed ones would read data twice
-
-
-def check_weights_fit(checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Compare a checkpoint's tensor names, dtypes and shapes with a model's; load neither.
-
-    Raises:
-        UserError: a file is damaged, or belongs to another model.
-    """
-    with torch.device("meta"):
-        wanted = header_of(GPTModel(model).state_dict())
-    path = checkpoint.path / WEIGHTS
-    try:
-        check_header(path, wanted)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]});"
-                        " name another checkpoint") from None
-    except ValueError as error:
-        raise UserError(f"{checkpoint.path}: {error} by model.json; restore model.json, or start"
-                        " over with --fresh") from None
 
 
 def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
@@ -51,46 +24,42 @@ def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
     """
     num_steps = checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
+        before = checkpoint.meta.tokens // num_steps
         raise UserError(
-            f"{checkpoint.path}: was trained with {checkpoint.meta.tokens // num_steps} tokens per"
-            f" step, this launch has {plan.tokens_per_step}; change gradient_accumulation_steps or"
-            " the number of processes, or set global_batch_size to"
-            f" {checkpoint.meta.tokens // num_steps // plan.context_length}; or use --fresh"
-        )
+            f"{checkpoint.path}: was trained with {before} tokens per step, this launch has"
+            f" {plan.tokens_per_step}; change gradient_accumulation_steps or the number of"
+            f" processes, or set global_batch_size to {before // plan.context_length}; or use"
+            " --fresh")
 
 
 def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
     """Refuse to resume with another model, seed or data: it would be another run.
 
     Args:
-        data: the fingerprints of the token files. Checkpoints of earlier versions have fewer.
+        data: the fingerprints of the token files.
 
     Raises:
         UserError: names the change and how to undo it.
     """
-    meta = checkpoint.meta
-    for key, was in meta.model.model_dump(exclude=FREE_TO_CHANGE).items():
-        found = getattr(run.model, key)
-        if found != was:
-            raise UserError(f"{run.run_dir / 'model.json'}: {key} is {found}, {checkpoint.name} was"
-                            f" trained with {was}; set it back, or start over with --fresh")
-    if run.train.optimizer != meta.optimizer:
-        raise UserError(f'{run.train_path}: optimizer is "{run.train.optimizer}",'
-                        f' {checkpoint.name} was trained with "{meta.optimizer}"; set it back, or'
-                        " start over with --fresh")
-    if run.train.random_seed != meta.random_seed:
-        raise UserError(f"{run.train_path}: random_seed is {run.train.random_seed},"
-                        f" {checkpoint.name} was trained with {meta.random_seed}; set it back, or"
-                        " start over with --fresh")
-    for key, found in data.items():
-        was = meta.data.get(key, found)
-        if was != found and key in STARTS:
-            raise UserError(f"{run.train_path}: {key} is {found}, {checkpoint.name} was trained"
-                            f" with {was}; set it back, or start over with --fresh")
-        if was != found and key in ("train", "validation"):
-            raise UserError(f"{run.train_path}: the {key} tokens of {run.train.dataset} are not"
+    meta, train, model_path = checkpoint.meta, run.train, run.run_dir / "model.json"
+    was = meta.model.model_dump(exclude=FREE_TO_CHANGE)
+    compared = [(model_path, key, getattr(run.model, key), was[key]) for key in was]
+    compared += [(run.train_path, "optimizer", train.optimizer, meta.optimizer),
+                 (run.train_path, "random_seed", train.random_seed, meta.random_seed)]
+    # Another start would read data twice. A file may be used for the first time.
+    compared += [(run.train_path, key, data[key], meta.data[key])
+                 for key in ("start_train_token", "start_val_token")
+                 if key in data and key in meta.data]
+    for path, key, found, before in compared:
+        if found != before:
+            raise UserError(f"{path}: {key} is {found}, {checkpoint.name} was trained with"
+                            f" {before}; set it back, or start over with --fresh")
+    for split in ("train", "validation"):
+        found, before = data.get(split), meta.data.get(split)
+        if found and before and found != before:
+            raise UserError(f"{run.train_path}: the {split} tokens of {train.dataset} are not"
                             f" those that {checkpoint.name} was trained with ({found}, then"
-                            f" {was}); restore them, or start over with --fresh")
+                            f" {before}); restore them, or start over with --fresh")
 
 
 def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, Any]], *,
@@ -108,12 +77,6 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
     if was != found:  # as another split can cause
         warnings.append(f"a validation has {found} sequences now, up to {checkpoint.name} it had"
                         f" {was}: best compares losses of both lengths")
-    was = checkpoint.meta.num_steps  # of earlier versions only, which could change it
-    if was not in (None, num_steps):
-        tokens = was * (checkpoint.meta.tokens // (last_step + 1))
-        warnings.append(f"{run.train_path}: the run has {num_steps:,} steps, {checkpoint.name} was"
-                        f" trained for {was:,}; min_train_tokens {tokens} would keep its schedule")
-    warnings += _changed_defaults(run)
     rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
              if "train_loss" in record and record["global_step"] <= last_step}
     gaps = [f"{before + 2:,} to {after - REPORT_INTERVAL + 1:,}" for before, after in pairwise(
@@ -129,19 +92,3 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
                         f" {rates[last_step]:.2g} to {next_rate:.2g}; README.md says how to train"
                         " on")
     return warnings
-
-
-def _changed_defaults(run: Run) -> list[str]:
-    """Return a warning of settings that had another default in the run's earlier launches."""
-    try:
-        before = read_json_object(run.summary_path)["train"]
-        keys = {"learning_rate", "weight_decay", "beta1", "beta2",
-                "schedule"} - run.train.model_fields_set
-        changed = {key: before[key] for key in sorted(keys)
-                   if before[key] != getattr(run.train, key)}
-    except (UserError, KeyError, TypeError):  # a summary of another version, or none
-        return []
-    if not changed:
-        return []
-    return [f"{run.train_path}: other defaults than when the run began: {json.dumps(changed)[1:-1]}"
-            " then; to go on with these, set them (schedule null: \"constant\")"]

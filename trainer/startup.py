@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from basics.checkpoint_names import BEST, LATEST, is_link
+from basics.checkpoint_names import BEST, LATEST, named_as_checkpoints
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.files import check_inside
-from basics.manifest import digest_of
+from basics.manifest import read_manifest
 from basics.run_identity import IDENTITY, Identity, read_identity
 from checkpointing import (
     Checkpoint,
@@ -46,7 +46,7 @@ from trainer.compilation import COMPILED
 from trainer.losses import build_training_state
 from trainer.models import initial_model
 from trainer.precision import check_attention, resolve_for_device
-from trainer.resuming import check_position, check_same_run, check_weights_fit, resume_warnings
+from trainer.resuming import check_position, check_same_run, resume_warnings
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class PreparedRun:
 
     def agreed_values(self) -> object:
         """Return the values that must be equal on all processes."""
-        checkpoint = self.resume_from and (self.resume_from.name, digest_of(self.resume_from.path))
+        found = self.resume_from
+        checkpoint = found and (found.name, read_manifest(found.path))
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
@@ -207,9 +208,6 @@ def check_run_dir(run: Run) -> None:
     for path in (run.metrics_path, run.samples_path, run.evaluations_path, run.summary_path,
                  run.heartbeat_path):
         check_records(path)
-    for path in (run.checkpoints_dir / LATEST, run.checkpoints_dir / BEST):
-        if path.exists() and not is_link(path):
-            raise UserError(f"{path}: is not a link to a checkpoint; move it away")
 
 
 def choose_checkpoint(run: Run, options: Options) -> list[str]:
@@ -231,11 +229,13 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
             raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
                             f" {IDENTITY} in {run.run_dir}, or name a checkpoint")
     if options.checkpoint in (None, LATEST):
-        checkpoint, damaged = newest_whole(run.checkpoints_dir, run.model)
+        checkpoint, damaged = newest_whole(run.checkpoints_dir)
         instead = f"{checkpoint.name} is used instead" if checkpoint else ""
         warnings += [f"{line}; {instead}" for line in damaged]
+        warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
+                     for path in named_as_checkpoints(run.checkpoints_dir, partial=True)]
     else:
-        checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint, run.model)
+        checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint)
     if checkpoint is None and options.checkpoint:
         raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
     return [checkpoint.name if checkpoint else "", *warnings]
@@ -248,13 +248,11 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
         thoroughly: read every byte, as one process of each machine does: it may have its own copy.
     """
     try:
-        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly,
-                                     model=run.model)
+        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
     except UserError as error:
         raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
                         " another machine of the run") from None
     check_same_run(checkpoint, run, data.fingerprints)
-    check_weights_fit(checkpoint, run.model)
     check_position(checkpoint, data.plan)
     return checkpoint
 

@@ -59,8 +59,7 @@ class Progress:
             with safe_open(path, framework="pt") as file:
                 record = Record.model_validate_json((file.metadata() or {})[RECORD])
             if record.identity == self.identity:
-                tuner.restore(record.epochs, read_tensors(
-                    path, wanted=header_of(tuner.state_shapes()), least=_least))
+                tuner.restore(record.epochs, read_tensors(path, header_of(tuner.state_shapes())))
         except DAMAGE as error:
             click.echo(visible(f"{path}: cannot be used ({first_line(error)}): starting anew"))
             return
@@ -105,10 +104,6 @@ def opened(directory: Path, identity: dict[str, str]) -> Iterator[Progress]:
             " directory with --model-output")
     with locked(directory, busy=busy, is_temporary=True):
         yield Progress(directory, identity)
-
-
-def _least(name: str) -> float:
-    return 0 if name.startswith(("exp_avg_sq/", "step/")) else float("-inf")
 
 
 def _differences(record: Record, progress: Progress) -> str:

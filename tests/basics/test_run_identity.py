@@ -8,13 +8,12 @@ import pytest
 
 from basics.errors import UserError
 from basics.run_identity import IDENTITY, Identity, read_identity, write_identity
-from checkpointing import SnapshotBuffers, best_of, find_checkpoint, list_checkpoints
+from checkpointing import SnapshotBuffers, best_of, clean_up, find_checkpoint, list_checkpoints
 from checkpointing import save_checkpoint as save_snapshot
 from processes.command_line import Options
 from run_config import Run, load_run
 from tests.support.checkpoints import describe, state
 from tests.support.workplace import Workplace
-from trainer.checkpoint_cleanup import clean_up
 from trainer.startup import PreparedRun, choose_checkpoint
 
 A, B = Identity(name="aa"), Identity(name="bb")
@@ -145,6 +144,16 @@ def test_damage_of_the_newest_checkpoint_is_no_step_back(run: Run) -> None:
     weights.write_bytes(bytes(len(weights.read_bytes())))
     step, (warning,) = launch(run, checkpoint="latest")
     assert step == 9 and "is used instead" in warning and read_identity(run.run_dir) == A
+
+
+def test_what_a_kill_left_is_ignored_in_one_line_and_removed(run: Run) -> None:
+    write_identity(run.run_dir, A)
+    save(run, A, 9, 19)
+    partial = list_checkpoints(run.checkpoints_dir)[1].path
+    (partial / "manifest.json").unlink()
+    step, (warning,) = launch(run)
+    assert step == 9 and warning.startswith(f"{partial}: has no manifest, ")
+    assert not partial.exists()
 
 
 def test_checkpoints_of_one_run_are_enough_and_those_of_several_are_refused(run: Run) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from basics.checkpoint_names import named_as_checkpoints
 from basics.errors import UserError
 from basics.failpoints import MARKS, VARIABLE
 from checkpointing import newest_whole, open_checkpoint
@@ -69,7 +70,7 @@ def assert_resumes_to_the_same_result(workplace: Workplace, run_dir: Path, undis
         found, wanted = validations_of(run_dir), validations_of(undisturbed)
     assert found == wanted
     assert summary_of(run_dir)["status"] == "finished"
-    assert not list((run_dir / "checkpoints").glob(".partial*"))
+    assert not named_as_checkpoints(run_dir / "checkpoints", partial=True)
 
 
 CAUSES = {"raise": "RuntimeError: failpoint", "oom": "OutOfMemoryError: failpoint",
@@ -105,12 +106,12 @@ def test_one_rank_fails_and_none_hangs(
 
 # After step 10, and after the last one, where the run is trained to its end but has not got there.
 @pytest.mark.parametrize(("place", "hit"), thorough_but(
-    [("save.optimizer", 2), ("save.rename", 2), ("save.links", 2), ("validate", 2),
+    [("save.optimizer", 2), ("save.manifest", 2), ("save.links", 2), ("validate", 2),
      ("save.validation", 2), ("chart", 2), ("save.validation", 3)],
     [*((place, 2) for place in (
-        "save.snapshot", "save.weights", "save.optimizer", "save.meta", "save.manifest",
-        "save.rename", "save.links", "validate", "save.validation", "chart")),
-     ("save.rename", 3), ("save.validation", 3), ("chart", 3)]))
+        "save.snapshot", "save.meta", "save.weights", "save.optimizer", "save.manifest",
+        "save.links", "validate", "save.validation", "chart")),
+     ("save.manifest", 3), ("save.validation", 3), ("chart", 3)]))
 def test_killed_anywhere_between_two_steps(
     workplace: Workplace, run_dir: Path, undisturbed: Path, place: str, hit: int
 ) -> None:
@@ -205,8 +206,8 @@ def struck(marks: Path, place: str) -> list[int]:
 
 
 @pytest.mark.parametrize("place", thorough_but(
-    ["save.weights", "save.rename"],
-    ["save.weights", "save.optimizer", "save.meta", "save.manifest", "save.rename"]))
+    ["save.weights", "save.manifest"],
+    ["save.meta", "save.weights", "save.optimizer", "save.manifest"]))
 def test_a_full_disk_costs_one_checkpoint(
     workplace: Workplace, run_dir: Path, undisturbed: Path, place: str
 ) -> None:

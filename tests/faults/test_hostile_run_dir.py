@@ -13,14 +13,15 @@ import pytest
 from basics.errors import UserError
 from basics.failpoints import MARKS, VARIABLE
 from basics.files import write_atomically
+from checkpointing import clean_up
 from processes.run_lock import LockedError, lock_run, release_run
 from reporting import metrics_file
 from reporting.charts import draw_charts
 from reporting.metrics_file import MAX_RECORDS, check_records, read_metrics
+from tests.support.checkpoints import save
 from tests.support.in_process import contents, refused
 from tests.support.runs import read_only, wait_for
 from tests.support.workplace import Workplace, read_lines, start_forked, succeeded
-from trainer.checkpoint_cleanup import set_aside
 
 RECORDS = ["metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "summary.json", "heartbeat.json"]
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -84,14 +85,6 @@ def test_what_is_no_directory_is_refused(tiny: Workplace, name: str, kind: str) 
     assert f"{name}: {words}" in refused(tiny, "tiny")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "directory"])
-@pytest.mark.parametrize("link", ["latest", "best"])
-def test_links_that_are_no_links_are_refused(tiny: Workplace, link: str, kind: str) -> None:
-    place_in(tiny, "checkpoints").mkdir()
-    KINDS[kind](place_in(tiny, f"checkpoints/{link}"))
-    assert f"{link}: is not a link" in refused(tiny, "tiny")
-
-
 @pytest.mark.parametrize("content", [b"{}\n" * (MAX_RECORDS + 1), b"\x0b" * (2**27 + 1)],
                          ids=["many lines", "many bytes"])
 def test_records_that_are_too_large_are_refused(tmp_path: Path, content: bytes) -> None:
@@ -128,9 +121,9 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert victim.read_text() == "precious"
     assert (run_dir / "metrics.jsonl").read_text() == "new"
     assert (run_dir / "loss-chart.png").read_bytes()[:4] == b"\x89PNG"
-    (run_dir / "checkpoints" / "20260101Z000000-iteration-3").mkdir(parents=True)
+    save(run_dir / "checkpoints", 3)
     os.mkfifo(run_dir / "b.json")
-    assert [path.name for path in set_aside(run_dir, from_step=0).glob("*.json*")] == [
+    assert [path.name for path in clean_up(run_dir, from_step=0).glob("*.json*")] == [
         "metrics.jsonl"]
 
 

@@ -17,16 +17,18 @@ import safetensors.torch
 import checkpointing
 from basics import files, manifest
 from checkpointing import (
+    SnapshotBuffers,
     Validation,
     add_validation,
+    clean_up,
     newest_whole,
     renew_links,
+    save_checkpoint,
 )
 from reporting import metrics_file
 from reporting.metrics_file import remove_metrics_from
-from tests.support.checkpoints import describe, save, state
+from tests.support.checkpoints import describe, state
 from trainer.background_saver import BackgroundSaver
-from trainer.checkpoint_cleanup import remove_partial_checkpoints
 
 
 @dataclass
@@ -63,12 +65,12 @@ class Recorder:
         watch(Path, "rename", "move", 0)
         watch(Path, "replace", "move", 0)
         watch(Path, "symlink_to", "link", 0)
-        for module in (checkpointing, manifest, files, metrics_file):
+        for module in (checkpointing, files, metrics_file):
             watch(module, "fsync", "flush", 0)
         write_atomically = files.write_atomically
 
         def watched_write(path: Path, text: str, **options: object) -> None:
-            self.note("write", path.with_name(f".{path.name}.partial"), text.encode())
+            self.note("write", files.partial_file(path), text.encode())
             write_atomically(path, text, **options)
 
         for module in (checkpointing, manifest):
@@ -110,10 +112,12 @@ def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
     recorder.attach(monkeypatch)
     acknowledged, validated = [], []
     for step in (1, 2):
-        checkpoint = save(checkpoints_dir, step, None)
+        snapshot = SnapshotBuffers().take(state(step))
+        checkpoint = save_checkpoint(checkpoints_dir, snapshot, describe(step, None))
         acknowledged.append(len(recorder.operations))
         add_validation(checkpoint, Validation(loss=1.0))
         validated.append(len(recorder.operations))
+        renew_links(checkpoints_dir)
     monkeypatch.undo()
     rng = random.Random(0)
     for number in range(1, len(recorder.operations) + 1):
@@ -121,14 +125,14 @@ def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
             root = tmp_path / f"{number}-{attempt}"
             root.mkdir()
             after_power_loss(recorder.operations[:number], root, rng)
-            found, _ = newest_whole_or_none(root / "checkpoints")
+            found, damaged = newest_whole(root / "checkpoints")
+            assert not damaged
             step = found.meta.global_step if found else 0
             reached = sum(at <= number for at in acknowledged)
             assert step >= reached, (number, recorder.operations[number - 1][:2])
             if sum(at <= number for at in validated) == step > 0:
                 assert found.loss == 1.0
-            remove_partial_checkpoints(root / "checkpoints")
-            renew_links(root / "checkpoints")  # what the next start does
+            clean_up(root, from_step=step + 1)  # what the next start does
 
 
 def test_after_a_power_loss_a_run_has_the_old_records_or_the_new_ones(
@@ -170,11 +174,3 @@ def test_metrics_are_durable_before_the_checkpoint(
     writer.wait()
     assert recorder.operations[0] == ("flush", "metrics.jsonl", None)
     assert ("flush", ".", None) in recorder.operations  # `checkpoints` has been made there
-
-
-def newest_whole_or_none(checkpoints_dir: Path) -> tuple:
-    """Before the first checkpoint is saved, only damaged ones may exist."""
-    try:
-        return newest_whole(checkpoints_dir)
-    except checkpointing.UserError:
-        return None, []

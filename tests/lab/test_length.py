@@ -134,6 +134,7 @@ def test_a_run_that_has_begun_keeps_its_length(workplace: Workplace) -> None:
                                         "validation_interval": None, "validation_batches": None,
                                         "checkpoint_interval": 5})
     (run_dir / CHECKPOINT).mkdir(parents=True)
+    (run_dir / CHECKPOINT / "manifest.json").touch()
     before = workplace.files()
     assert ("has checkpoints, so its length cannot become 200 steps; to start over with that, move"
             " checkpoints/ away") in error_line(save(workplace, "--budget", "20.01"))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from checkpointing import Snapshot, find_checkpoint, list_checkpoints, save_checkpoint
+from checkpointing import Snapshot, find_checkpoint, list_checkpoints, prune, save_checkpoint
 from lab.publish import upload
 from processes.heartbeat import write_heartbeat
 from reporting.summary import is_training
@@ -23,7 +23,6 @@ from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace
 from tokens.tokenizer import choose_tokenizer
 from trainer import models
-from trainer.checkpoint_cleanup import prune
 
 
 def publish(workplace: Workplace, output: Path, *arguments: str):

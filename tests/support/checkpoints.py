@@ -13,6 +13,7 @@ from checkpointing import (
     LossScale,
     SnapshotBuffers,
     TrainingState,
+    renew_links,
     save_checkpoint,
 )
 from gpt import GPTModel
@@ -44,7 +45,9 @@ def describe(global_step: int, loss: float | None = 1.0) -> CheckpointMeta:
 
 def save(checkpoints_dir: Path, global_step: int, loss: float | None = 1.0) -> Checkpoint:
     snapshot = SnapshotBuffers().take(state(global_step))
-    return save_checkpoint(checkpoints_dir, snapshot, describe(global_step, loss))
+    checkpoint = save_checkpoint(checkpoints_dir, snapshot, describe(global_step, loss))
+    renew_links(checkpoints_dir)
+    return checkpoint
 
 
 def damage(path: Path, how: str) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
-from basics.tensor_files import read_tensors
 from checkpointing import (
     OPTIMIZER,
     WEIGHTS,
@@ -487,7 +487,7 @@ def test_the_command_trains_as_the_reference(
                     and "train_loss" in each]
         differences.add("loss", torch.tensor(found, dtype=torch.float64), wanted,
                         LOSS[training.config.precision] * wanted)
-        compare_state(Snapshot(read_tensors(checkpoint.path / WEIGHTS),
-                               read_tensors(checkpoint.path / OPTIMIZER)),
+        compare_state(Snapshot(load_file(checkpoint.path / WEIGHTS),
+                               load_file(checkpoint.path / OPTIMIZER)),
                       global_step, reference, differences)
     assert not differences.report()

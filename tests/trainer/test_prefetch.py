@@ -22,6 +22,7 @@ from basics.errors import UserError
 from gpt import GPTModel
 from run_config import ModelConfig, load_run
 from tests.support.checkpoints import ONE_PROCESS
+from tests.support.checkpoints import save as save_checkpoint
 from tests.support.hub_server import Fault, Hub, serving
 from tests.support.in_process import assert_refused, run_in_process
 from tests.support.models import export
@@ -137,7 +138,7 @@ def test_a_tokenizer_of_ones_own_and_weights_in_a_directory(workplace: Workplace
     lines = prefetched(workplace)
     assert lines[2].startswith(f"tokenizer: {dataset_dir / 'tokenizer.json'}, ")
     assert lines[3].startswith(f"initial weights: {source}, ") and ": found, " in lines[3]
-    (run_dir / "checkpoints/20261122Z000000-iteration-4").mkdir(parents=True)
+    save_checkpoint(run_dir / "checkpoints", 4)
     assert "initial weights: not needed" in prefetched(workplace)[3]
 
 
