@@ -31,24 +31,22 @@ class End:
             _watchdog=self.watchdog, _clock=clock,
             _run=SimpleNamespace(train=TrainConfig(**TINY_TRAIN | train)),
             _console=SimpleNamespace(warn=self.warn),
-            _charts=SimpleNamespace(finish=lambda limit: self.hang("charts", limit)),
-            _tracker=SimpleNamespace(
-                end=self.told, finish=lambda limit: self.hang("tracker", limit, self.told_at)),
-            after_checkpoint=SimpleNamespace(
-                finish=lambda limit: self.hang("command", limit)))
+            _charts=self.process("charts"), _tracker=self.process("tracker"),
+            after_checkpoint=self.process("command"))
         monkeypatch.setattr(side_processes.time, "monotonic", lambda: self.now)
 
     def warn(self, what: str, failure: str) -> None:
         if failure:
             self.warnings.append(f"{what}: {failure}")
 
-    def told(self) -> None:
-        self.told_at = self.now
+    def process(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: None, hurry=lambda: None, tell_end=lambda: None,
+                               finish=lambda until: self.hang(name, until))
 
-    def hang(self, name: str, limit: Callable[[], float], since: float | None = None) -> str:
-        """Wait as long as it is allowed, counted from now or from `since`."""
-        began, since = self.now, self.now if since is None else since
-        while self.now - since < limit():
+    def hang(self, name: str, until: Callable[[], float]) -> str:
+        """Wait as long as it is allowed."""
+        began = self.now
+        while self.now < until():
             self.now += 0.25
             if self.now == self.stop_at:
                 self.stop()
