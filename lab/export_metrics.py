@@ -11,7 +11,7 @@ import click
 
 from basics.errors import FAILED, UserError, describe, print_error, visible
 from processes.run_lock import lock_run, release_run
-from reporting.tracker import Feed, TrackedRun, check_tracker
+from reporting.tracker import TrackedRun, check_tracker, send_records
 from run_config import Run, load_run
 
 
@@ -57,9 +57,7 @@ def export(run: Run, output_dir: Path | None, *, starts_over: bool) -> int:
     tracked = TrackedRun.load(run.run_dir, starts_over=starts_over or output_dir is not None)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Trackio prints
-            feed = Feed(run, tracked, output_dir=output_dir, note=print_error)
-            feed.finish()
+            return send_records(run, tracked, output_dir=output_dir, note=print_error)
     except Exception as error:
         raise UserError(f"{run.train.tracker} has failed: {describe(error)}; the same command"
                         " goes on from there", FAILED) from None
-    return feed.num_new

@@ -92,19 +92,17 @@ class Beside:
             until: returns when it is ended, by `time.monotonic`; that may change meanwhile.
         """
         began = time.monotonic()
-        while self._is_running():
-            self._heartbeat()
-            if time.monotonic() >= until():
-                with self._lock:
+        while True:
+            with self._lock:
+                self._go_on()
+                if self._process is None:
+                    break
+                if time.monotonic() >= until():
                     self._end()
-                return f"it was ended after {time.monotonic() - began:.0f} s{self._advice}"
+                    return f"it was ended after {time.monotonic() - began:.0f} s{self._advice}"
+            self._heartbeat()
             time.sleep(POLL_SECONDS)
         return self.take_failure()
-
-    def _is_running(self) -> bool:
-        with self._lock:
-            self._go_on()
-            return self._process is not None
 
     def _go_on(self) -> None:
         """Note what the process says, and its end; start it if that is due."""
@@ -114,7 +112,9 @@ class Beside:
             if status is not None:
                 has_told = status == TOLD and self._process.stderr
                 if (status or self.retry_seconds < math.inf) and not has_told:
-                    self._said = f"{_end_of(status)}{self._advice}"
+                    end = f"ended with status {status}" if status >= 0 else (
+                        f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
+                    self._said = end + self._advice
                 self._forget()
         if self._process is None and time.monotonic() >= self._start_at:
             self._start_at, self._said = math.inf, ""
@@ -144,12 +144,6 @@ class Beside:
             pipe.close()
         self._process = None
         self._start_at = min(self._start_at, time.monotonic() + self.retry_seconds)
-
-
-def _end_of(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    return f"its process was ended by signal {-status} ({signal.strsignal(-status)})"
 
 
 def start_module(module: str, run_dir: Path, niceness: int) -> subprocess.Popen[bytes]:

@@ -106,8 +106,11 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
     # What imports this module need not draw, and importing matplotlib takes a second.
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import get_font_names
 
-    with plt.xkcd(), plt.rc_context({"font.family": _fonts()}):
+    installed = set(get_font_names())  # naming others would be a warning
+    fonts = [*filter(installed.__contains__, HAND_DRAWN_FONTS), "DejaVu Sans"]
+    with plt.xkcd(), plt.rc_context({"font.family": fonts}):
         figure = Figure(figsize=(10, 5.6), layout="constrained")  # plt.figure needs a display
         plot(figure)
         for axes in figure.axes:
@@ -200,17 +203,18 @@ def _plot_step_times(axes: Axes, timed: Records) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean) -> tuple[Any, Any]:
-    """Return x and y of one key, as `_pooled` does."""
-    return (_pooled([record["global_step"] + 1 for record in records], MAX_POINTS, np.ma.max),
-            _pooled([record[key] for record in records], MAX_POINTS, pool))  # charts count from 1
+def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean,
+             most: int = MAX_POINTS) -> tuple[Any, Any]:
+    """Return x and y of one key, (points,) and (points,) or (points, layers).
 
-
-def _pooled(rows: list[Any], most: int, pool: Callable[..., Any] = np.ma.mean) -> Any:
-    """Pool adjacent rows into at most so many, without numbers that are not finite."""
-    finite = np.ma.masked_invalid(np.array(rows, dtype=float))  # None becomes NaN
-    groups = np.array_split(finite, min(len(finite), most))
-    return np.ma.array([pool(group, axis=0) for group in groups]).filled(np.nan)
+    Adjacent records are pooled into at most so many points, without numbers that are not finite.
+    """
+    values = np.array([record.get(key) for record in records], dtype=float)  # None becomes NaN
+    groups = np.array_split(np.arange(len(records)), min(len(records), most))
+    x = [records[group[-1]]["global_step"] + 1 for group in groups]  # charts count from 1
+    y = [np.ma.filled(pool(np.ma.masked_invalid(values[group]), axis=0), np.nan)
+         for group in groups]
+    return np.array(x), np.array(y)
 
 
 def measured_steps(records: Records) -> Records:
@@ -244,37 +248,19 @@ def plot_layers(figure: Figure, records: Records, run_dir: Path) -> None:
 
 def _plot_quantity(axes: Axes, records: Records, quantity: str, colors: Any) -> None:
     """Draw one panel: thin lines for layers, the deepest on top, and lines for single numbers."""
-    layers = _rows(records, f"layer_{quantity}")
-    depth = layers.shape[1]
+    x, layers = _columns(records, f"layer_{quantity}", most=MAX_LAYER_POINTS)
+    depth = layers.shape[1] if layers.ndim > 1 else 0
     lines = [(layers[:, layer], colors.to_rgba(layer + 1), 1.2)
              for layer in np.linspace(0, depth - 1, min(depth, MAX_LINES)).astype(int)]
-    lines += [(_rows(records, f"{prefix}{quantity}{suffix}"), color, 2.0)
-              for (prefix, suffix), (_, color) in LINES.items()]
-    x = _pooled([record["global_step"] + 1 for record in records], MAX_LAYER_POINTS)
+    lines += [(_columns(records, f"{prefix}{quantity}{suffix}", most=MAX_LAYER_POINTS)[1], color,
+               2.0) for (prefix, suffix), (_, color) in LINES.items()]
     for y, color, width in lines:
-        if y.size:
+        if np.isfinite(y).any():
             axes.plot(x, y, color=color, linewidth=width, **PLAIN)
     if quantity in LOGARITHMIC:
         axes.set_yscale("log", nonpositive="mask")
     axes.set_title(PANELS[quantity], fontsize="medium")
     _label_steps(axes)
-
-
-def _rows(records: Records, key: str) -> Any:
-    """Return a key's values, (points, 1) or (points, layers); no column if no record has it."""
-    found = [record.get(key) for record in records]
-    if not any(value is not None for value in found):
-        return np.empty((0, 0))
-    return _pooled([value if isinstance(value, list) else [value] for value in found],
-                   MAX_LAYER_POINTS)
-
-
-def _fonts() -> list[str]:
-    from matplotlib.font_manager import get_font_names
-
-    installed = set(get_font_names())
-    hand_drawn = [name for name in HAND_DRAWN_FONTS if name in installed]
-    return [*hand_drawn, "DejaVu Sans"]  # comes with matplotlib: no warning about missing fonts
 
 
 def draw_run(run_dir: Path, _: Callable[[str], None]) -> None:

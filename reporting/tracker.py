@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,76 +98,67 @@ class TrackerProcess(Beside):
         return "" if is_known else failure
 
 
-class Feed:
-    """Sends the records of a run to its tracker, those first that it lacks of earlier launches.
+def send_records(run: Run, tracked: TrackedRun, *, output_dir: Path | None = None,
+                 note: Callable[[str], None], is_over: Callable[[], bool] = lambda: True) -> int:
+    """Send the records that a run's tracker lacks, and new ones as they come; return their number.
+
+    At last the figures of the summary, if the run has ended.
 
     Args:
         output_dir: for a tracked run that training does not go on with.
         note: called with a line for the user.
-
-    Attributes:
-        num_new: how many records the tracker has been given.
+        is_over: waits a while; returns whether no more records come.
     """
+    kind, path = run.train.tracker, run.metrics_path
+    records, offset = _read_from(path, 0)
+    num_before = num_sent = min(len(records), tracked.sent.get(kind, 0))
+    last_step = shown_step(records[num_sent - 1]) if num_sent else 0
 
-    def __init__(self, run: Run, tracked: TrackedRun, *, output_dir: Path | None = None,
-                 note: Callable[[str], None]) -> None:
-        self._run, self._tracked, self._is_kept = run, tracked, output_dir is None
-        self._offset = self.num_new = 0  # of the bytes that have been read
-        records, sent = self._read(), tracked.sent.get(run.train.tracker, 0)
-        earlier, self._waiting = records[:sent], records[sent:]
-        self._num_sent = len(earlier)
-        self._save()  # the id must be known before anything appears under it
-        self._tracker = open_tracker(run, tracked.id, shown_step(earlier[-1]) if earlier else 0,
-                                     output_dir=output_dir, note=note)
+    def save() -> None:
+        if output_dir is None:
+            changed = {"sent": tracked.sent | {kind: num_sent}}
+            tracked.model_copy(update=changed).save(run.run_dir)
 
-    def send_new(self) -> None:
-        """Send all records that have come."""
-        records, self._waiting = self._waiting + self._read(), []
-        if not records:
-            return
-        # What came before these has arrived a while ago: after a kill, a tracker rather gets
-        # records twice than not at all.
-        self._save()
-        for record in records:
-            if metrics := metrics_of(record):
-                self._tracker.log(shown_step(record), metrics)
-        self._tracker.flush()
-        self._num_sent += len(records)
-        self.num_new += len(records)
+    save()  # the id must be known before anything appears under it
+    with _warning_if_slow(note):
+        tracker = open_tracker(run, tracked.id, last_step, output_dir=output_dir, note=note)
+    new, ends = records[num_sent:], False
+    while not ends:
+        ends = is_over()
+        more, offset = _read_from(path, offset)
+        new += more
+        if new:
+            # What came before these has arrived a while ago: after a kill, a tracker rather gets
+            # records twice than not at all.
+            save()
+            with _warning_if_slow(note):
+                for record in new:
+                    tracker.log(shown_step(record), metrics_of(record))
+                tracker.flush()
+            num_sent, new = num_sent + len(new), []
+    summary = read_summary(run)
+    tracker.finish(visible(str(summary.get("status")))[:20], final_figures(summary))
+    save()
+    return num_sent - num_before
 
-    def finish(self) -> None:
-        """Send what is left, and the figures of the summary if the run has ended."""
-        self.send_new()
-        summary = read_summary(self._run)
-        self._tracker.finish(visible(str(summary.get("status")))[:20], final_figures(summary))
-        self._save()
 
-    def _read(self) -> list[dict[str, Any]]:
-        """Return the records after those that have been read."""
-        whole = b""
-        with suppress(FileNotFoundError), self._run.metrics_path.open("rb") as file:
-            file.seek(self._offset)
-            piece = file.read()
-            whole = piece[:piece.rfind(b"\n") + 1]  # without a line that is being written
-        self._offset += len(whole)
-        return valid_records(whole.decode(errors="replace"))
-
-    def _save(self) -> None:
-        if self._is_kept:
-            sent = self._tracked.sent | {self._run.train.tracker: self._num_sent}
-            if sent != self._tracked.sent:
-                self._tracked = self._tracked.model_copy(update={"sent": sent})
-                self._tracked.save(self._run.run_dir)
+def _read_from(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the records from an offset on, and the offset of the next one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            text = file.read()
+    except FileNotFoundError:
+        return [], offset
+    whole = text[:text.rfind(b"\n") + 1]  # without a line that is being written
+    return valid_records(whole.decode(errors="replace")), offset + len(whole)
 
 
 def check_tracker(run: Run, *, asked_by: str | None = None) -> list[str]:
-    """Check, without importing it, that a run's tracker can be used.
+    """Check, without importing it, that a run's tracker can be used; return what to tell the user.
 
     Args:
         asked_by: what names the tracker, if it is not the run's `train.json`.
-
-    Returns:
-        What the user should know.
 
     Raises:
         UserError: its package is missing.
@@ -187,16 +178,11 @@ def check_tracker(run: Run, *, asked_by: str | None = None) -> list[str]:
 
 
 def track(run_dir: Path, say: Callable[[str], None]) -> None:
-    """Send all records until the trainer says that no more come, then the figures of the end."""
+    """Send all records until the trainer says that no more come."""
     failpoint("track")
     run = load_run(run_dir.parent, run_dir.name)
     try:
-        with _warning_if_slow(say):
-            feed = Feed(run, TrackedRun.load(run_dir), note=say)
-        while not _wait_for_end():
-            with _warning_if_slow(say):
-                feed.send_new()
-        feed.finish()
+        send_records(run, TrackedRun.load(run_dir), note=say, is_over=_wait_for_end)
     except BaseException as error:
         raise UserError(f"{describe(error)}; {_remedy(run)}") from error
 

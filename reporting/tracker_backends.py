@@ -96,6 +96,8 @@ class Online:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         self._last_step = step
+        if not metrics:
+            return
         if self._takes_step:
             self._run.log(metrics, step=step)
         else:

@@ -26,14 +26,14 @@ class SideProcesses:
 
     def __init__(self, prepared: PreparedRun, *, console: Console, clock: PhaseClock,
                  watchdog: Watchdog) -> None:
-        self._run, self._console = prepared.run, console
+        run, heartbeat = prepared.run, watchdog.heartbeat
+        self._train, self._console = run.train, console
         self._clock, self._watchdog = clock, watchdog
-        self._charts = Beside("chart", "reporting.charts", self._run.run_dir,
-                              heartbeat=watchdog.heartbeat)
-        self._tracker = TrackerProcess(self._run, starts_over=prepared.options.fresh,
-                                       heartbeat=watchdog.heartbeat)
-        self.after_checkpoint = AfterCheckpoint(prepared.options.after_checkpoint, self._run,
-                                                heartbeat=watchdog.heartbeat)
+        self._charts = Beside("chart", "reporting.charts", run.run_dir, heartbeat=heartbeat)
+        self._tracker = TrackerProcess(run, starts_over=prepared.options.fresh,
+                                       heartbeat=heartbeat)
+        self.after_checkpoint = AfterCheckpoint(prepared.options.after_checkpoint, run,
+                                                heartbeat=heartbeat)
 
     def track(self) -> None:
         """Start the tracker, once the records of steps that are repeated are gone."""
@@ -48,16 +48,16 @@ class SideProcesses:
 
     def warn(self) -> None:
         """Warn of what has failed since the last call."""
-        self._warn_of_charts(self._charts.take_failure())
-        self._warn_of_tracker(self._tracker.take_failure())
+        self._console.warn("charts are not up to date", self._charts.take_failure())
+        self._console.warn(f"tracker {self._train.tracker}", self._tracker.take_failure())
         self._console.warn("--after-checkpoint", self.after_checkpoint.take_failure())
 
     def finish_charts(self) -> None:
         """Wait for the last charts."""
         with self._clock.phase(CHART):
             self._charts.hurry()
-            self._warn_of_charts(self._charts.finish(
-                self._until(self._watchdog.deadlines.charts)))
+            failure = self._charts.finish(self._until(self._watchdog.deadlines.charts))
+            self._console.warn("charts are not up to date", failure)
 
     def finish(self) -> str:
         """Wait for all, once the summary is written, whose figures are the tracker's last ones.
@@ -68,35 +68,25 @@ class SideProcesses:
             What failed in --after-checkpoint; empty if nothing, or after a stop signal: then it is
             only a warning.
         """
+        watchdog, deadlines = self._watchdog, self._watchdog.deadlines
         self._tracker.tell_end()
-        tracker_until = self._until(self._watchdog.deadlines.tracker)
+        tracker_until = self._until(deadlines.tracker)
+        command_until = self._until(deadlines.after_checkpoint, least=LEAST_COMMAND_SECONDS)
         self.after_checkpoint.start()
-        failure = self.after_checkpoint.finish(self._command_until())
-        if self._watchdog.stop_signal:
+        failure = self.after_checkpoint.finish(
+            lambda: watchdog.stop_by - deadlines.after_command if watchdog.stop_signal
+            else command_until())
+        if watchdog.stop_signal:
             self._console.warn("--after-checkpoint", failure)
             failure = ""
             self.finish_charts()
-        self._warn_of_tracker(self._tracker.finish(tracker_until))
+        self._console.warn(f"tracker {self._train.tracker}", self._tracker.finish(tracker_until))
         return failure
 
-    def _until(self, seconds: float) -> Callable[[], float]:
-        """Return when the wait for the last charts or records ends that begins now."""
+    def _until(self, seconds: float, *, least: float = 0.0) -> Callable[[], float]:
+        """Return when a wait ends that begins now, after a stop signal or within the budget."""
         began, watchdog = time.monotonic(), self._watchdog
-        planned = began + min(seconds, max(0.0, nearest_limit(self._run.train, self._clock)[0]))
-        after_signal = began + min(seconds, watchdog.deadlines.after_command)
-        return lambda: min(after_signal, watchdog.stop_by - EXIT_SECONDS) if (
+        planned = began + min(seconds, max(least, nearest_limit(self._train, self._clock)[0]))
+        stopped = began + min(seconds, watchdog.deadlines.after_command)
+        return lambda: min(stopped, watchdog.stop_by - EXIT_SECONDS) if (
             watchdog.stop_signal) else planned
-
-    def _command_until(self) -> Callable[[], float]:
-        """Return when the wait for --after-checkpoint ends that begins now."""
-        affordable = max(LEAST_COMMAND_SECONDS, nearest_limit(self._run.train, self._clock)[0])
-        watchdog = self._watchdog
-        planned = time.monotonic() + min(watchdog.deadlines.after_checkpoint, affordable)
-        return lambda: watchdog.stop_by - watchdog.deadlines.after_command if (
-            watchdog.stop_signal) else planned
-
-    def _warn_of_charts(self, failure: str) -> None:
-        self._console.warn("charts are not up to date", failure)
-
-    def _warn_of_tracker(self, failure: str) -> None:
-        self._console.warn(f"tracker {self._run.train.tracker}", failure)

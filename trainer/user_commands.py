@@ -126,17 +126,14 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
 def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) -> str:
     """Return why the command is not run; empty if the run, or its budget, has come to its end.
 
-    Args:
-        has_trained: this launch did. Another one, of a run that was finished before, runs the
-            command only if none has succeeded yet: it may have failed, or been interrupted, also
-            before it began.
+    A launch of a run that was finished before runs it again unless it has succeeded.
     """
-    status, reason = summary.get("status"), summary.get("reason")
     if stop_signal:
         return f"{STOP_SIGNALS[stop_signal]} ended the launch"
-    if status == FINISHED:
+    if summary.get("status") == FINISHED:
         has_succeeded = not has_trained and when_done_status(summary) == 0
         return "it has succeeded after an earlier launch" if has_succeeded else ""
+    reason = summary.get("reason")
     if summary.get("stopped_by") == BUDGET:
         return ""
     return f"{reason} ended the launch" if reason else "the run has not ended"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -16,7 +16,13 @@ from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from reporting import tracker
 from reporting.metrics_file import remove_metrics_from
-from reporting.tracker import STATE_NAME, Feed, TrackedRun, TrackerProcess, check_tracker
+from reporting.tracker import (
+    STATE_NAME,
+    TrackedRun,
+    TrackerProcess,
+    check_tracker,
+    send_records,
+)
 from reporting.tracker_backends import wandb_mode
 from run_config import Run
 from tests.support.network import environment_of_refusal
@@ -71,13 +77,28 @@ class Launches:
         remove_metrics_from(self.run.metrics_path, first_step)
         TrackerProcess(self.run).start()
 
-    def feed(self) -> Feed:
-        """Start the tracker, as at a launch or after a failure of its process."""
-        return Feed(self.run, TrackedRun.load(self.run.run_dir), note=print)
+    def send(self, *steps: Callable[[], None]) -> int:
+        """Have the tracker work while this happens, one thing after another."""
+        left = list(steps)
+
+        def is_over() -> bool:
+            if left:
+                left.pop(0)()
+            return not left
+
+        return send_records(self.run, TrackedRun.load(self.run.run_dir), note=print,
+                            is_over=is_over)
+
+    def add(self, *steps: int) -> Callable[[], None]:
+        return lambda: add_records(self.run, *steps)
 
     @property
     def sent(self) -> dict[str, int]:
         return TrackedRun.load(self.run.run_dir).sent
+
+
+def kill() -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -86,42 +107,36 @@ def launches(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def test_each_record_is_passed_on_once_as_it_comes(launches: Launches) -> None:
-    feed = launches.feed()
-    feed.send_new()
-    add_records(launches.run, 0, 1)
-    feed.send_new()
-    with launches.run.metrics_path.open("a") as file:
+    def begin_a_record() -> None:
         file.write('nonsense\n{"global_step": -1}\n{"global_step": 2, ')
         file.flush()
-        feed.send_new()
+
+    def end_it() -> None:
         assert launches.recorder.steps == [1, 2]
         file.write('"train_loss": 1.0}\n')
+        file.flush()
+
     add_summary(launches.run, 2)
-    feed.finish()
+    with launches.run.metrics_path.open("a") as file:
+        assert launches.send(launches.add(0, 1), begin_a_record, end_it) == 3
     assert launches.recorder.steps == [1, 2, 3] and launches.recorder.status == "finished"
-    assert launches.sent == {"trackio": 3} and feed.num_new == 3
+    assert launches.sent == {"trackio": 3}
 
 
 def test_a_resumed_run_goes_on_where_the_tracker_was(launches: Launches) -> None:
-    feed = launches.feed()
-    add_records(launches.run, 0, 1)
-    feed.finish()
+    launches.send(launches.add(0, 1))
     add_records(launches.run, 2, 3)  # while the tracker was gone
     launches.resume(4)
-    add_records(launches.run, 4)
-    launches.feed().finish()
+    assert launches.send(launches.add(4)) == 3
     assert launches.recorder.steps == [1, 2, 3, 4, 5] and launches.recorder.last_steps == [0, 2]
 
 
 def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) -> None:
-    feed = launches.feed()
-    add_records(launches.run, 0, 1, 2, 3)
-    feed.finish()
+    launches.send(launches.add(0, 1, 2, 3))
     launches.resume(2)  # the checkpoint holds the state after step 1; this tracker fails at once
     add_records(launches.run, 2, 3, 4)
     launches.resume(4)
-    add_records(launches.run, 4, 5)
-    launches.feed().finish()
+    launches.send(launches.add(4, 5))
     assert launches.recorder.steps == [1, 2, 3, 4, 3, 4, 5, 6]
     assert launches.recorder.last_steps == [0, 2] and launches.sent == {"trackio": 6}
 
@@ -129,13 +144,10 @@ def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) ->
 def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(
     launches: Launches
 ) -> None:
-    feed = launches.feed()
-    for step in range(3):
-        add_records(launches.run, step)
-        feed.send_new()
+    with pytest.raises(KeyboardInterrupt):
+        launches.send(*(launches.add(step) for step in range(3)), kill)
     assert launches.sent == {"trackio": 2}  # has the third one arrived?
-    add_records(launches.run, 3)
-    launches.feed().finish()
+    launches.send(launches.add(3))
     assert launches.recorder.steps == [1, 2, 3, 3, 4]
 
 

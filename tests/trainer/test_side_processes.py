@@ -29,7 +29,7 @@ class End:
         self.beside = SideProcesses.__new__(SideProcesses)
         vars(self.beside).update(
             _watchdog=self.watchdog, _clock=clock,
-            _run=SimpleNamespace(train=TrainConfig(**TINY_TRAIN | train)),
+            _train=TrainConfig(**TINY_TRAIN | train),
             _console=SimpleNamespace(warn=self.warn),
             _charts=self.process("charts"), _tracker=self.process("tracker"),
             after_checkpoint=self.process("command"))
