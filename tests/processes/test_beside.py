@@ -57,7 +57,7 @@ def failure_after_end(process: Beside, scripts: Scripts) -> str:
 
 
 def wait_until_gone(pid: int) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 20
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < until, f"process {pid} lives on"

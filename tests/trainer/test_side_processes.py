@@ -22,6 +22,7 @@ class End:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **train: object) -> None:
         self.now, self.waited, self.warnings, self.failure = 1000.0, {}, [], ""
+        self.started: list[str] = []
         self.stop_at = float("inf")
         self.watchdog = SimpleNamespace(stop_signal=0, stop_by=float("inf"), deadlines=Deadlines())
         clock = PhaseClock()
@@ -40,8 +41,9 @@ class End:
             self.warnings.append(f"{what}: {failure}")
 
     def process(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(start=lambda: None, hurry=lambda: None, tell_end=lambda: None,
-                               finish=lambda until: self.hang(name, until))
+        return SimpleNamespace(
+            start=lambda: self.started.append(name), hurry=lambda: None, tell_end=lambda: None,
+            finish=lambda until: self.hang(name, until))
 
     def hang(self, name: str, until: Callable[[], float]) -> str:
         """Wait as long as it is allowed."""
@@ -67,6 +69,7 @@ def end(monkeypatch: pytest.MonkeyPatch) -> End:
 def test_a_last_command_that_failed_is_told(end: End) -> None:
     end.failure = "no space"
     assert end.beside.finish() == "no space"
+    assert end.started == ["command"]
     assert end.waited["command"] == 900 and not any("after" in line for line in end.warnings)
 
 
