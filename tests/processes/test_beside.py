@@ -131,16 +131,6 @@ def test_what_it_leaves_behind_does_not_hold_up_the_run(
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-def test_one_that_cannot_be_started_is_a_failure_and_no_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(VARIABLE, "chart:full")
-    process = drawing(tmp_path)
-    process.start()
-    assert process.take_failure().startswith("OSError: [Errno 28] No space left")
-    assert process.finish(never) == ""
-
-
 def test_one_that_should_last_is_started_again_after_a_while_until_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
