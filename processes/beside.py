@@ -29,7 +29,7 @@ TOLD = 1  # exit status of a process that has said why
 # What torchrun and a launch tell their own processes: another launch would take it for its own.
 PRIVATE = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    r"|TORCH_NCCL_ASYNC_ERROR_HANDLING|DDP_TRAIN_(LOCK|\w+_SECONDS))")
+    r"|TORCH_NCCL_ASYNC_ERROR_HANDLING|DDP_TRAIN_\w+_SECONDS)")
 FEW_RESOURCES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
                  "MKL_NUM_THREADS": "1"}
 

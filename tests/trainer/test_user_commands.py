@@ -132,7 +132,7 @@ def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
 def test_it_is_not_taken_for_a_process_of_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "DDP_TRAIN_LOCK",
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID",
                  "DDP_TRAIN_SPENT_SECONDS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -140,7 +140,7 @@ def test_it_is_not_taken_for_a_process_of_torchrun(
     assert run_command("env", {"DDP_TRAIN_RUN": "tiny"}) == (0, 0)
     lines = capsys.readouterr().out.replace("when-done: ", "").splitlines()
     found = dict(line.partition("=")[::2] for line in lines)
-    own = set(found) & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "DDP_TRAIN_LOCK",
+    own = set(found) & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS",
                         "DDP_TRAIN_SPENT_SECONDS", "TORCHELASTIC_RUN_ID"}
     assert not own and found["DDP_TRAIN_RUN"] == "tiny" and found["HF_TOKEN"] == "of the user"
 
@@ -301,7 +301,7 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Wor
     facts = dict(line.split("=", 1) for line in said.read_text().splitlines() if "=" in line)
     assert facts["DDP_TRAIN_STATUS"] == "finished" and facts["DDP_TRAIN_STEP"] == "5"
     assert Path(facts["DDP_TRAIN_CHECKPOINT"]).name.endswith("-iteration-4")
-    assert not facts.keys() & {"RANK", "WORLD_SIZE", "DDP_TRAIN_LOCK"}
+    assert not facts.keys() & {"RANK", "WORLD_SIZE"}
     assert json.loads(Path(f"{said}.json").read_text())["status"] == "finished"
     assert summary_of(run_dir)["when_done"] == {"status": 3}
     again = run_in_process(*workplace.arguments("tiny", *two_processes, "--when-done", "exit 4"))
