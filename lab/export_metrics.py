@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +11,7 @@ import click
 
 from basics.errors import FAILED, UserError, describe, print_error, visible
 from processes.run_lock import lock_run, release_run
-from reporting.metrics_file import read_metrics
-from reporting.tracked_run import Start, TrackedRun
-from reporting.tracker_process import check_tracker, open_feed, place_of, read_end
+from reporting.tracker import TrackedRun, check_tracker, send_records
 from run_config import Run, load_run
 
 
@@ -54,17 +54,10 @@ def export(run: Run, output_dir: Path | None, *, starts_over: bool) -> int:
     Raises:
         UserError: the tracker has failed.
     """
-    records = read_metrics(run.metrics_path)
-    last_step = max((record["global_step"] for record in records), default=-1)
     tracked = TrackedRun.load(run.run_dir, starts_over=starts_over or output_dir is not None)
-    tracked = tracked.at_launch(
-        run.train.tracker, Start(run.metrics_path.stat().st_size, last_step + 1))
-    place = place_of(run, tracked, output_dir=output_dir, note=print_error)
     try:
-        feed = open_feed(run, tracked, place)
-        feed.begin()
-        feed.finish(*read_end(run))
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Trackio prints
+            return send_records(run, tracked, output_dir=output_dir, note=print_error)
     except Exception as error:
         raise UserError(f"{run.train.tracker} has failed: {describe(error)}; the same command"
                         " goes on from there", FAILED) from None
-    return feed.num_new

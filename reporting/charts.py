@@ -1,15 +1,22 @@
-"""Charts of a run's `metrics.jsonl`."""
+"""Charts of a run's `metrics.jsonl`; as a process of its own it draws them beside training.
+
+That process needs no torch, and shows the records of when it began.
+"""
 
 from __future__ import annotations
 
+import logging
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from basics.failpoints import failpoint
 from basics.files import replacing
-from reporting.layers_chart import measured_steps, plot_layers
+from processes.beside import serve
+from reporting.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +28,30 @@ LEAST_SPIKE_REPORTS = 10  # at the beginning of a run, with at least so many
 LATEST_REPORTS = 5  # of them; their median follows a loss that falls fast
 SPIKE_DEVIATIONS, MIN_SPIKE = 7.0, 0.1  # how far above their median; at least so many nats
 USD_TICKS = 5
-MAX_POINTS = 400  # more records are averaged down to as many points
+MAX_POINTS, MAX_LAYER_POINTS = 400, 60  # more records are averaged down to as many points
+MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
+
+PANELS = {  # of the chart of layers: a quantity, and its title
+    "grad_norm": "gradient norm",
+    "update_ratio": "update / weights (norms)",
+    "activation_norm": "residual stream (norm)",
+    "max_attention_logit": "largest attention logit",
+    "attention_entropy": "attention entropy (nats)",
+    "logit": "logits",
+    "token_loss": "loss of a token (nats)",
+}
+LOGARITHMIC = ("grad_norm", "update_ratio", "activation_norm")
+LINES = {  # prefix and suffix of the quantity in a key: the line's name and colour
+    ("embedding_", ""): ("embedding", "tab:red"),
+    ("head_", ""): ("head", "tab:orange"),
+    ("", "_max"): ("largest", "black"),
+    ("", "_p99"): ("99%", "tab:purple"),
+    ("", "_p50"): ("median", "tab:blue"),
+    ("", "_p1"): ("1%", "tab:gray"),
+}
+LAYERS_SIZE = (15, 7.5)  # inches
+PLAIN = {"path_effects": [], "sketch_params": None}  # crossing lines would be cut
+MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
 Records = list[dict[str, Any]]
 
@@ -53,18 +83,22 @@ def draw_charts(run_dir: Path, records: Records) -> None:
 
 def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
     def lay_out(figure: Figure) -> None:
-        from matplotlib.ticker import EngFormatter
-
         axes = figure.subplots()
-        plot(axes)
         axes.set_title(path.resolve().parent.name)
-        axes.set_xlabel("global step")
+        _label_steps(axes)
         axes.set_ylabel(ylabel)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        plot(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
 
     draw_by_hand(path, lay_out)
+
+
+def _label_steps(axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel("global step")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
@@ -72,8 +106,11 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
     # What imports this module need not draw, and importing matplotlib takes a second.
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import get_font_names
 
-    with plt.xkcd(), plt.rc_context({"font.family": _fonts()}):
+    installed = set(get_font_names())  # naming others would be a warning
+    fonts = [*filter(installed.__contains__, HAND_DRAWN_FONTS), "DejaVu Sans"]
+    with plt.xkcd(), plt.rc_context({"font.family": fonts}):
         figure = Figure(figsize=(10, 5.6), layout="constrained")  # plt.figure needs a display
         plot(figure)
         for axes in figure.axes:
@@ -85,8 +122,8 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
 
 def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     x, mean = _columns(steps, "train_loss")
-    _, low = _columns(steps, "train_loss_min", pool=np.min)
-    _, high = _columns(steps, "train_loss_max", pool=np.max)
+    _, low = _columns(steps, "train_loss_min", pool=np.ma.min)
+    _, high = _columns(steps, "train_loss_max", pool=np.ma.max)
     axes.plot(x, mean, color="tab:blue", label="training, mean between two points")
     axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="smallest to largest step between them")
@@ -96,7 +133,6 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
                   [record["train_loss"] for record in spikes], color="tab:orange", marker="v",
                   linestyle="none",
                   label=f"spikes (mean far above those before): {len(spikes)}")
-    _add_usd_axis(axes, steps)
     if validations:
         x, mean = _columns(validations, "validation_loss")
         axes.plot(x, mean, color="tab:red", marker="o", markersize=4, label="validation")
@@ -104,6 +140,7 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
         axes.plot(best["global_step"] + 1, best["validation_loss"], color="black", marker="*",
                   markersize=14, linestyle="none",
                   label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}")
+    _add_usd_axis(axes, steps)  # last: it takes over the limits
 
 
 def find_spikes(steps: Records) -> Records:
@@ -126,39 +163,23 @@ def find_spikes(steps: Records) -> Records:
 
 
 def _add_usd_axis(axes: Axes, steps: Records) -> None:
-    """Add an axis with the cost of the run at each step, if its price is known."""
-    priced: Records = []
-    for record in steps:
-        if record.get("usd") and (not priced or all(
-                record[key] > priced[-1][key] for key in ("usd", "global_step"))):
-            priced.append(record)
-    if len(priced) < 2:
-        return
-    x = np.array([record["global_step"] + 1 for record in priced], dtype=float)
-    usd = np.array([record["usd"] for record in priced])
-    above = axes.secondary_xaxis("top", functions=(
-        lambda step: _interpolate(step, x, usd), lambda spent: _interpolate(spent, usd, x)))
-    above.set_xlabel("US$")
-    above.set_xticks(*_usd_ticks(x, usd))
-
-
-def _usd_ticks(x: Any, usd: Any) -> tuple[list[float], list[str]]:
-    """Return dollars at evenly spaced steps, and labels with as many digits as they need to differ.
+    """Name what the run had cost at evenly spaced steps, if its price is known.
 
     Even dollars would be close to each other where a few steps cost much, as compilation does.
     """
-    spent = np.interp(np.linspace(x[0], x[-1], USD_TICKS), x, usd)
-    digits = max(0, int(np.ceil(-np.log10(np.diff(spent).min()))) + 1)
-    labels = [f"{value:,.{digits}f}" for value in spent]
-    return [float(label.replace(",", "")) for label in labels], labels
-
-
-def _interpolate(values: Any, x: Any, y: Any) -> Any:
-    """Interpolate; beyond the points, follow the line through the first and the last."""
-    slope = (y[-1] - y[0]) / (x[-1] - x[0])
-    beyond = np.where(values < x[0], y[0] + (values - x[0]) * slope,
-                      y[-1] + (values - x[-1]) * slope)
-    return np.where((values < x[0]) | (values > x[-1]), beyond, np.interp(values, x, y))
+    priced = [record for record in steps if record.get("usd")]
+    if len(priced) < 2:
+        return
+    x = np.array([record["global_step"] + 1 for record in priced], dtype=float)
+    ticks = np.linspace(x[0], x[-1], USD_TICKS)
+    usd = np.interp(ticks, x, [record["usd"] for record in priced])
+    least = np.diff(usd).min()  # the labels have as many digits as they need to differ
+    digits = max(0, int(np.ceil(-np.log10(least))) + 1) if least > 0 else 2
+    limits, above = axes.get_xlim(), axes.twiny()
+    for both in (axes, above):
+        both.set_xlim(limits)
+    above.set_xticks(ticks, [f"{value:,.{digits}f}" for value in usd])
+    above.set_xlabel("US$")
 
 
 def _plot_grad_norms(axes: Axes, steps: Records) -> None:
@@ -166,7 +187,7 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
     if skipped:
         axes.plot([], [], linestyle="none", label=f"skipped steps (gradient not finite): {skipped}")
     x, mean = _columns(steps, "grad_norm")
-    _, high = _columns(steps, "grad_norm_max", pool=np.max)
+    _, high = _columns(steps, "grad_norm_max", pool=np.ma.max)
     axes.plot(x, mean, color="tab:blue", label="mean between two points")
     axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="up to the largest step between them")
@@ -174,7 +195,7 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
 
 def _plot_step_times(axes: Axes, timed: Records) -> None:
     """Plot the slowest step of each report, and name the slowest one of all."""
-    axes.plot(*_columns(timed, "slowest_step_seconds", pool=np.max), color="tab:purple",
+    axes.plot(*_columns(timed, "slowest_step_seconds", pool=np.ma.max), color="tab:purple",
               label="slowest step between two points")
     worst = max(timed, key=lambda record: record["slowest_step_seconds"])
     axes.plot([], [], linestyle="none", label=f"slowest of all: step {worst['slowest_step'] + 1:,}"
@@ -182,18 +203,73 @@ def _plot_step_times(axes: Axes, timed: Records) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _columns(records: Records, key: str, pool: Callable[..., Any] = np.mean) -> tuple[Any, Any]:
-    """Return x and y of one key, pooled into at most MAX_POINTS groups of adjacent records."""
-    groups = np.array_split(np.arange(len(records)), min(len(records), MAX_POINTS))
+def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean,
+             most: int = MAX_POINTS) -> tuple[Any, Any]:
+    """Return x and y of one key, (points,) and (points,) or (points, layers).
+
+    Adjacent records are pooled into at most so many points, without numbers that are not finite.
+    """
+    values = np.array([record.get(key) for record in records], dtype=float)  # None becomes NaN
+    groups = np.array_split(np.arange(len(records)), min(len(records), most))
     x = [records[group[-1]]["global_step"] + 1 for group in groups]  # charts count from 1
-    y = [pool([records[i][key] for i in group if records[i][key] is not None] or [np.nan])
+    y = [np.ma.filled(pool(np.ma.masked_invalid(values[group]), axis=0), np.nan)
          for group in groups]
-    return np.array(x), np.array(y, dtype=float)
+    return np.array(x), np.array(y)
 
 
-def _fonts() -> list[str]:
-    from matplotlib.font_manager import get_font_names
+def measured_steps(records: Records) -> Records:
+    """Return the records with diagnostics of a model as deep as that of the last one."""
+    measured = [record for record in records if _depths(record)]
+    return [record for record in measured if _depths(record) == _depths(measured[-1])]
 
-    installed = set(get_font_names())
-    hand_drawn = [name for name in HAND_DRAWN_FONTS if name in installed]
-    return [*hand_drawn, "DejaVu Sans"]  # comes with matplotlib: no warning about missing fonts
+
+def _depths(record: dict[str, Any]) -> dict[str, int]:
+    return {key: len(record[key]) for quantity in PANELS if (key := f"layer_{quantity}") in record}
+
+
+def plot_layers(figure: Figure, records: Records, run_dir: Path) -> None:
+    """Plot the records of `measured_steps`: a panel for each quantity, a line for each layer."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    figure.set_size_inches(*LAYERS_SIZE)
+    figure.suptitle(run_dir.resolve().name)
+    *panels, last = figure.subplots(2, 4).flatten()
+    depth = max(_depths(records[-1]).values())
+    colors = ScalarMappable(Normalize(1, max(2, depth)), "viridis_r")
+    for axes, quantity in zip(panels, PANELS, strict=True):
+        _plot_quantity(axes, records, quantity, colors)
+    last.set_axis_off()
+    for name, color in LINES.values():
+        last.plot([], [], color=color, label=name)
+    last.legend(frameon=False, loc="center right")
+    figure.colorbar(colors, ax=last, location="left", label="layer")
+
+
+def _plot_quantity(axes: Axes, records: Records, quantity: str, colors: Any) -> None:
+    """Draw one panel: thin lines for layers, the deepest on top, and lines for single numbers."""
+    x, layers = _columns(records, f"layer_{quantity}", most=MAX_LAYER_POINTS)
+    depth = layers.shape[1] if layers.ndim > 1 else 0
+    lines = [(layers[:, layer], colors.to_rgba(layer + 1), 1.2)
+             for layer in np.linspace(0, depth - 1, min(depth, MAX_LINES)).astype(int)]
+    lines += [(_columns(records, f"{prefix}{quantity}{suffix}", most=MAX_LAYER_POINTS)[1], color,
+               2.0) for (prefix, suffix), (_, color) in LINES.items()]
+    for y, color, width in lines:
+        if np.isfinite(y).any():
+            axes.plot(x, y, color=color, linewidth=width, **PLAIN)
+    if quantity in LOGARITHMIC:
+        axes.set_yscale("log", nonpositive="mask")
+    axes.set_title(PANELS[quantity], fontsize="medium")
+    _label_steps(axes)
+
+
+def draw_run(run_dir: Path, _: Callable[[str], None]) -> None:
+    """Draw the charts of a run, as a process."""
+    signal.alarm(MAX_SECONDS)
+    logging.disable(logging.WARNING)
+    failpoint("draw")
+    draw_charts(run_dir, read_metrics(run_dir / "metrics.jsonl"))
+
+
+if __name__ == "__main__":
+    serve(draw_run)

@@ -35,6 +35,7 @@ from checkpointing import (
     save_checkpoint,
 )
 from gpt import GPTModel
+from optim import learning_rate_at
 from processes.command_line import command_line
 from processes.launch import Process
 from reporting.clock import PhaseClock
@@ -377,6 +378,17 @@ class Decided:
         return json.dumps(self.by_rank_0)
 
 
+def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
+    checkpoint = add_validation(save(tmp_path, 3), Validation(loss=1.5))
+    assert {path.name for path in checkpoint.path.iterdir()} == {
+        "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", MANIFEST}
+    for path in checkpoint.path.iterdir():
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        else:
+            safetensors.torch.load_file(path)
+
+
 def test_another_global_batch_is_refused_and_another_split_is_not(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 3)
     meta = checkpoint.meta.model_copy(update={"tokens": 4 * 128})
@@ -388,6 +400,22 @@ def test_another_global_batch_is_refused_and_another_split_is_not(tmp_path: Path
 def recorded(steps: Iterable[int], learning_rate: float = 0.01) -> list[dict]:
     return [{"global_step": step, "train_loss": None, "learning_rate": learning_rate}
             for step in steps]
+
+
+def test_other_defaults_than_in_earlier_launches_are_a_warning(workplace: Workplace) -> None:
+    workplace.add_run(train={"optimizer": "muon", "learning_rate": None, "beta2": 0.9})
+    run, checkpoint = load_run(workplace.runs_dir, "tiny"), save(workplace.root, 3)
+    rates = recorded(range(4), learning_rate_at(run.train, 3, num_steps=9))
+    for before, wanted in (
+        (run.train.model_dump(), []),
+        (run.train.model_dump() | {"beta2": 0.7}, []),  # it is set
+        (run.train.model_dump() | {"schedule": None, "weight_decay": 0.1,
+                                     "beta1": 0.9},
+         ['"beta1": 0.9, "schedule": null, "weight_decay": 0.1 then']),
+    ):
+        run.summary_path.write_text(json.dumps({"train": before}))
+        found = resume_warnings(checkpoint, run, rates, data=checkpoint.meta.data, num_steps=9)
+        assert len(found) == len(wanted) and all(map(str.__contains__, found, wanted))
 
 
 @pytest.mark.parametrize(("steps", "missing"), [

@@ -20,7 +20,7 @@ RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in na
 ROOT_FILES = {"ddp_train", "gpt", "optim", "run_config", "checkpointing", "prepare_dataset"}
 WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "tokens.token_file",
                  "tokens.tokenizer", "run_config", "processes.before_torch", "prepare_dataset",
-                 "reporting.chart_process", "reporting.charts", "reporting.tracker_process",
+                 "processes.beside", "reporting.charts", "reporting.tracker",
                  "lab.export_metrics", "lab.doctor.examination"]
 LINES = {"ddp_train.py": 385, "checkpointing.py": 450}
 

@@ -19,7 +19,7 @@ from preparation.ensure_dataset import is_complete, provide_dataset
 from processes.command_line import Options
 from processes.launch import num_gpus
 from reporting.summary import FINISHED, has_status
-from reporting.tracker_process import check_tracker
+from reporting.tracker import check_tracker
 from run_config import Run, load_run
 from tokens.batches import RunData, open_run_data
 from tokens.tokenizer import load_tokenizer

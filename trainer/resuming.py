@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Any
 
 from basics.errors import UserError
+from basics.json_files import read_json_object
 from checkpointing import Checkpoint
 from optim import learning_rate_at, schedule_of
 from reporting.loss_window import REPORT_INTERVAL
@@ -77,6 +79,18 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
     if was != found:  # as another split can cause
         warnings.append(f"a validation has {found} sequences now, up to {checkpoint.name} it had"
                         f" {was}: best compares losses of both lengths")
+    try:  # what a run leaves to a default keeps its meaning only if the default stays
+        before = read_json_object(run.summary_path)["train"]
+        changed = {key: before[key] for key in ("beta1", "beta2", "learning_rate", "schedule",
+                                                "weight_decay")
+                   if key not in run.train.model_fields_set
+                   and before[key] != getattr(run.train, key)}
+    except (UserError, KeyError, TypeError):  # a summary of another version, or none
+        changed = {}
+    if changed:
+        warnings.append(f"{run.train_path}: other defaults than when the run began:"
+                        f" {json.dumps(changed)[1:-1]} then; to go on with these, set them"
+                        ' (schedule null: "constant")')
     rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
              if "train_loss" in record and record["global_step"] <= last_step}
     gaps = [f"{before + 2:,} to {after - REPORT_INTERVAL + 1:,}" for before, after in pairwise(

@@ -1,15 +1,15 @@
-"""The processes that work beside training: charts, the tracker, --after-checkpoint."""
+"""What works beside training: charts, the tracker, --after-checkpoint."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from processes.beside import Beside
 from processes.watchdog import Watchdog
-from reporting.chart_process import ChartProcess
 from reporting.clock import CHART, PhaseClock
 from reporting.console import Console
-from reporting.tracker_process import TrackerProcess
+from reporting.tracker import TrackerProcess
 from trainer.budget import nearest_limit
 from trainer.startup import PreparedRun
 from trainer.user_commands import AfterCheckpoint
@@ -26,34 +26,38 @@ class SideProcesses:
 
     def __init__(self, prepared: PreparedRun, *, console: Console, clock: PhaseClock,
                  watchdog: Watchdog) -> None:
-        self._prepared, self._run = prepared, prepared.run
-        self._console, self._clock, self._watchdog = console, clock, watchdog
-        self._charts = ChartProcess(self._run.run_dir, heartbeat=watchdog.heartbeat)
-        self._tracker = TrackerProcess(self._run, heartbeat=watchdog.heartbeat)
-        self.after_checkpoint = AfterCheckpoint(prepared.options.after_checkpoint, self._run,
-                                                heartbeat=watchdog.heartbeat)
+        run, heartbeat = prepared.run, watchdog.heartbeat
+        self._train, self._console = run.train, console
+        self._clock, self._watchdog = clock, watchdog
+        self._charts = Beside("chart", "reporting.charts", run.run_dir, heartbeat=heartbeat)
+        self._tracker = TrackerProcess(run, starts_over=prepared.options.fresh,
+                                       heartbeat=heartbeat)
+        self.after_checkpoint = AfterCheckpoint(prepared.options.after_checkpoint, run,
+                                                heartbeat=heartbeat)
 
     def track(self) -> None:
         """Start the tracker, once the records of steps that are repeated are gone."""
-        self._warn_of_tracker(self._tracker.start(
-            self._prepared.first_step, starts_over=self._prepared.options.fresh))
+        self._tracker.start()
+        self.warn()
 
     def draw_charts(self) -> None:
         """Start to draw the charts."""
         with self._clock.phase(CHART):
-            self._warn_of_charts(self._charts.start())
+            self._charts.start()
+            self.warn()
 
     def warn(self) -> None:
         """Warn of what has failed since the last call."""
-        self._warn_of_charts(self._charts.take_failure())
-        self._warn_of_tracker(self._tracker.take_failure())
+        self._console.warn("charts are not up to date", self._charts.take_failure())
+        self._console.warn(f"tracker {self._train.tracker}", self._tracker.take_failure())
         self._console.warn("--after-checkpoint", self.after_checkpoint.take_failure())
 
     def finish_charts(self) -> None:
         """Wait for the last charts."""
         with self._clock.phase(CHART):
-            self._warn_of_charts(self._charts.finish(
-                self._limit(self._watchdog.deadlines.charts)))
+            self._charts.hurry()
+            failure = self._charts.finish(self._until(self._watchdog.deadlines.charts))
+            self._console.warn("charts are not up to date", failure)
 
     def finish(self) -> str:
         """Wait for all, once the summary is written, whose figures are the tracker's last ones.
@@ -64,48 +68,25 @@ class SideProcesses:
             What failed in --after-checkpoint; empty if nothing, or after a stop signal: then it is
             only a warning.
         """
-        deadlines = self._watchdog.deadlines
-        self._tracker.end()
-        tracker_limit = self._limit(deadlines.tracker)
-        failure = self.after_checkpoint.finish(self._command_limit())
-        if self._watchdog.stop_signal:
+        watchdog, deadlines = self._watchdog, self._watchdog.deadlines
+        self._tracker.tell_end()
+        tracker_until = self._until(deadlines.tracker)
+        command_until = self._until(deadlines.after_checkpoint, least=LEAST_COMMAND_SECONDS)
+        self.after_checkpoint.start()
+        failure = self.after_checkpoint.finish(
+            lambda: watchdog.stop_by - deadlines.after_command if watchdog.stop_signal
+            else command_until())
+        if watchdog.stop_signal:
             self._console.warn("--after-checkpoint", failure)
             failure = ""
             self.finish_charts()
-        self._warn_of_tracker(self._tracker.finish(tracker_limit))
+        self._console.warn(f"tracker {self._train.tracker}", self._tracker.finish(tracker_until))
         return failure
 
-    def _limit(self, seconds: float) -> Callable[[], float]:
-        """Return how many seconds, from now on, the last charts or records are waited for."""
-        began, deadlines = time.monotonic(), self._watchdog.deadlines
-
-        def limit() -> float:
-            left, longest = nearest_limit(self._run.train, self._clock)[0], seconds
-            if self._watchdog.stop_signal:
-                left = self._seconds_to_stop() - EXIT_SECONDS
-                longest = min(seconds, deadlines.after_command)
-            return max(0.0, min(longest, time.monotonic() - began + left))
-
-        return limit
-
-    def _command_limit(self) -> Callable[[], float]:
-        """Return how many seconds, from now on, --after-checkpoint is waited for."""
-        began, deadlines = time.monotonic(), self._watchdog.deadlines
-        affordable = max(LEAST_COMMAND_SECONDS, nearest_limit(self._run.train, self._clock)[0])
-
-        def limit() -> float:
-            if self._watchdog.stop_signal:
-                return time.monotonic() - began + self._seconds_to_stop() - deadlines.after_command
-            return min(deadlines.after_checkpoint, affordable)
-
-        return limit
-
-    def _seconds_to_stop(self) -> float:
-        """Return the seconds that a stop signal has left to this process."""
-        return self._watchdog.stop_by - time.monotonic()
-
-    def _warn_of_charts(self, failure: str) -> None:
-        self._console.warn("charts are not up to date", failure)
-
-    def _warn_of_tracker(self, failure: str) -> None:
-        self._console.warn(f"tracker {self._run.train.tracker}", failure)
+    def _until(self, seconds: float, *, least: float = 0.0) -> Callable[[], float]:
+        """Return when a wait ends that begins now, after a stop signal or within the budget."""
+        began, watchdog = time.monotonic(), self._watchdog
+        planned = began + min(seconds, max(least, nearest_limit(self._train, self._clock)[0]))
+        stopped = began + min(seconds, watchdog.deadlines.after_command)
+        return lambda: min(stopped, watchdog.stop_by - EXIT_SECONDS) if (
+            watchdog.stop_signal) else planned

@@ -37,7 +37,7 @@ from reporting.clock import DOWNLOAD, PhaseClock
 from reporting.metrics_file import check_records, read_metrics, spent_before
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status
-from reporting.tracker_process import check_tracker
+from reporting.tracker import check_tracker
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from processes.run_lock import lock_run, release_run
-from reporting import tracker_process
-from reporting.tracked_run import TrackedRun
+from reporting import tracker
+from reporting.tracker import TrackedRun
 from run_config import Run
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.network import refused_network
@@ -63,10 +63,10 @@ def test_what_cannot_be_exported_is_one_line(
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         assert "--to tensorboard needs the package tensorboard: run `uv sync" in refused()
     with monkeypatch.context() as patch:
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise OSError("full")
 
-        patch.setattr(tracker_process, "open_tracker", fail)
+        patch.setattr(tracker, "open_tracker", fail)
         assert "tensorboard has failed: OSError: full; the same command" in refused(1)
     lock_run(run.run_dir)
     try:

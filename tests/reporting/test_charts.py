@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,10 +13,24 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from basics.json_files import to_json
+from processes.beside import Beside
 from reporting import charts
-from reporting.charts import draw_charts
+from reporting.charts import (
+    LINES,
+    MAX_LAYER_POINTS,
+    MAX_LINES,
+    PANELS,
+    draw_charts,
+    measured_steps,
+    plot_layers,
+)
+from reporting.metrics_file import BY_LAYER, NUMBERS
+from tests.support.workplace import draw_bare
 
 CHARTS = ("loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png")
+SINGLE = [key for quantity in PANELS for prefix, suffix in LINES
+          if (key := f"{prefix}{quantity}{suffix}") in NUMBERS and key != "grad_norm_max"]
 
 
 def records(num_steps: int) -> list[dict]:
@@ -29,18 +45,12 @@ def records(num_steps: int) -> list[dict]:
     return found
 
 
-def loss_chart(found: list[dict]) -> np.ndarray:
-    """Draw the loss chart without the hand-drawn style, which takes most of the time."""
-    figure = Figure(figsize=(10, 5.6), dpi=60)
-    canvas = FigureCanvasAgg(figure)
+def plotted_losses(found: list[dict]) -> Figure:
+    """Lay out the loss chart."""
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
     charts._plot_losses(figure.subplots(), [r for r in found if "train_loss" in r],
                         [r for r in found if "validation_loss" in r])
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3] / 255  # (height, width, 3)
-
-
-def share_of(color: tuple[float, float, float], pixels: np.ndarray) -> float:
-    return float((np.abs(pixels - np.array(color)).max(axis=-1) < 0.1).mean())
+    return figure
 
 
 @pytest.mark.parametrize("num_steps", [10, 200_000])
@@ -48,7 +58,21 @@ def test_three_charts_are_drawn_for_any_length(tmp_path: Path, num_steps: int) -
     draw_charts(tmp_path, records(num_steps))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(CHARTS)
     for name in CHARTS:
-        assert imread(tmp_path / name).shape[:2] == (672, 1200)
+        pixels = imread(tmp_path / name)
+        assert pixels.shape[:2] == (672, 1200) and (pixels[..., :3].min(axis=-1) < 0.9).any()
+
+
+def test_a_process_draws_the_same(tmp_path: Path) -> None:
+    drawn, directly = tmp_path / "drawn" / "tiny", tmp_path / "directly" / "tiny"
+    for place in (drawn, directly):
+        place.mkdir(parents=True)  # the title is the run's name
+    (drawn / "metrics.jsonl").write_text("".join(to_json(r) + "\n" for r in records(300)))
+    process = Beside("chart", "reporting.charts", drawn)
+    process.start()
+    assert process.finish(lambda: math.inf) == ""
+    draw_charts(directly, records(300))
+    for name in CHARTS:
+        assert (drawn / name).read_bytes() == (directly / name).read_bytes()
 
 
 def test_a_chart_that_cannot_be_drawn_leaves_no_file_and_the_old_one(tmp_path: Path) -> None:
@@ -64,33 +88,21 @@ def test_a_chart_that_cannot_be_drawn_leaves_no_file_and_the_old_one(tmp_path: P
     assert path.read_text() == "old"
 
 
-def test_the_loss_chart_shows_training_and_validation() -> None:
-    blue, red = (0.12, 0.47, 0.71), (0.84, 0.15, 0.16)
-    without = loss_chart([r for r in records(2000) if "train_loss" in r])
-    assert share_of(blue, without) > 0.001 and share_of(red, without) == 0
-    assert share_of(red, loss_chart(records(2000))) > 0.001
-
-
-def test_a_run_with_a_price_has_an_axis_in_dollars() -> None:
-    priced = [record | {"usd": 0.02 * (record["global_step"] + 1)} for record in records(2000)]
-    ink = [float((loss_chart(found)[:40] < 0.5).mean()) for found in (records(2000), priced)]
-    assert ink[1] > 1.5 * ink[0]
+def test_the_loss_chart_shows_training_validation_and_the_best_one() -> None:
+    (axes,) = plotted_losses(records(2000)).axes
+    labels = axes.get_legend_handles_labels()[1]
+    assert labels == ["training, mean between two points",
+                      "smallest to largest step between them", "validation",
+                      "best: 2.2367 at step 2000"]
+    training, validation, best = axes.lines
+    assert training.get_xydata()[0].tolist() == [10, pytest.approx(10 * 10**-0.2)]
+    assert len(validation.get_xdata()) == 20 and best.get_xdata() == [2000]
 
 
 @pytest.mark.parametrize("usd", [[1, 1, 1], [1, 1, 2], [1, 2, 2], [0, 0, 0], [3, 1, 2]])
 def test_cost_that_does_not_rise_does_not_stop_a_chart(usd: list[float]) -> None:
     found = [record | {"usd": spent} for record, spent in zip(records(30), usd, strict=True)]
-    assert loss_chart(found).any()
-
-
-def test_the_two_directions_of_the_cost_axis_are_inverse() -> None:
-    steps, usd = np.array([10.0, 20, 50]), np.array([1.0, 3, 4])
-    points = np.array([-5.0, 10, 15, 20, 40, 50, 80])
-    found = charts._interpolate(points, steps, usd)
-    assert list(found[1:4]) == [1, 2, 3]
-    inside = slice(1, 6)
-    np.testing.assert_allclose(charts._interpolate(found, usd, steps)[inside], points[inside])
-    assert found[0] < 1 and found[-1] > 4
+    assert plotted_losses(found).axes
 
 
 @pytest.mark.parametrize("prices", [
@@ -99,43 +111,37 @@ def test_the_two_directions_of_the_cost_axis_are_inverse() -> None:
     [1e-3 * 4**step for step in range(12)],
     [8.0 * step for step in range(1, 13)],
 ])
-def test_labels_in_dollars_differ_and_do_not_overlap(prices: list[float]) -> None:
+def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices: list[float]) -> None:
     found = [record | {"usd": usd} for record, usd in zip(records(120), prices, strict=False)
              if "train_loss" in record]
     with pyplot.xkcd():
-        figure = Figure(figsize=(10, 5.6), layout="constrained")
-        axes = figure.subplots()
-        charts._plot_losses(axes, found, [])
+        figure = plotted_losses(found)
         FigureCanvasAgg(figure).draw()
-    (above,) = axes.child_axes
+    below, above = figure.axes
+    assert above.get_xlabel() == "US$" and above.get_xlim() == below.get_xlim()
     labels = above.get_xticklabels()
-    assert 3 <= len(labels) <= 6 and len({label.get_text() for label in labels}) == len(labels)
-    for label, usd in zip(labels, above.get_xticks(), strict=True):
-        assert float(label.get_text().replace(",", "")) == pytest.approx(usd)
+    assert len(labels) == 5 and len({label.get_text() for label in labels}) == 5
+    steps, spent = zip(*((record["global_step"] + 1, record["usd"]) for record in found),
+                       strict=True)
+    for label, step in zip(labels, above.get_xticks(), strict=True):
+        usd = float(label.get_text().replace(",", ""))
+        assert usd == pytest.approx(np.interp(step, steps, spent), rel=0.2)
     boxes = [label.get_window_extent() for label in labels]
     assert all(left.x1 + 5 < right.x0 for left, right in pairwise(boxes))
-
-
-def test_legends_say_what_the_bands_and_marks_are() -> None:
-    found = [record for record in records(400) if "train_loss" in record]
-    found[30]["train_loss"] += 3
-    axes = Figure().subplots()
-    charts._plot_losses(axes, found, [])
-    labels = axes.get_legend_handles_labels()[1]
-    assert labels[:2] == ["training, mean between two points",
-                          "smallest to largest step between them"]
-    assert "spikes (mean far above those before): 1" in labels
 
 
 def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run() -> None:
     noise = np.random.default_rng(1).normal(scale=0.03, size=100)
     losses = 3 + 8 * np.exp(-np.arange(100) / 15) + noise
-    found = [{"global_step": step, "train_loss": loss} for step, loss in enumerate(losses)]
+    found = [{"global_step": step, "train_loss": loss, "train_loss_min": loss,
+              "train_loss_max": loss} for step, loss in enumerate(losses)]
     assert charts.find_spikes(found) == []
     peaks = {14: 1.5, 25: 1.2, 80: 0.6}
     for step, height in peaks.items():
         found[step]["train_loss"] += height
     assert [record["global_step"] for record in charts.find_spikes(found)] == list(peaks)
+    (axes,) = plotted_losses(found).axes
+    assert "spikes (mean far above those before): 3" in axes.get_legend_handles_labels()[1]
 
 
 def test_the_chart_of_step_times_names_the_slowest_step(
@@ -154,26 +160,74 @@ def test_the_chart_of_step_times_names_the_slowest_step(
     assert max(drawn.axes[0].lines[0].get_ydata()) == 29
 
 
-def test_missing_numbers_do_not_stop_a_chart(tmp_path: Path) -> None:
+def test_missing_numbers_and_missing_records_do_not_stop_a_chart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
+    draw_charts(tmp_path, [])
+    assert not list(tmp_path.iterdir())
     found = records(300)
     found[3]["train_loss"] = found[4]["grad_norm"] = found[5]["grad_norm_max"] = None
     draw_charts(tmp_path, found)
     assert (tmp_path / "grad-norm-chart.png").exists()
 
 
-def test_without_records_nothing_is_drawn(tmp_path: Path) -> None:
-    draw_charts(tmp_path, [])
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("installed", [[], ["xkcd"]])
 def test_missing_fonts_cause_no_warning(
-    tmp_path: Path, installed: list[str], monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
-    monkeypatch.setattr(font_manager, "get_font_names", lambda: installed)
-    assert charts._fonts() == [*installed, "DejaVu Sans"]
-    if not installed:
-        with caplog.at_level(logging.WARNING):
-            draw_charts(tmp_path, records(100))
-        assert not caplog.records and not recwarn.list
+    monkeypatch.setattr(font_manager, "get_font_names", list)
+    with caplog.at_level(logging.WARNING):
+        draw_charts(tmp_path, records(100))
+    assert not caplog.records and not recwarn.list
+
+
+def diagnosed(num_steps: int, *, depth: int = 12) -> list[dict]:
+    return [{"global_step": 100 * i + 99}
+            | {key: [1.0 + layer for layer in range(depth)] for key in BY_LAYER}
+            | dict.fromkeys(SINGLE, 0.5) for i in range(num_steps)]
+
+
+def plotted(found: list[dict]) -> dict[str, list[np.ndarray]]:
+    """The lines of each panel, as (points, 2)."""
+    figure = Figure()
+    plot_layers(figure, measured_steps(found), Path("run"))
+    return {quantity: [line.get_xydata() for line in axes.lines]
+            for quantity, axes in zip(PANELS, figure.axes, strict=False)}
+
+
+def test_every_quantity_of_the_diagnostics_is_plotted() -> None:
+    lines = plotted(diagnosed(5))
+    assert set(BY_LAYER) == {f"layer_{quantity}" for quantity in list(PANELS)[:5]}
+    assert [len(lines[quantity]) for quantity in PANELS] == [14, 14, 13, 12, 12, 4, 4]
+    assert lines["grad_norm"][3].tolist() == [[100 * i + 100, 4.0] for i in range(5)]
+    lines = plotted(diagnosed(1000, depth=200))["attention_entropy"]
+    assert len(lines) == MAX_LINES and all(len(line) == MAX_LAYER_POINTS for line in lines)
+    assert lines[0][0, 1] == 1.0 and lines[-1][0, 1] == 200.0  # the first and the last layer
+
+
+@pytest.mark.parametrize("values", [[None] * 12, [0.0] * 12, [-1.0] * 12, [1e100] * 12],
+                         ids=["null", "zero", "negative", "large"])
+def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(
+    tmp_path: Path, values: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
+    found = diagnosed(3)
+    for record in found:
+        record |= dict.fromkeys(BY_LAYER, values)
+    found[1]["layer_grad_norm"] = values
+    found[2] |= dict.fromkeys(SINGLE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing
+        draw_charts(tmp_path, found)
+    assert [path.name for path in tmp_path.iterdir()] == ["layers-chart.png"]
+
+
+def test_diagnostics_of_another_depth_or_without_some_keys_are_left_out() -> None:
+    found = [*diagnosed(2, depth=3), *diagnosed(2), {"global_step": 9, "layer_grad_norm": [1.0]}]
+    assert measured_steps(found) == [found[-1]]
+    assert measured_steps(found[:-1]) == found[2:4]
+    found[3]["layer_update_ratio"] = [1.0]
+    assert measured_steps(found[:-1]) == [found[3]]
+    assert plotted(found)["grad_norm"][0].tolist() == [[10.0, 1.0]]
+    plotted(found[:-1])

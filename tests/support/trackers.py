@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from basics.json_files import to_json
-from reporting.tracker_process import TrackerProcess
+from reporting.tracker import TrackerProcess
 from run_config import Run, load_run
 from tests.support.workplace import Workplace
 
@@ -36,12 +37,18 @@ def add_summary(run: Run, global_step: int) -> None:
         "seconds": {"training": 2.0, "chart": 1.0}, "usd": None, "best": {"loss": 1.25}}))
 
 
-def track(run: Run, first_step: int = 0, *, starts_over: bool = False) -> str:
+def track(run: Run, *, starts_over: bool = False) -> str:
     """Have a process send what there is, as at the end of a launch; return its failure."""
-    process = TrackerProcess(run)
-    assert process.start(first_step, starts_over=starts_over) == ""
-    process.end()
-    return process.finish(lambda: 100.0)
+    process = TrackerProcess(run, starts_over=starts_over)
+    process.start()
+    assert process.take_failure() == ""
+    return end(process)
+
+
+def end(process: TrackerProcess) -> str:
+    process.tell_end()
+    until = time.monotonic() + 150
+    return process.finish(lambda: until)
 
 
 def in_tensorboard(place: Path) -> Values:

@@ -32,9 +32,9 @@ from safetensors.numpy import save_file
 
 from basics import failpoints
 from basics.errors import STOP_SIGNALS, drop_unwritable_output
-from processes import heartbeat, startup_agreement
+from processes import beside, heartbeat, startup_agreement
 from processes.run_lock import PARENT_DEATH_SIGNAL, release_run
-from reporting import chart_process, charts
+from reporting import charts
 from reporting.metrics_file import read_metrics
 from tests.support import odd_files
 
@@ -282,7 +282,10 @@ def _run_script(script: str, arguments: list[str]) -> None:
     odd_files.install()
     charts.draw_by_hand = draw_bare
     if "draw:" not in os.environ.get(failpoints.VARIABLE, ""):
-        chart_process.start_process = DrawnHere
+        start_module = beside.start_module
+        beside.start_module = lambda module, run_dir, niceness: (
+            DrawnHere(run_dir) if module == "reporting.charts"
+            else start_module(module, run_dir, niceness))
     torch.distributed.run.run = lambda options: _run_agent(
         options.training_script, options.training_script_args,
         nproc_per_node=int(options.nproc_per_node))
@@ -313,14 +316,12 @@ def draw_bare(path: Path, plot: Callable[[Figure], object]) -> Path:
 class DrawnHere:
     """A process that draws, and has ended: what it does is done in this one."""
 
-    returncode = 0
-
-    def __init__(self, run_dir: Path, niceness: int) -> None:
-        self.stderr = io.BytesIO()
+    def __init__(self, run_dir: Path) -> None:
+        self.stdin, self.stderr = io.BytesIO(), io.BytesIO()
         charts.draw_charts(run_dir, read_metrics(run_dir / "metrics.jsonl"))
 
     def poll(self) -> int:
-        return self.returncode
+        return 0
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ class End:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **train: object) -> None:
         self.now, self.waited, self.warnings, self.failure = 1000.0, {}, [], ""
+        self.started: list[str] = []
         self.stop_at = float("inf")
         self.watchdog = SimpleNamespace(stop_signal=0, stop_by=float("inf"), deadlines=Deadlines())
         clock = PhaseClock()
@@ -29,26 +30,25 @@ class End:
         self.beside = SideProcesses.__new__(SideProcesses)
         vars(self.beside).update(
             _watchdog=self.watchdog, _clock=clock,
-            _run=SimpleNamespace(train=TrainConfig(**TINY_TRAIN | train)),
+            _train=TrainConfig(**TINY_TRAIN | train),
             _console=SimpleNamespace(warn=self.warn),
-            _charts=SimpleNamespace(finish=lambda limit: self.hang("charts", limit)),
-            _tracker=SimpleNamespace(
-                end=self.told, finish=lambda limit: self.hang("tracker", limit, self.told_at)),
-            after_checkpoint=SimpleNamespace(
-                finish=lambda limit: self.hang("command", limit)))
+            _charts=self.process("charts"), _tracker=self.process("tracker"),
+            after_checkpoint=self.process("command"))
         monkeypatch.setattr(side_processes.time, "monotonic", lambda: self.now)
 
     def warn(self, what: str, failure: str) -> None:
         if failure:
             self.warnings.append(f"{what}: {failure}")
 
-    def told(self) -> None:
-        self.told_at = self.now
+    def process(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            start=lambda: self.started.append(name), hurry=lambda: None, tell_end=lambda: None,
+            finish=lambda until: self.hang(name, until))
 
-    def hang(self, name: str, limit: Callable[[], float], since: float | None = None) -> str:
-        """Wait as long as it is allowed, counted from now or from `since`."""
-        began, since = self.now, self.now if since is None else since
-        while self.now - since < limit():
+    def hang(self, name: str, until: Callable[[], float]) -> str:
+        """Wait as long as it is allowed."""
+        began = self.now
+        while self.now < until():
             self.now += 0.25
             if self.now == self.stop_at:
                 self.stop()
@@ -69,6 +69,7 @@ def end(monkeypatch: pytest.MonkeyPatch) -> End:
 def test_a_last_command_that_failed_is_told(end: End) -> None:
     end.failure = "no space"
     assert end.beside.finish() == "no space"
+    assert end.started == ["command"]
     assert end.waited["command"] == 900 and not any("after" in line for line in end.warnings)
 
 

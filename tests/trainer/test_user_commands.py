@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +132,7 @@ def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
 def test_it_is_not_taken_for_a_process_of_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "DDP_TRAIN_LOCK",
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID",
                  "DDP_TRAIN_SPENT_SECONDS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -140,7 +140,7 @@ def test_it_is_not_taken_for_a_process_of_torchrun(
     assert run_command("env", {"DDP_TRAIN_RUN": "tiny"}) == (0, 0)
     lines = capsys.readouterr().out.replace("when-done: ", "").splitlines()
     found = dict(line.partition("=")[::2] for line in lines)
-    own = set(found) & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "DDP_TRAIN_LOCK",
+    own = set(found) & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS",
                         "DDP_TRAIN_SPENT_SECONDS", "TORCHELASTIC_RUN_ID"}
     assert not own and found["DDP_TRAIN_RUN"] == "tiny" and found["HF_TOKEN"] == "of the user"
 
@@ -181,7 +181,8 @@ def saved(workplace: Workplace) -> Run:
 
 
 def finish(command: AfterCheckpoint) -> str:
-    return command.finish(lambda: 60.0)
+    command.start()
+    return command.finish(lambda: math.inf)
 
 
 def test_after_checkpoint_knows_the_run_by_name_also_where_a_shell_would_take_it_apart(
@@ -230,33 +231,6 @@ def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(
     assert finish(command) == "" and command.take_failure() == ""
 
 
-def test_an_after_checkpoint_beyond_its_limit_is_ended_with_all_that_it_started(
-    saved: Run, tmp_path: Path
-) -> None:
-    pid = tmp_path / "pid"
-    command = AfterCheckpoint(f"trap '' TERM; sleep 60 & echo $! > {pid}; wait; sleep 60", saved)
-    beats = []
-    command._heartbeat = lambda: beats.append(1)
-    assert command.finish(lambda: 0.0 if pid.exists() and pid.read_text() else 60.0).startswith(
-        "it was ended after ")
-    until = time.monotonic() + 10  # a process that was killed is there until init has noticed
-    while Path(f"/proc/{pid.read_text().strip()}/exe").exists():
-        assert time.monotonic() < until
-    assert beats
-
-
-@pytest.mark.parametrize("make", [lambda log, victim: log.symlink_to(victim),
-                                  lambda log, victim: os.mkfifo(log)], ids=["link", "pipe"])
-def test_the_log_of_after_checkpoint_is_no_link_and_no_pipe(
-    saved: Run, tmp_path: Path, make: Callable[[Path, Path], None]
-) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    make(saved.run_dir / "after-checkpoint.log", victim)
-    assert finish(AfterCheckpoint("echo theirs", saved)).startswith("OSError: ")
-    assert victim.read_text() == "mine"
-
-
 def test_after_checkpoint_knows_how_far_a_run_is_that_trains(
     saved: Run, tmp_path: Path
 ) -> None:
@@ -270,16 +244,6 @@ def test_after_checkpoint_knows_how_far_a_run_is_that_trains(
     said = tmp_path / "said"
     assert finish(AfterCheckpoint(f"echo {{run}}-{{identity}} > {said}", saved)) == ""
     assert said.read_text() == "tiny-abc\n"
-
-
-def test_an_after_checkpoint_that_cannot_be_started_stops_nothing(
-    saved: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(user_commands.subprocess, "Popen", refuse)
-    assert "Cannot allocate memory" in finish(AfterCheckpoint("true", saved))
 
 
 def test_a_finished_run_repeats_after_checkpoint_before_when_done(
@@ -337,7 +301,7 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Wor
     facts = dict(line.split("=", 1) for line in said.read_text().splitlines() if "=" in line)
     assert facts["DDP_TRAIN_STATUS"] == "finished" and facts["DDP_TRAIN_STEP"] == "5"
     assert Path(facts["DDP_TRAIN_CHECKPOINT"]).name.endswith("-iteration-4")
-    assert not facts.keys() & {"RANK", "WORLD_SIZE", "DDP_TRAIN_LOCK"}
+    assert not facts.keys() & {"RANK", "WORLD_SIZE"}
     assert json.loads(Path(f"{said}.json").read_text())["status"] == "finished"
     assert summary_of(run_dir)["when_done"] == {"status": 3}
     again = run_in_process(*workplace.arguments("tiny", *two_processes, "--when-done", "exit 4"))

@@ -1,0 +1,213 @@
+"""Sends a run's records to a tracker while it trains, in a process of its own.
+
+It reads `metrics.jsonl` as it grows, so a tracker that fails, hangs or is slow loses nothing and
+holds nothing up: another start, the next launch, or `lab export-metrics` sends what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from basics.errors import UserError, describe, visible
+from basics.failpoints import failpoint
+from basics.files import read_regular_file, write_atomically
+from processes.beside import Beside, serve
+from reporting.metric_names import final_figures, metrics_of, shown_step
+from reporting.metrics_file import read_metrics, valid_records
+from reporting.summary import read_summary
+from reporting.tracker_backends import open_tracker, wandb_mode
+from run_config import Run, load_run
+
+STATE_NAME = "tracker.json"  # in the run directory
+WAIT_SECONDS = 2.0  # between two looks for new records
+SLOW_SECONDS = 600.0  # for what the tracker is given at once, before a warning
+
+
+class TrackedRun(BaseModel):
+    """`tracker.json`: under which id trackers know a run, and how many records each of them has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    id: str = Field(pattern=r"^[0-9a-f-]{1,40}$")
+    sent: dict[str, NonNegativeInt] = {}
+
+    @classmethod
+    def load(cls, run_dir: Path, *, starts_over: bool = False) -> TrackedRun:
+        """Return the tracked run of a run directory; a new one if there is none to go on with."""
+        try:
+            if not starts_over:
+                return cls.model_validate_json(read_regular_file(run_dir / STATE_NAME))
+        except (OSError, ValidationError):
+            pass  # none yet, or damaged
+        began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        return cls(id=f"{began}-{secrets.token_hex(2)}")
+
+    def save(self, run_dir: Path) -> None:
+        """Raises: OSError."""
+        write_atomically(run_dir / STATE_NAME, self.model_dump_json() + "\n")
+
+
+class TrackerProcess(Beside):
+    """The process of a run's tracker, if it has one; it is started again a while after a failure.
+
+    Args:
+        starts_over: begin a new tracked run.
+    """
+
+    retry_seconds = 600.0
+
+    def __init__(self, run: Run, *, starts_over: bool = False,
+                 heartbeat: Callable[[], None] = lambda: None) -> None:
+        super().__init__("tracker", "reporting.tracker", run.run_dir, heartbeat=heartbeat,
+                         advice=f"; {_remedy(run)}")
+        self._run, self._starts_over, self._last_failure = run, starts_over, ""
+        self._unsaved: TrackedRun | None = None
+
+    def start(self) -> None:
+        """Start it, between the removal of records that are repeated and the first new one."""
+        if self._run.train.tracker == "none":
+            return
+        tracked = TrackedRun.load(self._run_dir, starts_over=self._starts_over)
+        left = len(read_metrics(self._run.metrics_path))
+        self._unsaved = tracked.model_copy(update={
+            "sent": {kind: min(sent, left) for kind, sent in tracked.sent.items()}})
+        super().start()
+
+    def _launch(self) -> Any:
+        if self._unsaved is not None:
+            self._unsaved.save(self._run_dir)
+            self._unsaved = None
+        return super()._launch()
+
+    def take_failure(self) -> str:
+        """Return what the user should know since the last call, but not the same again."""
+        failure = super().take_failure()
+        is_known, self._last_failure = failure == self._last_failure, failure or self._last_failure
+        return "" if is_known else failure
+
+
+def send_records(run: Run, tracked: TrackedRun, *, output_dir: Path | None = None,
+                 note: Callable[[str], None], is_over: Callable[[], bool] = lambda: True) -> int:
+    """Send the records that a run's tracker lacks, and new ones as they come; return their number.
+
+    At last the figures of the summary, if the run has ended.
+
+    Args:
+        output_dir: for a tracked run that training does not go on with.
+        note: called with a line for the user.
+        is_over: waits a while; returns whether no more records come.
+    """
+    kind, path = run.train.tracker, run.metrics_path
+    records, offset = _read_from(path, 0)
+    num_before = num_sent = min(len(records), tracked.sent.get(kind, 0))
+    last_step = shown_step(records[num_sent - 1]) if num_sent else 0
+
+    def save() -> None:
+        if output_dir is None:
+            changed = {"sent": tracked.sent | {kind: num_sent}}
+            tracked.model_copy(update=changed).save(run.run_dir)
+
+    save()  # the id must be known before anything appears under it
+    with _warning_if_slow(note):
+        tracker = open_tracker(run, tracked.id, last_step, output_dir=output_dir, note=note)
+    new, ends = records[num_sent:], False
+    while not ends:
+        ends = is_over()
+        more, offset = _read_from(path, offset)
+        new += more
+        if new:
+            # What came before these has arrived a while ago: after a kill, a tracker rather gets
+            # records twice than not at all.
+            save()
+            with _warning_if_slow(note):
+                for record in new:
+                    tracker.log(shown_step(record), metrics_of(record))
+                tracker.flush()
+            num_sent, new = num_sent + len(new), []
+    summary = read_summary(run)
+    tracker.finish(visible(str(summary.get("status")))[:20], final_figures(summary))
+    save()
+    return num_sent - num_before
+
+
+def _read_from(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the records from an offset on, and the offset of the next one."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            text = file.read()
+    except FileNotFoundError:
+        return [], offset
+    whole = text[:text.rfind(b"\n") + 1]  # without a line that is being written
+    return valid_records(whole.decode(errors="replace")), offset + len(whole)
+
+
+def check_tracker(run: Run, *, asked_by: str | None = None) -> list[str]:
+    """Check, without importing it, that a run's tracker can be used; return what to tell the user.
+
+    Args:
+        asked_by: what names the tracker, if it is not the run's `train.json`.
+
+    Raises:
+        UserError: its package is missing.
+    """
+    kind = run.train.tracker
+    if kind == "none":
+        return []
+    found = importlib.util.find_spec(kind)
+    if found is None or found.origin is None:  # a directory of that name is no package
+        what = asked_by or f'{run.train_path}: tracker "{kind}"'
+        raise UserError(f"{what} needs the package {kind}: run `uv sync --extra {kind}` (or pip"
+                        f" install {kind})")
+    if kind == "wandb" and wandb_mode() == "offline":
+        return ["wandb has no API key, so it records offline, in the run's directory wandb; to"
+                " upload, run `wandb login` or set WANDB_API_KEY (WANDB_MODE=offline hides this)"]
+    return []
+
+
+def track(run_dir: Path, say: Callable[[str], None]) -> None:
+    """Send all records until the trainer says that no more come."""
+    failpoint("track")
+    run = load_run(run_dir.parent, run_dir.name)
+    try:
+        send_records(run, TrackedRun.load(run_dir), note=say, is_over=_wait_for_end)
+    except BaseException as error:
+        raise UserError(f"{describe(error)}; {_remedy(run)}") from error
+
+
+@contextmanager
+def _warning_if_slow(say: Callable[[str], None]) -> Iterator[None]:
+    minutes = SLOW_SECONDS / 60
+    timer = threading.Timer(SLOW_SECONDS, say, [f"it has taken no records for {minutes:g} minutes"])
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+
+
+def _wait_for_end() -> bool:
+    """Wait a while for word from the trainer that no more records come; return whether it came."""
+    ready, _, _ = select.select([sys.stdin], [], [], WAIT_SECONDS)
+    if ready and not os.read(sys.stdin.fileno(), 16):
+        os._exit(1)  # the trainer has ended without it
+    return bool(ready)
+
+
+def _remedy(run: Run) -> str:
+    return f"`lab export-metrics {run.name} --to {run.train.tracker}` adds what is missing"
+
+
+if __name__ == "__main__":
+    serve(track)

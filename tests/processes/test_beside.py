@@ -1,0 +1,208 @@
+"""One process beside training: stand-ins for what goes wrong in it, and the one that draws."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from basics.directory_lock import lock_directory
+from basics.failpoints import MARKS, VARIABLE
+from processes import beside
+from processes.beside import Beside
+from tests.support.workplace import PROJECT_DIR
+
+HANGS = "sleep 3600"
+
+
+class Scripts:
+    """Shell scripts that run instead of a module, one after another; the last one repeatedly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *codes: str) -> None:
+        self._folder, self._codes = folder, list(codes)
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.niceness: list[int] = []
+        monkeypatch.setattr(beside, "start_module", self._start)
+
+    def _start(self, module: str, run_dir: Path, niceness: int) -> subprocess.Popen[bytes]:
+        assert all(process.poll() is not None for process in self.started), "two at a time"
+        code = self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
+        self.niceness.append(niceness)
+        self.started.append(subprocess.Popen(
+            ["sh", "-c", code], cwd=self._folder, process_group=0, bufsize=0,
+            stdin=subprocess.PIPE, stderr=subprocess.PIPE))
+        os.set_blocking(self.started[-1].stderr.fileno(), False)
+        return self.started[-1]
+
+
+def drawing(run_dir: Path, **options: object) -> Beside:
+    return Beside("chart", "reporting.charts", run_dir, **options)
+
+
+def never() -> float:
+    return math.inf
+
+
+def failure_after_end(process: Beside, scripts: Scripts) -> str:
+    scripts.started[-1].wait(60)
+    return process.take_failure()
+
+
+def wait_until_gone(pid: int) -> None:
+    until = time.monotonic() + 20
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until, f"process {pid} lives on"
+            time.sleep(0.02)
+
+
+def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripts = Scripts(monkeypatch, tmp_path, "read word", "true")
+    process = drawing(tmp_path)
+    for _ in range(4):
+        process.start()
+    assert len(scripts.started) == 1
+    scripts.started[0].stdin.write(b"go on\n")
+    assert process.finish(never) == "" and len(scripts.started) == 2
+    assert process.finish(never) == "" and len(scripts.started) == 2  # nothing is due
+
+
+def test_at_the_end_what_still_runs_is_done_again_at_normal_priority(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripts = Scripts(monkeypatch, tmp_path, HANGS, "true")
+    process = drawing(tmp_path)
+    process.start()
+    process.hurry()
+    assert process.finish(never) == ""
+    first, second = scripts.started
+    assert first.returncode < 0 and second.returncode == 0
+    assert scripts.niceness == [19, 0]
+    process.hurry()
+    assert process.finish(never) == "" and len(scripts.started) == 2
+
+
+@pytest.mark.parametrize(("code", "failure"), [
+    ("echo no good >&2; exit 1", "no good"), ("exit 3", "ended with status 3; advice"),
+    ("kill -9 $$", "its process was ended by signal 9 (Killed); advice"),
+    ("echo a note >&2", "a note"), ("true", "")])
+def test_what_it_says_and_how_it_failed_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, failure: str
+) -> None:
+    scripts = Scripts(monkeypatch, tmp_path, code)
+    process = drawing(tmp_path, advice="; advice")
+    process.start()
+    assert failure_after_end(process, scripts) == failure
+    assert process.take_failure() == process.finish(never) == ""
+
+
+def test_one_that_hangs_is_ended_with_all_that_it_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beats = []
+    Scripts(monkeypatch, tmp_path, f"trap '' TERM; {HANGS} & echo $! > pid; wait; {HANGS}")
+    process = drawing(tmp_path, heartbeat=lambda: beats.append(1))
+    process.start()
+    pid = tmp_path / "pid"
+    failure = process.finish(
+        lambda: 0.0 if beats and pid.exists() and pid.read_text() else math.inf)
+    assert failure.startswith("it was ended after ")
+    wait_until_gone(int(pid.read_text()))
+
+
+def test_what_it_leaves_behind_does_not_hold_up_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its stderr stays open as long as that lives."""
+    scripts = Scripts(monkeypatch, tmp_path, f"{HANGS} & echo $! > pid; exit 7")
+    process = drawing(tmp_path)
+    process.start()
+    assert failure_after_end(process, scripts) == "ended with status 7"
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_one_that_should_last_is_started_again_after_a_while_until_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripts = Scripts(monkeypatch, tmp_path, "true", "exit 3", "read word; test $word = end")
+    process = drawing(tmp_path)
+    process.retry_seconds = 100.0
+    now = time.monotonic()
+    process.start()
+    assert failure_after_end(process, scripts) == "ended with status 0"
+    assert process.take_failure() == "" and len(scripts.started) == 1  # not yet
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1000)
+    assert process.take_failure() == ""  # starts it
+    assert failure_after_end(process, scripts) == "ended with status 3"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2000)
+    assert process.take_failure() == "" and len(scripts.started) == 3
+    process.tell_end()
+    assert process.finish(never) == "" and len(scripts.started) == 3
+
+
+def struck_pid(marks: Path) -> int:
+    """Wait until a drawing has come to its failpoint; return its process."""
+    until = time.monotonic() + 60
+    while not (marks.exists() and marks.read_text().endswith("\n")):
+        assert time.monotonic() < until, "no drawing has begun"
+        time.sleep(0.02)
+    return int(marks.read_text().split()[3])
+
+
+def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_PORT": "1",
+                        "TORCHELASTIC_RUN_ID": "x", "CUDA_VISIBLE_DEVICES": "0",
+                        VARIABLE: "draw:hang", MARKS: str(tmp_path / "marks")}.items():
+        monkeypatch.setenv(name, value)
+    lock, process = lock_directory(tmp_path), drawing(tmp_path)
+    process.start()
+    pid = struck_pid(tmp_path / "marks")
+    os.close(lock)
+    os.close(lock_directory(tmp_path))  # nobody else has it
+    found = psutil.Process(pid)
+    assert found.nice() == 19 and found.cwd() == str(PROJECT_DIR) and not found.net_connections()
+    assert os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0)
+    variables = found.environ()
+    assert not [key for key in variables if key.startswith(("TORCHELASTIC", "MASTER"))
+                or key.endswith(("RANK", "WORLD_SIZE"))]
+    assert variables["CUDA_VISIBLE_DEVICES"] == "" and variables["OMP_NUM_THREADS"] == "1"
+    os.kill(pid, signal.SIGTERM)
+    assert process.finish(never) == "its process was ended by signal 15 (Terminated)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    code = ("import sys, time\nfrom pathlib import Path\nfrom processes.beside import Beside\n"
+            "Beside('chart', 'reporting.charts', Path(sys.argv[1])).start()\ntime.sleep(3600)")
+    marks = tmp_path / "marks"
+    trainer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=PROJECT_DIR,
+                               env=os.environ | {VARIABLE: "draw:hang", MARKS: str(marks)})
+    pid = struck_pid(marks)
+    assert psutil.pid_exists(pid)
+    trainer.kill()
+    trainer.wait(60)
+    wait_until_gone(pid)
+
+
+def test_one_whose_parent_has_ended_before_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"global_step": 1, "train_loss": 1.0, "learning_rate": 0.1, "train_loss_min": 1.0,'
+        ' "train_loss_max": 1.0, "grad_norm": 1.0, "grad_norm_max": 1.0}\n')
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    result = subprocess.run([sys.executable, "-m", "reporting.charts", str(tmp_path),
+                             str(ended.pid)], cwd=PROJECT_DIR, capture_output=True, timeout=60)
+    assert result.returncode == -signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

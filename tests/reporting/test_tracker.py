@@ -1,0 +1,366 @@
+"""Trackers: which records they get, their own packages without a network, and what goes wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from basics.errors import UserError
+from basics.failpoints import VARIABLE
+from reporting import tracker
+from reporting.metrics_file import remove_metrics_from
+from reporting.tracker import (
+    STATE_NAME,
+    TrackedRun,
+    TrackerProcess,
+    check_tracker,
+    send_records,
+)
+from reporting.tracker_backends import wandb_mode
+from run_config import Run
+from tests.support.network import environment_of_refusal
+from tests.support.trackers import (
+    Values,
+    add_records,
+    add_summary,
+    end,
+    in_tensorboard,
+    in_trackio,
+    in_wandb,
+    track,
+    tracked_run,
+)
+from tests.support.workplace import Workplace
+
+REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
+
+
+class Recorder:
+    """A tracker that keeps the steps that it is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.last_steps: list[int] = []  # that it had when it was opened
+        self.status = ""
+
+    def open(self, run: Run, id: str, last_step: int, **_: object) -> Recorder:
+        self.last_steps.append(last_step)
+        return self
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(step)
+
+    def flush(self) -> None:
+        pass
+
+    def finish(self, status: str, figures: dict[str, float]) -> None:
+        self.status = status
+
+
+class Launches:
+    """Launches of one run, with a tracker that keeps what it has over all of them."""
+
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.recorder = run, Recorder()
+        monkeypatch.setattr(tracker, "open_tracker", self.recorder.open)
+        monkeypatch.setattr("processes.beside.start_module", lambda *_: None)
+
+    def resume(self, first_step: int) -> None:
+        """Begin a launch, whose tracker does not come as far as to its first record."""
+        remove_metrics_from(self.run.metrics_path, first_step)
+        TrackerProcess(self.run).start()
+
+    def send(self, *steps: Callable[[], None]) -> int:
+        """Have the tracker work while this happens, one thing after another."""
+        left = list(steps)
+
+        def is_over() -> bool:
+            if left:
+                left.pop(0)()
+            return not left
+
+        return send_records(self.run, TrackedRun.load(self.run.run_dir), note=print,
+                            is_over=is_over)
+
+    def add(self, *steps: int) -> Callable[[], None]:
+        return lambda: add_records(self.run, *steps)
+
+    @property
+    def sent(self) -> dict[str, int]:
+        return TrackedRun.load(self.run.run_dir).sent
+
+
+def kill() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def launches(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(tracked_run(workplace, "trackio"), monkeypatch)
+
+
+def test_each_record_is_passed_on_once_as_it_comes(launches: Launches) -> None:
+    def begin_a_record() -> None:
+        file.write('nonsense\n{"global_step": -1}\n{"global_step": 2, ')
+        file.flush()
+
+    def end_it() -> None:
+        assert launches.recorder.steps == [1, 2]
+        file.write('"train_loss": 1.0}\n')
+        file.flush()
+
+    add_summary(launches.run, 2)
+    with launches.run.metrics_path.open("a") as file:
+        assert launches.send(launches.add(0, 1), begin_a_record, end_it) == 3
+    assert launches.recorder.steps == [1, 2, 3] and launches.recorder.status == "finished"
+    assert launches.sent == {"trackio": 3}
+
+
+def test_a_resumed_run_goes_on_where_the_tracker_was(launches: Launches) -> None:
+    launches.send(launches.add(0, 1))
+    add_records(launches.run, 2, 3)  # while the tracker was gone
+    launches.resume(4)
+    assert launches.send(launches.add(4)) == 3
+    assert launches.recorder.steps == [1, 2, 3, 4, 5] and launches.recorder.last_steps == [0, 2]
+
+
+def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) -> None:
+    launches.send(launches.add(0, 1, 2, 3))
+    launches.resume(2)  # the checkpoint holds the state after step 1; this tracker fails at once
+    add_records(launches.run, 2, 3, 4)
+    launches.resume(4)
+    launches.send(launches.add(4, 5))
+    assert launches.recorder.steps == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert launches.recorder.last_steps == [0, 2] and launches.sent == {"trackio": 6}
+
+
+def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(
+    launches: Launches
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        launches.send(*(launches.add(step) for step in range(3)), kill)
+    assert launches.sent == {"trackio": 2}  # has the third one arrived?
+    launches.send(launches.add(3))
+    assert launches.recorder.steps == [1, 2, 3, 3, 4]
+
+
+def test_the_id_stays_until_a_run_starts_over_or_the_state_is_damaged(tmp_path: Path) -> None:
+    first = TrackedRun(id="a-1", sent={"wandb": 3})
+    first.save(tmp_path)
+    assert TrackedRun.load(tmp_path) == first
+    fresh = TrackedRun.load(tmp_path, starts_over=True)
+    assert fresh.id != first.id and not fresh.sent
+    for content in ("", "{", "[]", '{"id": "../../x"}', '{"id": "a", "sent": {"wandb": -1}}'):
+        (tmp_path / STATE_NAME).write_text(content)
+        found = TrackedRun.load(tmp_path)
+        assert len(found.id) > 10 and not found.sent
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment without accounts, in which connections are refused and recorded."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_PROJECT",
+                 "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_TOKEN", "hf_marker0123456789")  # whose it is must not be asked
+    for name, value in environment_of_refusal(tmp_path / "site", tmp_path / "log").items():
+        monkeypatch.setenv(name, value)
+    yield
+    assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
+
+
+def kept(run: Run, tmp_path: Path) -> Values:
+    """Return what the tracker has of the run."""
+    id = TrackedRun.load(run.run_dir).id
+    if run.train.tracker == "trackio":
+        return in_trackio(tmp_path / "trackio")
+    if run.train.tracker == "wandb":
+        ids, values, _, _ = in_wandb(run.run_dir / "wandb")
+        assert ids == {f"tiny-{id}"}
+        return values
+    return in_tensorboard(run.run_dir / "tensorboard" / id)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
+def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine(
+    offline: None, workplace: Workplace, tmp_path: Path, kind: str
+) -> None:
+    run = tracked_run(workplace, kind)
+    add_records(run, 0, 1, 2, layer_grad_norm=[0.5, 0.25])
+    assert track(run) == ""
+    remove_metrics_from(run.metrics_path, 2)  # killed, and resumed after the second step
+    process = TrackerProcess(run)
+    process.start()
+    add_records(run, 2, 3)
+    add_summary(run, 3)
+    assert end(process) == ""
+    values = kept(run, tmp_path)
+    undone = [] if kind == "tensorboard" else [(3, 8.0)]
+    assert values["train/loss"] == [(1, 10.0), (2, 9.0), *undone, (3, 8.0), (4, 7.0)]
+    assert values["layers/2/grad_norm"][:2] == [(1, 0.25), (2, 0.25)]
+    if kind == "wandb":
+        _, _, config, final = in_wandb(run.run_dir / "wandb")
+        assert config["train"]["tracker"] == "wandb" and config["model"]["n_layers"] == 2
+        assert (final["final/best_loss"], final["final/status"]) == (1.25, "finished")
+    else:
+        assert values["final/best_loss"] == [(4, 1.25)]
+
+
+def test_fresh_starts_a_new_tracked_run(offline: None, workplace: Workplace) -> None:
+    run = tracked_run(workplace, "tensorboard")
+    add_records(run, 0)
+    assert track(run) == track(run, starts_over=True) == ""
+    first, second = (run.run_dir / "tensorboard").iterdir()
+    assert in_tensorboard(first) == in_tensorboard(second)
+
+
+def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(
+    offline: None, workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    run = tracked_run(workplace, "wandb")
+    add_records(run, 0)
+    assert "so it records offline" in track(run)
+    assert kept(run, tmp_path)["train/loss"] == [(1, 10.0)]
+
+
+class StandIn:
+    """A package of a tracker's name, for the process that would import the real one."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._package = folder / "stand-in" / "trackio"
+        self._package.mkdir(parents=True)
+        monkeypatch.setenv("PYTHONPATH", str(self._package.parent))
+
+    def write(self, *, init: str = "pass", log: str = "pass", finish: str = "pass") -> None:
+        (self._package / "__init__.py").write_text(
+            "import os, sys, time, warnings\n"
+            f"class Run:\n    def log(self, metrics, step):\n        {log}\n"
+            f"    def finish(self):\n        {finish}\n"
+            f"def init(**_):\n    {init}\n    return Run()\n")
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return StandIn(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def run(workplace: Workplace) -> Run:
+    run = tracked_run(workplace, "trackio")
+    add_records(run, 0, 1)
+    return run
+
+
+@pytest.mark.parametrize(("code", "failure"), [
+    ({"init": "raise ValueError('no\\x1b[2J good')"}, "ValueError: no\\x1b[2J good"),
+    ({"log": "warnings.warn('trackio.log() failed')"}, "RuntimeError: trackio.log() failed"),
+    ({"finish": "sys.exit(3)"}, "SystemExit: 3"),
+    ({"finish": "os.kill(os.getpid(), 11)"},
+     "its process was ended by signal 11 (Segmentation fault)"),
+])
+def test_a_tracker_that_fails_is_told_once(
+    run: Run, stand_in: StandIn, code: dict[str, str], failure: str
+) -> None:
+    stand_in.write(**code)
+    assert track(run) == failure + REMEDY
+
+
+def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
+    run: Run, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(TrackerProcess, "retry_seconds", 0.0)
+    monkeypatch.setenv(VARIABLE, "tracker:raise")
+    process = TrackerProcess(run)
+    process.start()
+    assert process.take_failure() == "RuntimeError: failpoint tracker" + REMEDY
+    assert process.take_failure() == ""  # the same again
+    monkeypatch.delenv(VARIABLE)
+    stand_in.write(log=f"open({str(tmp_path / 'steps')!r}, 'a').write(f'{{step}} ')")
+    assert process.take_failure() == ""  # starts it
+    add_records(run, 2)
+    assert end(process) == ""
+    assert (tmp_path / "steps").read_text() == "1 2 3 "
+
+
+@pytest.mark.parametrize("place", ["init", "log", "finish"])
+def test_a_tracker_that_hangs_is_ended_at_the_limit_and_nothing_is_lost(
+    run: Run, stand_in: StandIn, tmp_path: Path, place: str
+) -> None:
+    pid = tmp_path / "pid"
+    stand_in.write(**{place: f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"})
+    process = TrackerProcess(run)
+    process.start()
+    process.tell_end()
+    failure = process.finish(lambda: 0.0 if pid.exists() and pid.read_text() else math.inf)
+    assert failure.startswith("it was ended after ") and failure.endswith(REMEDY)
+    assert not psutil.pid_exists(int(pid.read_text()))
+    stand_in.write(log=f"open({str(tmp_path / 'steps')!r}, 'a').write(f'{{step}} ')")
+    assert track(run) == "" and (tmp_path / "steps").read_text() == "1 2 "
+
+
+def test_a_tracker_that_takes_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "SLOW_SECONDS", 0.0)
+    said: list[str] = []
+    with tracker._warning_if_slow(said.append):
+        while not said:
+            os.sched_yield()
+    assert said == ["it has taken no records for 0 minutes"]
+
+
+def test_a_tracker_whose_trainer_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    tracker._wait_for_end()
+    assert ends == [1]
+
+
+def test_a_run_without_a_tracker_starts_nothing(workplace: Workplace) -> None:
+    run = tracked_run(workplace, "none")
+    assert track(run) == "" and check_tracker(run) == []
+    assert not (run.run_dir / STATE_NAME).exists()
+
+
+@pytest.mark.parametrize("spec", [None, ModuleSpec("trackio", None)], ids=["none", "a directory"])
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, spec: ModuleSpec | None
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UserError) as caught:
+        check_tracker(run)
+    assert str(caught.value) == (
+        f'{run.train_path}: tracker "trackio" needs the package trackio: run `uv sync --extra'
+        " trackio` (or pip install trackio)")
+
+
+def test_wandb_records_offline_only_where_it_has_no_account(
+    offline: None, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tracked_run(workplace, "wandb")
+    (notice,) = check_tracker(run)
+    assert "no API key, so it records offline" in notice and wandb_mode() == "offline"
+    netrc = Path(os.environ["NETRC"])
+    for variables, logins in (({"WANDB_API_KEY": "x"}, ""), ({"WANDB_MODE": "offline"}, ""),
+                              ({}, "machine api.wandb.ai login user password x"),
+                              ({"WANDB_BASE_URL": "https://own.example"},
+                               "machine own.example login user password x")):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            netrc.write_text(logins)
+            assert check_tracker(run) == [] and wandb_mode() is None
+    for content in ("machine example.com login user password x", "nonsense"):
+        netrc.write_text(content)
+        assert wandb_mode() == "offline"
