@@ -1,7 +1,6 @@
 """Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`. It can start torchrun itself.
 
-`main` is the command, `run_worker` is what each process runs, `Trainer.train` is the training loop,
-`TrainingStep.take` is one global step.
+Each process runs `run_worker`; `Trainer.train` is the loop, `TrainingStep.take` one global step.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ from trainer.losses import Losses, validate
 from trainer.microbatch_search import search
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
 from trainer.precision import autocast
+from trainer.prefetch import compile_step
 from trainer.reports import Reports
 from trainer.startup import PreparedRun, build_state, prepare_run
 from trainer.stopping import Stop
@@ -78,6 +78,8 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     """Run one of the processes that torchrun has started. Every rank."""
     options = agreement.run("command line", read_command_line)
     process = agreement.run("process", this_process)
+    if options.prefetch:
+        return compile_step(options, process, agreement)
     if TRIAL_VARIABLE in os.environ:
         return measure_microbatch(MicrobatchTrial(options, process, agreement))
     if options.find_max_microbatch:  # one process starts the trials

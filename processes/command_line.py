@@ -65,7 +65,7 @@ class Options:
                  "--fresh": self.fresh, "--when-done": self.when_done,
                  "--after-checkpoint": self.after_checkpoint},
                 "cannot be used with --prefetch")
-        if "RANK" in os.environ:
+        if "RANK" in os.environ and "DDP_TRAIN_COMPILES_FOR" not in os.environ:
             raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
 
     def _check_searches(self) -> None:

@@ -27,7 +27,7 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
     """
     num_processes = options.nproc_per_node or default_num_processes()
     if options.prefetch:
-        prefetch_run(options, num_processes)
+        prefetch_run(script, options, num_processes)
         return 0
     if options.find_max_microbatch:
         search(script, options, num_processes)

@@ -5,29 +5,39 @@ Only compiled code is written into the run directory, and it is not locked: the 
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from basics.checkpoint_names import BEST, named_as_checkpoints
-from basics.errors import print_line
+from basics.errors import FAILED, UserError, print_line
 from basics.files import check_inside
+from basics.out_of_memory import is_out_of_memory
 from preparation.digests import verify_digests
 from preparation.ensure_dataset import is_complete, provide_dataset
 from processes.command_line import Options
-from processes.launch import num_gpus
+from processes.launch import Process, num_gpus, start_torchrun
+from processes.startup_agreement import Agreement
 from reporting.summary import FINISHED, has_status
 from reporting.tracker import check_tracker
 from run_config import Run, load_run
 from tokens.batches import RunData, open_run_data
 from tokens.tokenizer import load_tokenizer
 from tokens.tokenizer_file import TOKENIZER_FILE
+from trainer.compilation import CACHE_VARIABLE, compiled_code_of_run, keep_compiled_code
+from trainer.losses import Losses, build_training_state
 from trainer.models import initial_model
-from trainer.precompile import compile_step
+from trainer.precision import check_attention, resolve_for_device
 from trainer.startup import check_disk_space, check_run_dir
 
+COMPILES_FOR = "DDP_TRAIN_COMPILES_FOR"  # environment variable: the number of a run's processes
+BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
 TOKEN_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE)
 
 
@@ -40,7 +50,7 @@ class Line:
     result: str = ""  # such as found or downloaded
 
 
-def prefetch_run(options: Options, num_processes: int) -> None:
+def prefetch_run(script: str, options: Options, num_processes: int) -> None:
     """Fetch and verify a run's dataset, tokenizer, initial weights and compiled code.
 
     Raises:
@@ -60,7 +70,7 @@ def prefetch_run(options: Options, num_processes: int) -> None:
         _fetch_initial_weights(run, options.runs_dir, data.tokenizer_name)
     if not has_status(run, FINISHED):
         check_disk_space(run)
-    lacks = "" if _compile(run, num_processes) else ", but for the compiled code"
+    lacks = "" if _compile(script, run, num_processes) else ", but for the compiled code"
     print_line(f"{run.name}: all that a launch needs is on this machine{lacks}")
 
 
@@ -139,22 +149,64 @@ def _weight_files(source: str, runs_dir: Path) -> list[Path]:
     return sorted(path for pattern in DOWNLOADED for path in directory.glob(pattern))
 
 
-def _compile(run: Run, num_processes: int) -> bool:
-    """Compile the training step; return whether nothing is left to compile here."""
+def _compile(script: str, run: Run, num_processes: int) -> bool:
+    """Compile the training step as a run's ranks do; return whether nothing is left to compile."""
     with _reported("compiled code") as line:
         if run.train.compile is False:
             line.result = "none, as train.json says"
             return True
-        if not num_gpus() and not run.train.compile:
+        count = num_gpus()
+        if not count and not run.train.compile:
             line.result = "skipped, there is no GPU here, and the run is not compiled on a CPU"
             return False
-        found = compile_step(run, num_processes)
-        line.place, line.num_bytes = str(found.cache_dir), found.num_bytes
-        devices = "" if found.num_devices == 1 else f" for {found.num_devices} GPUs"
-        line.result = ("compiled" if found.is_new else "found") + devices
-        if found.why_not:
-            line.result = f"skipped: {found.why_not}"
-        return not found.why_not
+        keep_compiled_code()
+        cache_dir = Path(os.environ.get(CACHE_VARIABLE, ""))
+        before = set((cache_dir / "fxgraph").glob("*/*"))  # the graphs in the cache
+        os.environ[COMPILES_FOR] = str(num_processes)
+        # One process for each GPU: PyTorch keeps code by the index of the device.
+        status = start_torchrun(script, sys.argv[1:],
+                                num_processes=min(num_processes, count or 1))
+        if status:
+            sys.exit(status)  # its processes have said why
+        is_new = set((cache_dir / "fxgraph").glob("*/*")) != before
+        line.place = str(cache_dir)
+        line.num_bytes = _size([path for path in cache_dir.rglob("*") if path.is_file()])
+        line.result = ("compiled" if is_new else "found") + (
+            f" for {min(num_processes, count)} GPUs" if min(num_processes, count) > 1 else "")
+        return True
+
+
+def compile_step(options: Options, process: Process, agreement: Agreement) -> None:
+    """Compile what a rank of the run does; PyTorch's cache on disk has the code then. Every rank.
+
+    Raises:
+        AgreedError: on every rank, if it cannot be compiled or does not fit, or a GPU is in use.
+    """
+    run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
+    process = replace(process, world_size=int(os.environ[COMPILES_FOR]))
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ[COMPILES_FOR]  # code for a CPU has its threads
+    agreement.run("compile", lambda: _compile_here(run, process))
+
+
+def _compile_here(run: Run, process: Process) -> None:
+    if process.device.type == "cuda":
+        torch.cuda.set_device(process.device)
+        free, total = torch.cuda.mem_get_info()
+        if total - free > BUSY_BYTES:  # something else computes, and must not run out of memory
+            raise UserError(f"GPU {process.device.index} is in use, {free / 2**30:.1f} of"
+                            f" {total / 2**30:.1f} GiB are free: the code was not compiled, all"
+                            " else is here", FAILED)
+    train = resolve_for_device(run.train, process.device)
+    try:
+        check_attention(run.model, train, process.device)
+        with compiled_code_of_run(run.run_dir, train, process):
+            Losses(build_training_state(run.model, train, process).model, train, process)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"{run.train_path}: microbatch_size {train.microbatch_size} does not fit"
+                        f" into the memory of {process.device}; make it smaller, or set"
+                        " head_chunks 8 (--find-max-microbatch measures what fits)") from None
 
 
 def _verified(files: list[Path]) -> str:

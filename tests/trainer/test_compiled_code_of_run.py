@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from processes.launch import Process
 from run_config import TrainConfig, load_run
 from tests.support.workplace import TINY_TRAIN, Workplace
-from trainer import precompile
+from trainer import prefetch
 from trainer.compilation import compiled_code_of_run
 
 ALONE = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -128,8 +128,8 @@ def test_prefetch_leaves_the_file(
         cache.parts = "forward"
 
     run_dir = workplace.add_run(train={"compile": True})
-    monkeypatch.setattr(precompile, "Losses", step)
-    assert precompile.compile_for(load_run(workplace.runs_dir, "tiny"), ALONE) == ""
+    monkeypatch.setattr(prefetch, "Losses", step)
+    prefetch._compile_here(load_run(workplace.runs_dir, "tiny"), ALONE)
     assert len(list(run_dir.glob("compiled/*"))) == 1
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from safetensors.numpy import save
 from basics.directory_lock import lock_directory
 from basics.errors import UserError
 from gpt import GPTModel
+from processes.launch import Process
 from run_config import ModelConfig, load_run
 from tests.support.checkpoints import ONE_PROCESS
 from tests.support.checkpoints import save as save_checkpoint
@@ -36,8 +39,7 @@ from tests.support.workplace import (
     write_tokens,
 )
 from tokens.tokenizer import choose_tokenizer
-from trainer import precompile, prefetch
-from trainer.precompile import Compiled
+from trainer import prefetch
 
 SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 128, "validation_batches": 1}
 
@@ -184,35 +186,43 @@ def test_a_damaged_download_is_found(workplace: Workplace, hub: Hub) -> None:
     assert result.returncode == 2 and "is damaged: its SHA-256 is not" in result.stderr
 
 
-@pytest.mark.parametrize(("found", "said"), [
-    (Compiled(Path("/cache"), 2_500_000, 8, True, ""), "/cache, 2.50 MB: compiled for 8 GPUs; "),
-    (Compiled(Path("/cache"), 2_500_000, 1, False, ""), "/cache, 2.50 MB: found; "),
-    (Compiled(Path("/cache"), 0, 1, False, "GPU 0 is in use"), "/cache: skipped: GPU 0 is in use;"),
-])
-def test_the_line_of_compiled_code(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, found: Compiled, said: str
+@pytest.mark.parametrize(("num_processes", "num_gpus", "count", "said"), [
+    (8, 8, 8, "compiled for 8 GPUs"), (16, 2, 2, "compiled for 2 GPUs"), (1, 0, 1, "compiled"),
+    (4, 0, 1, "compiled")])
+def test_one_process_compiles_for_each_gpu_as_the_runs_processes(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, num_processes: int, num_gpus: int,
+    count: int, said: str
 ) -> None:
     workplace.add_run(train={"compile": True})
     workplace.add_dataset()
-    asked = []
-    monkeypatch.setattr(prefetch, "compile_step", lambda *task: asked.append(task) or found)
-    lines = prefetched(workplace, "--nproc-per-node", "3")
-    assert lines[3].startswith(f"compiled code: {said}")
-    assert lines[4].endswith("on this machine, but for the compiled code" if found.why_not
-                             else "on this machine")
-    assert [(run.name, num) for run, num in asked] == [("tiny", 3)]
+    cache, asked = workplace.root / "cache", []
+
+    def start(*_: object, num_processes: int) -> int:
+        asked.append((num_processes, os.environ[prefetch.COMPILES_FOR]))
+        (cache / "fxgraph/a").mkdir(parents=True, exist_ok=True)
+        (cache / "fxgraph/a/b").write_bytes(bytes(2_500_000))
+        return 0
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setattr(prefetch, "start_torchrun", start)
+    monkeypatch.setattr(prefetch, "num_gpus", lambda: num_gpus)
+    run = load_run(workplace.runs_dir, "tiny")
+    with redirect_stdout(io.StringIO()) as output:
+        assert prefetch._compile("ddp_train.py", run, num_processes)
+        assert prefetch._compile("ddp_train.py", run, num_processes)
+    first, second = output.getvalue().splitlines()
+    assert first.startswith(f"compiled code: {cache}, 2.50 MB: {said}; ") and ": found" in second
+    assert asked == [(count, str(num_processes))] * 2
 
 
-def test_one_process_compiles_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def devices_of(num_processes: int, num_gpus: int) -> list[tuple[int, str]]:
-        monkeypatch.setattr(precompile, "num_gpus", lambda: num_gpus)
-        found = precompile._processes(num_processes)
-        assert {process.world_size for process in found} == {num_processes}
-        return [(process.rank, str(process.device)) for process in found]
-
-    assert devices_of(2, 8) == [(0, "cuda:0"), (1, "cuda:1")]
-    assert devices_of(16, 2) == [(0, "cuda:0"), (1, "cuda:1")]  # of a run on 8 machines
-    assert devices_of(4, 0) == [(0, "cpu")]
+def test_a_compilation_that_failed_is_the_status(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workplace.add_run(train={"compile": True})
+    monkeypatch.setattr(prefetch, "start_torchrun", lambda *_, **__: 2)
+    with pytest.raises(SystemExit) as ended:
+        prefetch._compile("ddp_train.py", load_run(workplace.runs_dir, "tiny"), 1)
+    assert ended.value.code == 2
 
 
 def test_a_gpu_in_use_is_left_alone(
@@ -220,11 +230,12 @@ def test_a_gpu_in_use_is_left_alone(
 ) -> None:
     workplace.add_run()
     run = load_run(workplace.runs_dir, "tiny")
-    monkeypatch.setattr(precompile, "num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 80 * 2**30))
-    process, = precompile._processes(1)
-    assert precompile.compile_for(run, process) == "GPU 0 is in use: 10.0 of 80.0 GiB are free"
+    process = Process(0, 0, 1, torch.device("cuda", 0))
+    with pytest.raises(UserError, match="GPU 0 is in use, 10.0 of 80.0 GiB are free") as caught:
+        prefetch._compile_here(run, process)
+    assert caught.value.status == 1
 
 
 def test_a_microbatch_that_does_not_fit_is_refused(
@@ -234,9 +245,9 @@ def test_a_microbatch_that_does_not_fit_is_refused(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     run_dir = workplace.add_run()
-    monkeypatch.setattr(precompile, "Losses", run_out)
+    monkeypatch.setattr(prefetch, "Losses", run_out)
     with pytest.raises(UserError) as caught:
-        precompile.compile_for(load_run(workplace.runs_dir, "tiny"), ONE_PROCESS)
+        prefetch._compile_here(load_run(workplace.runs_dir, "tiny"), ONE_PROCESS)
     assert caught.value.status == 2 and str(caught.value).startswith(
         f"{run_dir / 'train.json'}: microbatch_size 2 does not fit into the memory of cpu; make it"
         " smaller, or set")
@@ -267,8 +278,8 @@ def test_a_run_compiles_nothing_afterwards(workplace: Workplace, num_processes: 
     command = [sys.executable, "ddp_train.py", *workplace.arguments(
         "tiny", "--nproc-per-node", str(num_processes))]
     assert ": compiled; " in succeeded(run_command(*command, "--prefetch", **cache)).stdout
-    kept = precompile._entries(workplace.root / "cache")
+    kept = set((workplace.root / "cache/fxgraph").glob("*/*"))
     assert kept
     assert ": found; " in succeeded(run_command(*command, "--prefetch", **cache)).stdout
     succeeded(run_command(*command, **cache))
-    assert precompile._entries(workplace.root / "cache") == kept
+    assert set((workplace.root / "cache/fxgraph").glob("*/*")) == kept
