@@ -22,9 +22,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      help="all faults, nodes, steps, memory limits and megabytes that the tests of"
                           " faults, nodes, leaks, the search and preparing are laid out for, not a"
                           " selection")
-    parser.addoption("--without-smallest", action="store_true",
-                     help="where test_against_reference.py fails, do not look for the smallest"
-                          " configuration that fails too")
 
 
 @pytest.fixture

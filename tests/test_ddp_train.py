@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -21,11 +17,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import ddp_train
+from basics.errors import UserError
 from basics.machine import code_version
-from processes.command_line import Options, command_line
+from processes.command_line import Options, command_line, read_command_line
 from processes.launch import Process
 from run_config import TrainConfig
 from tests.support.hub_server import Hub, serving
+from tests.support.in_process import refused
 from tests.support.workplace import (
     TINY_TRAIN,
     Workplace,
@@ -37,10 +35,8 @@ from tests.support.workplace import (
     write_tokens,
 )
 
-NUM_STEPS = 12
 
-
-def weights_of(run_dir: Path, checkpoint: str = "latest") -> dict[str, torch.Tensor]:
+def weights_of(run_dir: nothing, checkpoint: str = "latest") -> dict[str, torch.Tensor]:
     return load_file(run_dir / "checkpoints" / checkpoint / "model.safetensors")
 
 
@@ -153,6 +149,11 @@ def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
     assert summary["best"]["checkpoint"] in output
     assert output.count("sample:") == 1
     assert re.search(r"step \d+/12 \| loss \d\.\d+ .* tok/s", output)
+    assert summary["checkpoints"]["saved"] == 3
+    stalled = summary["checkpoints"]["stalled_seconds"]
+    assert 0 < stalled == pytest.approx(summary["seconds"]["checkpoint"], abs=1e-6)
+    assert 0 < summary["checkpoints"]["longest_write_seconds"]
+    assert f"checkpoints: 3 in this launch; they stalled training for {stalled:.2f} s; " in output
 
 
 def test_the_validation_loss_is_that_of_the_saved_weights(finished: tuple[Workplace, str]) -> None:
@@ -196,34 +197,6 @@ def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
     losses = [[r for r in without_times(read_lines(d / "metrics.jsonl")) if "validation_loss" in r]
               for d in (run_dir, reference)]
     assert losses[0] == losses[1]
-
-
-def test_killed_in_the_middle_and_started_again_ends_with_the_same_weights(
-    finished: tuple[Workplace, str], workplace: Workplace
-) -> None:
-    run_dir = workplace.add_run(train={"checkpoint_interval": 1})
-    workplace.add_dataset()
-    command = [*torchrun_command(2, "ddp_train.py"), *workplace.arguments("tiny")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 100
-        while len(list(run_dir.glob("checkpoints/*-iteration-*"))) < 3:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.005)
-    finally:
-        kill_with_children(process.pid)
-        process.wait()
-    assert len(list(run_dir.glob("checkpoints/*-iteration-*"))) < NUM_STEPS, "not in the middle"
-    succeeded(workplace.torchrun(2, "tiny"))
-    assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
-    steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
-    assert steps == list(range(NUM_STEPS)), "each step stands once in metrics.jsonl"
-
-
-def kill_with_children(pid: int) -> None:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for child in [*map(int, children), pid]:
-        os.kill(child, signal.SIGKILL)
 
 
 def test_fresh_sets_earlier_checkpoints_aside(
@@ -287,41 +260,6 @@ def test_without_torchrun_it_starts_torchrun_itself(
     assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
 
 
-BAD_INPUTS = {
-    "no such run": (lambda w: ["nix"], "nix: no such run; "),
-    "missing file": (lambda w: (w.runs_dir / "tiny/model.json").unlink(),
-                     "model.json: no such file"),
-    "mistyped JSON": (lambda w: (w.runs_dir / "tiny/train.json").write_text("{,}"),
-                      "train.json: not valid JSON"),
-    "unknown key": (lambda w: change(w, "train", lerning_rate=1), 'nearest known one is'
-                    ' "learning_rate"'),
-    "wrong type": (lambda w: change(w, "train", microbatch_size="2"), "valid integer"),
-    "out of range": (lambda w: change(w, "model", drop_rate=2), "drop_rate should be less than"),
-    "heads": (lambda w: change(w, "model", n_heads=3), "emb_dim 16 is not divisible by n_heads 3"),
-    "no token file": (lambda w: (w.datasets_dir / "tiny/train.safetensors").unlink(),
-                      "no dataset there"),
-    "truncated": (lambda w: os.truncate(w.datasets_dir / "tiny/train.safetensors", 3000),
-                  "not a whole safetensors file"),
-    "too few tokens": (lambda w: change(w, "train", min_train_tokens=10**6), "lower"),
-    "start past the end": (lambda w: change(w, "train", start_train_token=10**6), "past the end"),
-    "outside the vocabulary": (lambda w: bad_token(w), "outside the model's vocabulary"),
-    "no checkpoint's name": (lambda w: ["tiny", "nix"], "'nix': no directory of datasets and"),
-    "a checkpoint's path": (lambda w: ["tiny", str(checkpoint_dir(w))], "no directory of datasets"),
-    "a mistyped directory": (lambda w: ["tiny", "./datsets"], "'./datsets': no directory of data"),
-    "no such checkpoint": (lambda w: ["tiny", "20260101Z000000-iteration-4"],
-                           "no checkpoint '20260101Z0"),
-    "three places": (lambda w: ["tiny", "best", "latest"], "'latest': no directory of datasets"),
-    "two datasets": (lambda w: ["tiny", "."], "--datasets-dir is"),
-    "no checkpoint yet": (lambda w: ["tiny", "best"], "no checkpoint yet"),
-    "both fresh and a checkpoint": (lambda w: ["tiny", "best", "--fresh"], "use one of the two"),
-    "usage": (lambda w: ["tiny", "--max-steps", "0"], "--max-steps"),
-}
-
-
-def checkpoint_dir(workplace: Workplace) -> Path:
-    path = workplace.root / "20260101Z000000-iteration-4"
-    path.mkdir()
-    return path
 
 
 def change(workplace: Workplace, file: str, **values: object) -> None:
@@ -329,45 +267,104 @@ def change(workplace: Workplace, file: str, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def bad_token(workplace: Workplace) -> None:
-    tokens = np.zeros(4000, dtype=np.uint16)
-    tokens[99] = 300
-    write_tokens(workplace.datasets_dir / "tiny" / "train.safetensors", tokens,
+def nothing(workplace: Workplace) -> None:
+    """Leave all as it is."""
+
+
+def no_model(workplace: Workplace) -> None:
+    (workplace.runs_dir / "tiny/model.json").unlink()
+
+
+def no_dataset(workplace: Workplace) -> None:
+    (workplace.datasets_dir / "tiny/train.safetensors").unlink()
+
+
+def stated_id(workplace: Workplace) -> None:
+    write_tokens(workplace.datasets_dir / "tiny/train.safetensors", np.zeros(4000, np.uint16),
                  {"max_token_id": "300"})
+
+
+def checkpoint_elsewhere(workplace: Workplace) -> None:
+    (workplace.root / "20260101Z000000-iteration-4").mkdir()
+
+
+# What each module refuses is tested beside it; here that it comes to the user.
+BAD_INPUTS: dict[str, tuple[str, Callable[[Workplace], object], str]] = {
+    "no such run": ("nix", nothing, "nix: no such run; "),
+    "missing file": ("tiny", no_model, "model.json: no such file"),
+    "mistyped key": ("tiny", lambda w: change(w, "train", lerning_rate=1), '"learning_rate"'),
+    "no token file": ("tiny", no_dataset, "no dataset there"),
+    "too few tokens": ("tiny", lambda w: change(w, "train", min_train_tokens=10**6), "lower"),
+    "outside the vocabulary": ("tiny", stated_id, "outside the model's vocabulary"),
+    "no checkpoint's name": ("tiny nix", nothing, "'nix': no directory of datasets and"),
+    "a checkpoint's path": ("tiny {root}/20260101Z000000-iteration-4", checkpoint_elsewhere,
+                            "no directory of datasets"),
+    "a mistyped directory": ("tiny ./datsets", nothing, "'./datsets': no directory of data"),
+    "no such checkpoint": ("tiny 20260101Z000000-iteration-4", nothing, "no checkpoint"),
+    "three places": ("tiny best latest", nothing, "'latest': no directory of datasets"),
+    "two datasets": ("tiny .", nothing, "--datasets-dir is"),
+    "no checkpoint yet": ("tiny best", nothing, "no checkpoint yet"),
+}
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_input_is_one_line_and_status_2(workplace: Workplace, case: str) -> None:
-    make, message = BAD_INPUTS[case]
+    arguments, make, message = BAD_INPUTS[case]
     workplace.add_run()
     workplace.add_dataset()
-    arguments = make(workplace)
+    make(workplace)
+    assert message in refused(workplace, *arguments.format(root=workplace.root).split())
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_bad_input_of_a_launch_is_reported_once(workplace: Workplace, under_torchrun: bool) -> None:
+    workplace.add_run(train={"min_train_tokens": 10**6})
+    workplace.add_dataset()
     before = workplace.files()
-    result = workplace.ddp_train(*(arguments if isinstance(arguments, list) else ["tiny"]))
-    assert result.returncode == 2, result.stderr
-    line = result.stderr.splitlines()[0]
-    assert line.startswith("Error: ") and message in line
-    assert result.stderr.count("\n") == 1
+    result = workplace.torchrun(2, "tiny") if under_torchrun else workplace.ddp_train("tiny")
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert "lower" in line and 'ddp_train.py", line' not in result.stderr, "a traceback of ours"
+    if under_torchrun:
+        assert result.returncode != 0 and "exitcode  : 2" in result.stderr
+    else:
+        assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert workplace.files() == before
 
 
-@pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_under_torchrun_is_reported_once_before_any_collective(
-    workplace: Workplace, case: str
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("best --fresh", "use one of the two"),
+    ("--max-steps 0", "'--max-steps'"),
+    ("-f --memory-limit-gib 0", "'--memory-limit-gib'"),
+    ("--memory-limit-gib inf", "'--memory-limit-gib': inf is not a finite"),
+    ("--usd-per-hour nan", "'--usd-per-hour': nan is not a finite"),
+    ("--usd-per-hour 1e308", "'--usd-per-hour': 1e+308 is not in the range 0<x<=1000000"),
+    ("--save", "--save needs --find-max-microbatch"),
+    ("--memory-limit-gib 3", "--memory-limit-gib needs --find-max-microbatch"),
+    ("--json", "--json needs --find-max-microbatch"),
+    ("--when-done", "--when-done"),
+    ("--when-done=", "--when-done is empty; name a command"),
+    ("--after-checkpoint=", "--after-checkpoint is empty; name a command"),
+    ("-f --find-learning-rate", "--find-learning-rate cannot be used with --find-max-microbatch"),
+    *((f"{option} {mode}", f"{name} cannot be used with {mode}")
+      for mode in ("--find-max-microbatch", "--find-learning-rate", "--prefetch")
+      for option, name in (("best", "CHECKPOINT"), ("--fresh", "--fresh"),
+                           ("--max-steps 2", "--max-steps"), ("--when-done true", "--when-done"),
+                           ("--after-checkpoint true", "--after-checkpoint"))),
+    *((f"--prefetch {search}", f"--prefetch cannot be used with {search}")
+      for search in ("--find-max-microbatch", "--find-learning-rate")),
+])
+def test_options_that_contradict_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
 ) -> None:
-    make, message = BAD_INPUTS[case]
-    workplace.add_run()
-    workplace.add_dataset()
-    arguments = make(workplace)
-    before = workplace.files()
-    arguments = arguments if isinstance(arguments, list) else ["tiny"]
-    result = workplace.torchrun(2, *arguments)
-    assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1 and message in lines[0]
-    assert "ddp_train.py\", line" not in result.stderr, "a traceback of ours"
-    assert "exitcode  : 2" in result.stderr
-    assert workplace.files() == before
+    monkeypatch.setattr(sys, "argv", ["ddp_train.py", "tiny", *arguments.split()])
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_command_line()
+
+
+def test_prefetch_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="--prefetch needs no torchrun; start it with python"):
+        Options("tiny", prefetch=True).check()
 
 
 def test_a_checkpoint_of_another_shape_is_refused(workplace: Workplace) -> None:
@@ -405,7 +402,7 @@ def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
     (["/tmp", "20260101Z000000-iteration-4-1"], "/tmp", "20260101Z000000-iteration-4-1"),
 ])
 def test_the_originals_command_line_is_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], datasets_dir: str,
+    tmp_path: nothing, monkeypatch: pytest.MonkeyPatch, words: list[str], datasets_dir: str,
     checkpoint: str | None
 ) -> None:
     for name in ("datasets", "data/sets"):
@@ -505,13 +502,3 @@ def test_gradients_are_averaged_in_the_dtype_that_is_asked_for(dtype: str) -> No
     in_bf16 = wanted.bfloat16().float()
     assert not torch.equal(wanted, in_bf16)
     assert torch.equal(layer.weight.grad, wanted if dtype == "fp32" else in_bf16)
-
-
-def test_the_summary_has_the_cost_of_checkpoints(finished: tuple[Workplace, str]) -> None:
-    place, output = finished
-    summary = json.loads((place.runs_dir / "tiny" / "summary.json").read_text())
-    assert summary["checkpoints"]["saved"] == 3
-    stalled = summary["checkpoints"]["stalled_seconds"]
-    assert 0 < stalled == pytest.approx(summary["seconds"]["checkpoint"], abs=1e-6)
-    assert 0 < summary["checkpoints"]["longest_write_seconds"]
-    assert f"checkpoints: 3 in this launch; they stalled training for {stalled:.2f} s; " in output

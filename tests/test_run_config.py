@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -50,24 +49,18 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"microbatch_size": 0}, "microbatch_size should be greater than or equal to 1, "
      "found 0"),
     ("train", {"microbatch_size": "4"}, 'microbatch_size should be a valid integer, found "4"'),
-    ("train", {"microbatch_size": True}, "microbatch_size should be a valid integer, found true"),
     ("train", {"microbatch_size": None}, '"microbatch_size" is missing'),
-    ("train", {"learning_rate": -1.0}, "learning_rate should be greater than 0"),
-    ("train", {"start_train_token": -5}, "start_train_token should be greater than or equal to 0"),
     ("train", {"min_train_tokens": 0}, "min_train_tokens is 0"),
     ("train", {"validation_batches": None}, "validation_interval goes together with"),
     ("train", {"validation_interval": None, "validation_batches": None}, "checkpoint_interval"),
     ("train", {"validation_sequences": 4}, "validation_batches and validation_sequences exclude"),
     ("train", {"global_batch_size": 8}, "gradient_accumulation_steps follows from global_batch"),
-    ("train", {"global_batch_size": 0}, "global_batch_size should be greater than or equal to 1"),
     ("train", {"optimizer": "sgd"}, "optimizer should be 'adamw' or 'muon', found"),
     ("train", {"schedule": "constant", "schedule_learning_rate": True}, "schedule is \"constant\""),
     ("train", {"schedule": "linear", "schedule_learning_rate": True}, "which means cosine"),
     ("train", {"warmup_period_percent": 50, "decay_period_percent": 51}, "more than 100"),
     ("train", {"vector_weight_decay": 0.1}, "has gone: remove it; only the matrices"),
     ("train", {"head_beta2": 0.9}, "has gone: remove it; beta2 is that of all groups"),
-    ("train", {"matrix_learning_rate": 0}, "matrix_learning_rate should be greater than 0"),
-    ("train", {"beta2": 1.0}, "beta2 should be less than 1"),
     ("train", {"weight_average": 0}, "has gone: remove it; averaged weights were not better"),
     ("train", {"cautious_weight_decay": True}, "has gone: remove it; it was never measured here"),
     ("train", {"head_beta1": 0.8}, "has gone: remove it; beta1 is that of all groups"),
@@ -75,9 +68,6 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"usd_per_hour": 0}, "usd_per_hour should be greater than 0"),
     ("train", {"usd_per_hour": 1e308}, "usd_per_hour should be less than or equal to 1000000"),
     ("train", {"weight_decay": 1e308}, "weight_decay should be less than or equal to 1000, found"),
-    ("train", {"matrix_weight_decay": 1e308}, "matrix_weight_decay should be less than or equal"),
-    ("train", {"max_hours": 1e308}, "max_hours should be less than or equal to 1000000"),
-    ("train", {"max_hours": -1}, "max_hours should be greater than 0"),
     ("train", {"precision": "int8"}, "precision should be 'fp32', 'tf32', 'bf16' or 'fp16'"),
     ("train", {"precision": "bf16", "use_amp": False}, "use_amp is false but precision"),
     ("train", {"dataset": "../secrets"}, "dataset should be a plain name, or owner/name, found"),
@@ -86,7 +76,6 @@ def test_the_originals_runs_have_its_settings() -> None:
     ("train", {"compile_mode": "default"}, 'the key "compile_mode" has gone: remove it; PyTorch'),
     ("model", {"emb_dim": 15}, "emb_dim 15 is not divisible by n_heads 2"),
     ("model", {"drop_rate": 1.5}, "drop_rate should be less than 1"),
-    ("model", {"vocab_size": 70000}, "vocab_size should be less than or equal to 65536"),
     ("model", {"moe": {}}, 'unknown key "moe"'),
 ])
 def test_wrong_values_are_refused_in_one_line(
@@ -105,18 +94,11 @@ def test_wrong_values_are_refused_in_one_line(
     ("[1]", "holds a list; wanted a JSON object"),
     ('{"microbatch_size": NaN}', "NaN is not a JSON number"),
     ('{"dataset": "a", "dataset": "b"}', 'key "dataset" is there twice'),
-    ("[" * 100_000, "not valid JSON"),
-    (b"\xff\xfe", "cannot be read"),
-    (None, "no such file"),
 ])
 def test_files_that_are_not_a_json_object_are_refused(
-    workplace: Workplace, text: str | bytes | None, message: str
+    workplace: Workplace, text: str, message: str
 ) -> None:
-    path = workplace.add_run() / "train.json"
-    if text is None:
-        path.unlink()
-    else:
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    (workplace.add_run() / "train.json").write_text(text)
     with pytest.raises(UserError, match=message):
         load_run(workplace.runs_dir, "tiny")
 
@@ -166,13 +148,6 @@ def test_the_shipped_runs_of_the_original_train_as_there() -> None:
 def test_tied_weights_with_torch_init_cause_a_warning(workplace: Workplace) -> None:
     run = load(workplace, model={"tie_weights": True, "init": "torch"})
     assert len(run.warnings) == 1 and "480" in run.warnings[0]
-
-
-def test_configs_cannot_be_changed(workplace: Workplace) -> None:
-    run = load(workplace)
-    with pytest.raises(ValueError, match="frozen"):
-        run.train.microbatch_size = 3
-    assert json.loads(run.train.model_dump_json())["microbatch_size"] == 2
 
 
 def test_the_price_on_the_command_line_overrides_the_runs(workplace: Workplace) -> None:

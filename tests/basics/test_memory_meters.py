@@ -40,11 +40,6 @@ def test_a_hard_limit_stays_as_it_was() -> None:
     assert soft < hard == HARD_LIMIT and lifted == (HARD_LIMIT, HARD_LIMIT)
 
 
-def test_upper_case_messages_are_recognised() -> None:
-    assert says_out_of_memory("RuntimeError: CUDNN_STATUS_ALLOC_FAILED")
-    assert not says_out_of_memory("a path named /memory/out")
-
-
 @pytest.mark.gpu
 def test_the_limit_of_a_gpu_holds_and_its_error_is_recognised() -> None:
     device = torch.device("cuda", 0)

@@ -15,7 +15,8 @@ NOT_STARTED = "CUBLAS_STATUS_NOT_INITIALIZED when calling `{}(handle)`"
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     "CUDA error: " + NOT_STARTED.format("cublasCreate"),
-    "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY", "CUDA error: cudaErrorMemoryAllocation",
+    "RuntimeError: CUDNN_STATUS_ALLOC_FAILED", "CUDA error: cudaErrorMemoryAllocation",
+    "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
     "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED", "ncclSystemError: Failed to CUDA calloc async",
 ])
 def test_texts_of_a_gpu(text: str) -> None:
@@ -28,7 +29,7 @@ def test_texts_of_a_gpu(text: str) -> None:
     "out of resource: shared memory, Required: 262144, Hardware limit: 232448. Reducing block"
     " sizes or `num_stages` may help.",
     "No valid triton configs. OutOfMemoryError: out of resource: triton_mm, Required: 262144",
-    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: an illegal memory access was encountered", "a path named /memory/out",
 ])
 def test_texts_of_other_errors(text: str) -> None:
     assert not says_out_of_memory(text) and not is_out_of_memory(RuntimeError(text))

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -17,15 +15,10 @@ from processes import launch
 from processes.command_line import Options
 from processes.launch import Process, end_torchrun, share_cpu_cores, this_process
 from run_config import TrainConfig, load_run
-from tests.support.workplace import TINY_TRAIN, Workplace, forked, succeeded
+from tests.support.workplace import TINY_TRAIN, Workplace
 from trainer.startup import PreparedRun
 
 CPU = torch.device("cpu")
-
-
-def run_worker(name: str, root: Path, num_processes: int = 2):
-    return forked("tests/support/torchrun_workers.py", [name, str(root)],
-                  num_processes=num_processes)
 
 
 @pytest.mark.parametrize(("num_local_processes", "omp_num_threads", "expected"), [
@@ -69,24 +62,6 @@ def test_gpus_that_no_process_uses_are_warned_of(
     prepared = PreparedRun(run, run.train, None, None, Options("tiny"), False).for_device(CPU)
     wanted = f"{used or 1} of the 8 GPUs of this machine are used: set --nproc_per_node to 8,"
     assert [line.startswith(wanted) for line in prepared.warnings] == ([True] if warns else [])
-
-
-def test_reports_are_averaged_over_processes(tmp_path: Path) -> None:
-    found = json.loads(succeeded(run_worker("average-losses", tmp_path)).stdout)
-    assert found.pop("slowest_step") in range(5) and found.pop("slowest_step_seconds") > 0
-    # rank 0 saw losses 0, 1, 2, 3 and rank 1 saw 10, 11, 12, 13; a fifth step was not finite
-    assert found == {"train_loss": 6.5, "train_loss_min": 5.0, "train_loss_max": 8.0,
-                     "grad_norm": 3.0, "grad_norm_max": 6.0, "skipped_steps": 1,
-                     "since_checkpoint": 6.5}
-
-
-def test_gradients_are_reduced_only_with_the_last_microbatch(workplace: Workplace) -> None:
-    workplace.add_run(train={"gradient_accumulation_steps": 4, "min_train_tokens": 256})
-    workplace.add_dataset()
-    found = json.loads(succeeded(run_worker("count-all-reduces", workplace.root)).stdout)
-    assert found["all_reduces"][:3] == [0, 0, 0]
-    assert found["all_reduces"][3] > 0
-    assert found["keeps_gradients"] == [True, False]  # with two microbatches, with one
 
 
 @pytest.mark.parametrize(("nodes", "local_rank", "parent_is_torchrun", "ends"), [
@@ -150,8 +125,3 @@ def test_gloo_uses_the_interface_that_leads_to_other_nodes(
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     launch.join_process_group(Process(0, 0, 2, CPU), store, timeout=timedelta(seconds=20))
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
-
-
-def test_the_way_to_this_machine_itself_is_one_of_its_addresses() -> None:
-    assert launch._own_address("127.0.0.1") == "127.0.0.1"
-    assert launch._own_address("localhost") in ("127.0.0.1", "::1")

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from basics.errors import UserError
 from processes import startup_agreement
 from processes.startup_agreement import AgreedError, Agreement
-from tests.support.workplace import forked
 
 
 def on_each_rank(work: Callable[[Agreement, int], object], num_ranks: int = 3) -> list[object]:
@@ -122,7 +120,7 @@ def test_a_process_does_not_wait_for_long_for_one_that_never_begins(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch, rank: int,
     prepare: Callable[[dist.Store], None]
 ) -> None:
-    assert startup_agreement.BEGIN_SECONDS <= 3600
+    assert startup_agreement.BEGIN_SECONDS == 1800  # the half hour of RELIABILITY.md
     monkeypatch.setattr(startup_agreement, "BEGIN_SECONDS", 0.3)
     prepare(store)
     with pytest.raises(UserError, match=f"rank {rank} lost the others before it began: ") as caught:
@@ -144,16 +142,3 @@ def test_one_process_agrees_with_itself_without_torchrun(
     with pytest.raises(SystemExit, match="2"):
         agreement.exit(UserError("once"))
     assert capsys.readouterr().err == "Error: once\n"
-
-
-@pytest.mark.parametrize(("kind", "message"), [
-    ("mistake", "Error: rank 1 lacks its file"), ("crash", "MemoryError: no room")])
-def test_processes_of_torchrun_end_together_and_one_reports_the_error(
-    tmp_path: Path, kind: str, message: str
-) -> None:
-    result = forked("tests/support/torchrun_workers.py", [kind, str(tmp_path)], num_processes=2)
-    assert result.returncode not in (0, None, -9)
-    assert result.stderr.count(message) >= 1
-    if kind == "mistake":
-        assert result.stderr.count(message) == 1
-        assert 'torchrun_workers.py", line' not in result.stderr, "a traceback of ours"

@@ -126,12 +126,6 @@ def patient_dir(workplace: Workplace) -> Path:
     return workplace.add_run(train=NO_HANG)
 
 
-def test_tests_can_shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in with_deadlines(stop=2).items():
-        monkeypatch.setenv(name, value)
-    assert Deadlines.read() == Deadlines(stop=2)
-
-
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_hang_before_the_first_step_is_reported_with_status_5(
     workplace: Workplace, run_dir: Path, rank: int

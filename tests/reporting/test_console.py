@@ -94,7 +94,8 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
         console=SimpleNamespace(say=said.append),
         prepared=SimpleNamespace(data=SimpleNamespace(tokenizer_name="gpt2")),
         _sampler=lambda: SimpleNamespace(text=draw),
-        process=SimpleNamespace(device=torch.device("cpu")), step=SimpleNamespace(precision="fp32"))
+        process=SimpleNamespace(device=torch.device("cpu")),
+        losses=SimpleNamespace(train=SimpleNamespace(precision="fp32")))
 
     def draw(*_: object) -> str:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
@@ -185,7 +186,7 @@ def test_a_search_does_not_change_the_summary_of_a_run(
 ) -> None:
     (run_dir / "summary.json").write_text(json.dumps(summary))
     options = Options("tiny", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir,
-                      find_max_microbatch=True)
+                      find_learning_rate=True)
     for status in (0, 1):
         monkeypatch.setattr(launcher, "start_torchrun", lambda *_, status=status, **__: status)
         assert launcher.launch("ddp_train.py", options, PhaseClock(),

@@ -82,16 +82,6 @@ def test_losses_are_averaged_over_processes_and_without_skipped_steps(
     assert summary.skipped_steps == window.longest_skipped == 2
 
 
-def test_a_closed_window_keeps_its_values(late: None) -> None:
-    """The buffers on the device are filled again before a late window is read."""
-    window = LossWindow(CPU)
-    fill(window, 1)
-    fill(window, 2)
-    (first,) = window.take(waits=False)
-    summary = window.summarise(first)
-    assert (summary.train_loss, summary.grad_norm) == (1.0, 2.0)
-
-
 def test_speed_is_that_of_the_windows_own_steps(
     late: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

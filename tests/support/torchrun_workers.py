@@ -8,29 +8,20 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import ddp_train
-from basics.errors import UserError
 from benchmarks.memory_model import peak_of_training
-from ddp_train import Trainer, TrainingStep
-from processes.command_line import Options
 from processes.launch import process_group, this_process
-from processes.startup_agreement import Agreement, open_store
-from processes.watchdog import Watchdog
+from processes.startup_agreement import open_store
 from reporting import clock, loss_window
 from reporting.clock import PhaseClock
-from reporting.loss_window import LossWindow
 from reporting.speed import find_gpu
 from run_config import TrainConfig, load_run
 from tests.support.fake_nvml import H100, FakeNvml
 from tests.support.workplace import TINY_TRAIN
 from trainer import background_saver, compilation, reports, stopping
 from trainer.reports import Reports
-from trainer.startup import build_state, prepare_run
 
 
 def main() -> None:
@@ -47,65 +38,11 @@ def main() -> None:
     if name == "count-compilations":
         count_compilations()
         return
-    process = this_process()
-    print_result = print if process.is_main else (lambda *_: None)
-    if name in AGREEMENTS:
-        check_agreement(Agreement(process.rank, process.world_size), AGREEMENTS[name])
-        return
-    with process_group(process, open_store("test"), TrainConfig(**TINY_TRAIN)) as group:
-        if name == "count-all-reduces":
-            print_result(json.dumps(count_all_reduces(root, process, group)))
-        elif name == "average-losses":
-            print_result(json.dumps(average_losses(process)))
-        elif name == "peak-memory":
-            run = load_run(root / "runs", "tiny")
-            print_result(peak_of_training(run.model, run.train, process))
-
-
-def count_all_reduces(root: Path, process, group) -> dict[str, list]:
-    """All-reduces after each microbatch of a global step; which steps keep their gradients."""
-    options = Options("tiny", datasets_dir=root / "datasets", runs_dir=root / "runs")
-    clock = PhaseClock()
-    prepared = prepare_run(options, process, clock, Agreement.in_one_process()).for_device(
-        process.device)
-    watchdog = Watchdog(process, open_store("watch"), phase=lambda: clock.current)
-    trainer = Trainer(prepared, build_state(prepared, process), watchdog,
-                      clock=clock, group=group)
-    trainer.step = TrainingStep(trainer.state, trainer.config, process)
-    microbatches = ddp_train.read_microbatches(prepared, watchdog, clock)
-    counted, after_each = [0], []
-
-    def hook(group, bucket):
-        counted[0] += 1
-        return allreduce_hook(group, bucket)
-
-    trainer.step.parallel_loss.register_comm_hook(dist.group.WORLD, hook)
-    scale = trainer.step.state.scaler.scale
-
-    def watched_scale(loss):
-        after_each.append(counted[0])  # before this microbatch's backward
-        return scale(loss)
-
-    trainer.step.state.scaler.scale = watched_scale
-    trainer.step.take(microbatches, learning_rate=0.01,
-                      num_microbatches=trainer.plan.gradient_accumulation_steps)
-    all_reduces, keeps_gradients = [*after_each[1:], counted[0]], []
-    for num_microbatches in (2, 1):
-        trainer.step.take(microbatches, learning_rate=0.01,
-                          num_microbatches=num_microbatches)
-        keeps_gradients.append(trainer.state.model.final_norm.weight.grad is not None)
-    return {"all_reduces": all_reduces, "keeps_gradients": keeps_gradients}
-
-
-def average_losses(process) -> dict[str, float]:
-    window = LossWindow(process.device)
-    for step in range(4):
-        window.add(torch.tensor(float(step + 10 * process.rank)), torch.tensor(2.0 * step))
-    window.add(torch.tensor(float("nan")), torch.tensor(float("inf")))
-    window.close(4, 1e-3, PhaseClock())
-    (closed,) = window.take(waits=False)
-    summary = vars(window.summarise(closed))
-    return summary | {"since_checkpoint": window.take_loss_since_checkpoint()}
+    process, run = this_process(), load_run(root / "runs", "tiny")  # "peak-memory"
+    with process_group(process, open_store("test"), TrainConfig(**TINY_TRAIN)):
+        peak = peak_of_training(run.model, run.train, process)
+        if process.is_main:
+            print(peak)
 
 
 def train_in_fake_time() -> None:
@@ -158,38 +95,6 @@ def count_compilations() -> None:
     ddp_train.main()
 
 
-def mistake(agreement: Agreement, rank: int) -> None:
-    def find_mistake() -> None:
-        if rank == 1:
-            raise UserError("rank 1 lacks its file")
-
-    agreement.run("second", find_mistake)
-
-
-def crash(agreement: Agreement, rank: int) -> None:
-    def fail() -> None:
-        if rank == 1:
-            raise MemoryError("no room")
-
-    agreement.run("second", fail)
-
-
-def difference(agreement: Agreement, rank: int) -> None:
-    agreement.require_same("equal", "a")
-    agreement.require_same("unequal", f"rank {rank}")
-
-
-AGREEMENTS = {"mistake": mistake, "crash": crash, "difference": difference}
-
-
-def check_agreement(agreement: Agreement, disagree) -> None:
-    """Both ranks must stop, and one must tell."""
-    rank = agreement._rank
-    assert agreement.run("first", lambda: rank) == rank
-    try:
-        disagree(agreement, rank)
-    except UserError as error:
-        agreement.exit(error)
 
 
 if __name__ == "__main__":

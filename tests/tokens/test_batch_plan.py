@@ -10,7 +10,7 @@ from basics.errors import UserError
 from ddp_train import microbatch_indices
 from run_config import Run, load_run
 from tests.support.workplace import Workplace
-from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
+from tokens.batch_plan import BatchPlan, plan_batches
 
 sizes = st.integers(min_value=1, max_value=6)
 
@@ -96,12 +96,3 @@ def test_the_error_for_an_indivisible_global_batch_names_the_nearest_sizes(
         plan_batches(run, world_size=world_size, file_tokens=10_000)
     wanted = f"train.json: global_batch_size 24 is not divisible by {message}"
     assert str(caught.value).endswith(wanted)
-
-
-@given(number=st.integers(1, 2000), wanted=st.integers(1, 3000))
-def test_nearest_divisors_have_none_between_them(number: int, wanted: int) -> None:
-    below, above = nearest_divisors(number, wanted)
-    assert number % below == 0 and below <= wanted
-    assert above is None or (number % above == 0 and above > wanted)
-    between = range(below + 1, above or number + 1)
-    assert not any(number % divisor == 0 for divisor in between)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace, write_tokens
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatches, open_run_data, prefetch
+from tokens.batches import Microbatches, RunData, open_run_data, prefetch
 from tokens.token_file import TokenFile
 from tokens.tokenizer import choose_tokenizer
 
@@ -39,15 +40,6 @@ def test_targets_of_a_microbatch_are_the_next_tokens(tmp_path: Path) -> None:
     assert token_ids.dtype == targets.dtype == torch.int64
     with pytest.raises(IndexError):
         data[3]
-
-
-def test_the_file_is_read_slice_by_slice(tmp_path: Path) -> None:
-    path = tmp_path / "t.safetensors"
-    write_tokens(path, np.arange(30, dtype=np.uint16))
-    file = TokenFile(path)
-    assert file.num_tokens == 30
-    assert file.read(5, 8).tolist() == [5, 6, 7]
-    assert file.read(5, 8).dtype == np.uint16
 
 
 def test_other_tokens_have_another_fingerprint(tmp_path: Path) -> None:
@@ -89,49 +81,21 @@ def test_a_reading_error_reaches_the_caller(tmp_path: Path) -> None:
         list(prefetch(data, [0, 1, 2], device=CPU))
 
 
-def test_a_stated_id_outside_the_vocabulary_is_refused_before_training(
-    workplace: Workplace
-) -> None:
-    workplace.add_run()
-    dataset_dir = workplace.add_dataset()
-    write_tokens(dataset_dir / "validation.safetensors", np.zeros(4000, dtype=np.uint16),
-                 {"max_token_id": "257"})
-    run = load_run(workplace.runs_dir, "tiny")
-    with pytest.raises(UserError, match="validation.safetensors: states ids up to 257, outside"):
-        open_run_data(run, dataset_dir, world_size=1)
-
-
-def damage(path: Path, kind: str) -> None:
-    content = path.read_bytes()
-    if kind == "missing":
-        path.unlink()
-    elif kind == "truncated":
-        path.write_bytes(content[:-10])
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "html":
-        path.write_bytes(b"<html>not found</html>")
-    elif kind == "int32":
-        save_file({"tokens": np.zeros(50, dtype=np.int32)}, path)
-    elif kind == "two dimensions":
-        save_file({"tokens": np.zeros((5, 10), dtype=np.uint16)}, path)
-    elif kind == "other name":
-        save_file({"ids": np.zeros(50, dtype=np.uint16)}, path)
-
-
-@pytest.mark.parametrize(("kind", "message"), [
-    ("missing", "no such token file"),
-    ("truncated", "not a whole safetensors file"),
-    ("empty", "not a whole safetensors file"),
-    ("html", "not a whole safetensors file"),
-    ("int32", r"tokens is I32 of shape \[50\]; wanted a U16 vector"),
-    ("two dimensions", r"tokens is U16 of shape \[5, 10\]"),
-    ("other name", "contains ids; wanted one tensor called tokens"),
+@pytest.mark.parametrize(("tensors", "message"), [
+    (None, "no such token file"),
+    (b"<html>not found</html>", "not a whole safetensors file"),
+    ({"tokens": np.zeros(50, dtype=np.int32)}, r"tokens is I32 of shape \[50\]; wanted a U16 vec"),
+    ({"tokens": np.zeros((5, 10), dtype=np.uint16)}, r"tokens is U16 of shape \[5, 10\]"),
+    ({"ids": np.zeros(50, dtype=np.uint16)}, "contains ids; wanted one tensor called tokens"),
 ])
-def test_missing_damaged_and_other_token_files(tmp_path: Path, kind: str, message: str) -> None:
+def test_missing_damaged_and_other_token_files(
+    tmp_path: Path, tensors: dict[str, np.ndarray] | bytes | None, message: str
+) -> None:
     path = tmp_path / "train.safetensors"
-    write_tokens(path, np.zeros(50, dtype=np.uint16))
-    damage(path, kind)
+    if isinstance(tensors, bytes):
+        path.write_bytes(tensors)
+    elif tensors is not None:
+        save_file(tensors, path)
     with pytest.raises(UserError, match=message) as caught:
         TokenFile(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
@@ -149,28 +113,46 @@ def test_the_last_validation_microbatch_may_be_smaller(tmp_path: Path) -> None:
     assert data[1].tolist() == list(range(32, 41))  # the file's last token is the last target
 
 
-@pytest.mark.parametrize(("num_sequences", "fits"), [(31, True), (32, False)])
-def test_validation_sequences_need_not_fill_microbatches(
-    workplace: Workplace, num_sequences: int, fits: bool
+def opened(workplace: Workplace, *, world_size: int = 1, model: dict | None = None,
+           train: dict | None = None) -> RunData:
+    """Open the dataset of a new run."""
+    name = f"run-{uuid.uuid4().hex}"
+    workplace.add_run(name, model=model, train=train)
+    return open_run_data(load_run(workplace.runs_dir, name), workplace.datasets_dir / "tiny",
+                         world_size=world_size)
+
+
+SEQUENCES = {"validation_batches": None, "microbatch_size": 7}
+
+
+def test_validation_sequences_need_not_fill_microbatches(workplace: Workplace) -> None:
+    workplace.add_dataset()  # 500 validation tokens: 31 sequences of 16 and a target
+    data = opened(workplace, train=SEQUENCES | {"validation_sequences": 31})
+    assert data.validation.num_tokens == 31 * 16
+
+
+@pytest.mark.parametrize(("train", "message"), [
+    (SEQUENCES | {"validation_sequences": 32}, "validation_sequences is 32, .* has 31 sequences"),
+    ({"start_val_token": 450}, "validation_batches is 3 .*, but .* has 3 sequences"),
+    ({"min_train_tokens": 10**6}, "or set repeat_data"),
+    ({"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
+    ({"repeat_data": True, "start_train_token": 3990}, "; lower min_train"),
+])
+def test_too_few_tokens_are_refused_before_training(
+    workplace: Workplace, train: dict, message: str
 ) -> None:
-    workplace.add_run(train={"validation_batches": None, "validation_sequences": num_sequences,
-                             "microbatch_size": 7})
-    dataset_dir = workplace.add_dataset()  # 500 validation tokens: 31 sequences of 16 and a target
-    run = load_run(workplace.runs_dir, "tiny")
-    if fits:
-        data = open_run_data(run, dataset_dir, world_size=1)
-        assert data.validation.num_tokens == num_sequences * 16
-    else:
-        with pytest.raises(UserError, match="validation_sequences is 32, but .* has 31 sequences"):
-            open_run_data(run, dataset_dir, world_size=1)
+    workplace.add_dataset()
+    with pytest.raises(UserError, match=message):
+        opened(workplace, train=train, world_size=2)
 
 
-def test_a_too_short_validation_file_is_refused(workplace: Workplace) -> None:
-    workplace.add_run(train={"start_val_token": 450})
-    dataset_dir = workplace.add_dataset()
-    run = load_run(workplace.runs_dir, "tiny")
-    with pytest.raises(UserError, match="validation_batches is 3 .*, but .* has 3 sequences"):
-        open_run_data(run, dataset_dir, world_size=2)
+def test_a_stated_id_outside_the_vocabulary_is_refused_before_training(
+    workplace: Workplace
+) -> None:
+    write_tokens(workplace.add_dataset() / "validation.safetensors",
+                 np.zeros(4000, dtype=np.uint16), {"max_token_id": "257"})
+    with pytest.raises(UserError, match="validation.safetensors: states ids up to 257, outside"):
+        opened(workplace)
 
 
 @pytest.mark.parametrize(("metadata", "vocab_size", "name"), [
@@ -182,11 +164,9 @@ def test_a_too_short_validation_file_is_refused(workplace: Workplace) -> None:
 def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(
     workplace: Workplace, metadata: dict | None, vocab_size: int, name: str | None
 ) -> None:
-    workplace.add_run(model={"vocab_size": vocab_size})
-    dataset_dir = workplace.add_dataset()
-    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16), metadata)
-    run = load_run(workplace.runs_dir, "tiny")
-    assert open_run_data(run, dataset_dir, world_size=1).tokenizer_name == name
+    write_tokens(workplace.add_dataset() / "train.safetensors", np.zeros(4000, dtype=np.uint16),
+                 metadata)
+    assert opened(workplace, model={"vocab_size": vocab_size}).tokenizer_name == name
 
 
 @pytest.mark.parametrize(("tokenizer", "num_ids"), [("own", 300), ("bytes", 257),
@@ -199,43 +179,28 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
         tokenizer = choose_tokenizer(str(write_tokenizer(dataset_dir))).name
     write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16),
                  {"tokenizer": tokenizer})
-    for name, vocab_size in (("large", num_ids), ("small", num_ids - 1)):
-        workplace.add_run(name, model={"vocab_size": vocab_size})
-    open_run_data(load_run(workplace.runs_dir, "large"), dataset_dir, world_size=1)
-    with pytest.raises(UserError, match=f"small/model.json: vocab_size is {num_ids - 1:,}, but the"
+    opened(workplace, model={"vocab_size": num_ids})
+    with pytest.raises(UserError, match=f"model.json: vocab_size is {num_ids - 1:,}, but the"
                                         f" tokenizer of .* has {num_ids:,} entries; set it to"):
-        open_run_data(load_run(workplace.runs_dir, "small"), dataset_dir, world_size=1)
+        opened(workplace, model={"vocab_size": num_ids - 1})
 
 
 @pytest.mark.parametrize("start", [0, 7])
 def test_repeated_data_is_a_circle_for_every_split(workplace: Workplace, start: int) -> None:
     """50 tokens from the start on are three whole sequences of 16, which follow each other."""
     tokens = np.arange(start + 50, dtype=np.uint16)
-    dataset_dir = workplace.add_dataset()
-    write_tokens(dataset_dir / "train.safetensors", tokens)
+    write_tokens(workplace.add_dataset() / "train.safetensors", tokens)
     circle = start + np.arange(8 * 16 + 1) % 48
     settings = {"repeat_data": True, "min_train_tokens": 8 * 16, "start_train_token": start,
                 "gradient_accumulation_steps": None, "global_batch_size": 8}
-    for name, size in (("one", 1), ("two", 2), ("eight", 8)):
-        workplace.add_run(name, train=settings | {"microbatch_size": size})
-        data = open_run_data(load_run(workplace.runs_dir, name), dataset_dir, world_size=1)
+    for size in (1, 2, 8):
+        data = opened(workplace, train=settings | {"microbatch_size": size})
         assert (data.plan.num_steps, data.plan.epoch_tokens, len(data.train)) == (1, 48, 8 // size)
         for index in range(8 // size):
             part = slice(index * size * 16, (index + 1) * size * 16 + 1)
             assert data.train[index].tolist() == circle[part].tolist()
     line = batch_arithmetic(data.plan)[1]
     assert line == "1 steps = 128 tokens, 2.67 times the dataset's 48"
-
-
-def test_data_is_repeated_only_where_that_is_asked_for(workplace: Workplace) -> None:
-    dataset_dir = workplace.add_dataset()
-    for name, settings, message in (
-            ("long", {"min_train_tokens": 10**6}, "or set repeat_data"),
-            ("all", {"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
-            ("tiny", {"repeat_data": True, "start_train_token": 3990}, "; lower min_train")):
-        workplace.add_run(name, train=settings)
-        with pytest.raises(UserError, match=message):
-            open_run_data(load_run(workplace.runs_dir, name), dataset_dir, world_size=1)
 
 
 def test_reading_a_file_of_20_gib_needs_little_memory(

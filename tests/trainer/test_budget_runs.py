@@ -7,7 +7,6 @@ import re
 import socket
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.support.in_process import run_in_process
@@ -156,35 +155,3 @@ def test_speed_is_judged_once_after_fifty_steps(workplace: Workplace) -> None:
                        re.MULTILINE)
     assert len(lines) == 1 and int(lines[0].replace(",", "")) > 0
     assert re.search(r" parameters, [\d.]+ tokens per parameter; ", output)
-
-
-def test_the_same_global_batch_gives_the_same_curve_whatever_the_microbatch(
-    workplace: Workplace
-) -> None:
-    workplace.add_dataset()
-    curves = []
-    for processes, microbatch_size in ((1, 8), (1, 2), (2, 4), (2, 1)):
-        name = f"{processes}x{microbatch_size}"
-        run_dir = workplace.add_run(name, model={"drop_rate": 0.0}, train={
-            "microbatch_size": microbatch_size, "global_batch_size": 8,
-            "gradient_accumulation_steps": None, "min_train_tokens": 10 * 128,
-            "validation_batches": None, "validation_sequences": 5, "learning_rate": 1e-3,
-        })
-        output = succeeded(workplace.torchrun(processes, name)).stdout
-        assert "= global batch 8 sequences" in output
-        records = read_lines(run_dir / "metrics.jsonl")
-        curves.append([record[key] for record in records
-                       for key in ("train_loss", "train_loss_min", "validation_loss")
-                       if key in record])
-    assert len(curves[0]) == 2 * 3
-    for curve in curves[1:]:
-        np.testing.assert_allclose(curve, curves[0], rtol=0, atol=1e-5)
-
-
-def test_a_global_batch_that_does_not_divide_is_one_line(workplace: Workplace) -> None:
-    workplace.add_run(train={"microbatch_size": 3, "global_batch_size": 8,
-                             "gradient_accumulation_steps": None})
-    workplace.add_dataset()
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "2")
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "the nearest microbatch_size that divides is 2 or 4" in result.stderr

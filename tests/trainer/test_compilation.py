@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
-from torch.profiler import ProfilerActivity, profile
 
 from basics.errors import UserError
 from ddp_train import TrainingStep
@@ -20,7 +18,6 @@ from gpt import ForwardOptions, GPTModel
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
-from tokens.batches import Microbatch
 from trainer import compilation
 from trainer.compilation import (
     Recompilations,
@@ -133,15 +130,6 @@ def test_padding_leaves_logits_and_weights_as_they_are() -> None:
         k: v.shape for k, v in plain.state_dict().items()}
 
 
-def test_a_bfloat16_residual_stream_changes_the_loss_little() -> None:
-    seen = []
-    model = model_with(ForwardOptions(residual_dtype=torch.bfloat16))
-    model.blocks[1].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-    narrow = loss_and_gradients(model, "bf16")[0]
-    assert seen == [torch.bfloat16]
-    assert abs(narrow - loss_and_gradients(model_with(ForwardOptions()))[0]) < 0.02
-
-
 def test_activation_checkpointing_saves_memory() -> None:
     def saved_bytes(options: ForwardOptions) -> int:
         total = [0]
@@ -164,17 +152,6 @@ def step_of(**changes: object) -> TrainingStep:
 
 def raise_(error: Exception) -> None:
     raise error
-
-
-def losses_of(step: TrainingStep, num_steps: int = 4) -> list[float]:
-    def microbatches():
-        generator = torch.Generator().manual_seed(3)
-        while True:
-            yield Microbatch(0, *torch.randint(257, (2, 2, 16), generator=generator))
-
-    batches = microbatches()
-    return [step.take(batches, num_microbatches=2, learning_rate=1e-2)[0].item()
-            for _ in range(num_steps)]
 
 
 @pytest.mark.parametrize("failure", [
@@ -263,16 +240,6 @@ def test_damaged_compiled_code_is_an_error_that_names_the_cache_to_remove(kept: 
     assert (kept / "half.so").exists()  # others may compile there
 
 
-@pytest.mark.thorough  # the test above does the same without a compiler
-def test_truncated_compiled_code_is_the_same_error(kept: Path) -> None:
-    work = "import torch; torch.compile(lambda x: x.sin() + 1)(torch.ones(1000))"
-    subprocess.run([sys.executable, "-c", work], check=True)
-    for file in kept.rglob("*.so"):
-        os.truncate(file, 100)
-    with pytest.raises(UserError, match=f"remove {kept}, if a kill damaged it"):
-        compile_now(lambda: exec(work), CPU)
-
-
 def test_a_user_without_a_home_uses_pytorchs_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -294,42 +261,3 @@ def test_compiled_code_draws_the_dropout_of_eager_code(layout: type) -> None:
         losses.append(loss(*tokens))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
     assert not torch.allclose(losses[0], model(*tokens), rtol=1e-4)
-
-
-@pytest.mark.thorough  # test_attention.py compiles attention alone
-@pytest.mark.parametrize(("layout", "checkpoints"), [
-    (compilation.Whole, True), (compilation.ByLayer, False)])
-def test_compiled_code_computes_attention_with_the_chosen_kernel(
-    layout: type, checkpoints: bool
-) -> None:
-    """The CPU's default is flash attention."""
-    model = model_with(ForwardOptions(), n_layers=1)
-    tokens = torch.arange(64).view(2, 2, 16)
-    wanted = model(*tokens)
-    model.use(ForwardOptions(attention="math",
-                             activation_checkpointing=checkpoints))
-    compiled = layout(model)
-    compiled(*tokens).backward()  # compiles
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        loss = compiled(*tokens)
-        loss.backward()
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
-    names = {event.key for event in profiler.key_averages()}
-    assert "aten::bmm" in names and not [name for name in names if "flash" in name]
-
-
-@pytest.mark.thorough  # test_ddp_train.py compares the curves of whole runs
-@pytest.mark.parametrize("changes", [{}, {"head_chunks": 4, "activation_checkpointing": True}])
-def test_compiled_code_trains_and_validates_as_eager_code(changes: dict) -> None:
-    step, plain = step_of(**changes), step_of(compile=False)
-    assert step.train.compile
-    torch.testing.assert_close(losses_of(step), losses_of(plain), rtol=1e-4, atol=0)
-    tokens = torch.arange(64).view(2, 2, 16)
-    for found in (step, plain):
-        found.state.model.eval()
-    with torch.inference_mode():
-        for size in (2, 1):  # a whole microbatch, and a smaller last one
-            part = tokens[:, :size]
-            torch.testing.assert_close(step.losses.validation(*part),
-                                       plain.losses.validation(*part),
-                                       rtol=1e-3, atol=0)

@@ -78,15 +78,6 @@ def take_test(losses: Iterator[float]) -> RangeTest:
     return run_range_test(lambda _: torch.tensor(next(losses)), watchdog, 1.0)
 
 
-def test_smoothing_keeps_a_line_and_averages_noise() -> None:
-    test = RangeTest(tuple(np.linspace(5, 3, 200)))
-    middle = slice(30, -30)
-    np.testing.assert_allclose(test.smoothed[middle], test.losses[middle])
-    noise = RangeTest(tuple(np.random.default_rng(1).standard_normal(200)))
-    assert noise.smoothed.std() < 0.3
-    assert len(RangeTest((1.0, 2.0)).smoothed) == 2
-
-
 def test_the_suggestion_follows_from_the_lowest_smoothed_loss() -> None:
     assert losses_of(curve).suggestion() == pytest.approx(
         learning_rate_search.FRACTION * 0.01, rel=0.3)
@@ -97,14 +88,6 @@ def test_the_suggestion_follows_from_the_lowest_smoothed_loss() -> None:
     lambda rates: 5 + np.log10(rates / rates[0])])  # only rises
 def test_a_loss_that_never_falls_gives_no_suggestion(losses: Callable) -> None:
     assert losses_of(losses).suggestion() is None
-
-
-def test_the_test_ends_when_the_smoothed_loss_is_four_times_the_lowest(one_process: None) -> None:
-    test = take_test(iter(curve(RATES).tolist()))
-    assert 220 < len(test.losses) < 300 and test.has_diverged
-    assert not RangeTest(test.losses[:-1]).has_diverged
-    assert test.smoothed[-1] > 4 * test.smoothed.min()
-    assert test.suggestion() == pytest.approx(learning_rate_search.FRACTION * 0.01, rel=0.3)
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf])
@@ -273,19 +256,6 @@ def refused(workplace: Workplace, *arguments: str, under_torchrun: bool = False)
     assert_refused(result)
     assert contents(workplace.root) == before
     return result.stderr
-
-
-@pytest.mark.parametrize("under_torchrun", [False, True])
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--find-max-microbatch"], "--find-learning-rate cannot be used with --find-max-microbatch"),
-    (["--fresh"], "--fresh cannot be used with --find-learning-rate"),
-    (["latest"], "CHECKPOINT cannot be used with --find-learning-rate"),
-    (["--max-steps", "3"], "--max-steps cannot be used with --find-learning-rate"),
-    (["--save"], "--save needs --find-max-microbatch")])
-def test_options_that_contradict_each_other_are_refused(
-    tiny: Run, workplace: Workplace, arguments: list[str], message: str, under_torchrun: bool
-) -> None:
-    assert message in refused(workplace, *arguments, under_torchrun=under_torchrun)
 
 
 def test_a_run_with_too_few_steps_is_refused(tiny: Run, workplace: Workplace) -> None:

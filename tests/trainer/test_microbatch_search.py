@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from basics.errors import STOP_SIGNALS, UserError
 from ddp_train import TrainingStep, measure_microbatch
 from lab.plan.length import measured_speed
-from processes.command_line import Options, read_command_line
+from processes.command_line import Options
 from processes.launch import Process
 from processes.startup_agreement import Agreement
 from run_config import load_run
@@ -102,12 +102,6 @@ def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(
     assert Found(trials).largest <= fits_up_to
 
 
-def test_there_is_no_upper_bound() -> None:
-    memory = Memory(1.0, 1e-4, 80.0)
-    find_max_microbatch(memory.train)
-    assert max(memory.tried) > 500_000
-
-
 def test_if_not_even_one_fits_nothing_else_is_tried() -> None:
     memory = Memory(10, 1, 5)
     assert not fits(find_max_microbatch(memory.train))
@@ -120,28 +114,6 @@ def test_the_result_is_printed_with_its_memory_line() -> None:
     assert lines[:2] == ["largest microbatch: 36", "fastest microbatch: 4 (1,000 tokens/s)"]
     assert lines[2] == "memory: 2.00 GiB + 512 MiB a sequence"
     assert "12 GiB: 17, 16 GiB: 25, 24 GiB: 41, 40 GiB: 72, 80 GiB: 150, 141 GiB: 270," in lines[3]
-
-
-def test_memory_that_hardly_grows_gives_no_prediction() -> None:
-    memory = Memory(10.0, 1e-5, 20.0)
-    trials = [memory.train(size) for size in (1, 4, 16)]
-    assert Found(trials).lines()[2:] == ["memory hardly grows with these microbatches: no"
-                                         " prediction for other cards"]
-
-
-def test_a_card_too_small_for_one_sequence_is_listed_as_none() -> None:
-    memory = Memory(11.0, 0.5, 20.0)
-    assert "on a card of 12 GiB: none, 16 GiB: 7" in Found(find_max_microbatch(
-        memory.train)).lines()[3]
-
-
-def test_the_result_says_what_was_not_tried() -> None:
-    trials = [Trial(size, True, 1, 1, 1, 80, 1) for size in (1, 4, 16)]
-    assert "larger ones were not tried" in Found(trials).lines()[0]
-    for size, said in ((4567, "4,567 did not fit; 17 to 4,566 were not tried: limit of 8 trials"),
-                       (18, "18 did not fit; 17 was not tried: limit of 8 trials")):
-        line = Found([*trials, Trial(size, fits=False)]).lines()[0]
-        assert line == f"largest microbatch: 16 ({said})"
 
 
 def test_on_a_cpu_memory_is_named_for_what_it_is_and_no_card_is_predicted() -> None:
@@ -244,25 +216,6 @@ def test_a_search_that_is_impossible_says_why(
     with pytest.raises(UserError, match=message):
         simulated_search(workplace, monkeypatch, **{"capacity": 3.7, "save": True} | options)
     assert workplace.files() == before
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--find-max-microbatch", "--memory-limit-gib", "0"], "--memory-limit-gib"),
-    (["--find-max-microbatch", "--fresh"], "--fresh .* --find-max-microbatch"),
-    (["best", "--find-max-microbatch"], "CHECKPOINT .* --find-max-microbatch"),
-    (["--usd-per-hour", "nan"], "'--usd-per-hour': nan is not a finite"),
-    (["--usd-per-hour", "1e308"], "'--usd-per-hour': 1e\\+308 is not in the range 0<x<=1000000"),
-    (["--memory-limit-gib", "inf"], "'--memory-limit-gib': inf is not a finite"),
-    (["--save"], "--save .* --find-max-microbatch"),
-    (["--memory-limit-gib", "3"], "--memory-limit-gib .* --find-max-microbatch"),
-    (["--json"], "--json .* --find-max-microbatch"),
-])
-def test_options_that_contradict_each_other_are_refused(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.setattr("sys.argv", ["ddp_train.py", "tiny", *arguments])
-    with pytest.raises(UserError, match=message):
-        read_command_line()
 
 
 def tried(output: str) -> dict[int, bool]:
@@ -469,22 +422,6 @@ def test_a_search_on_real_memory_with_two_processes(workplace: Workplace, starts
     assert f"\nlargest microbatch: {largest}\n" in result.stdout and largest > 1
     assert results[largest + 1] is False
     assert workplace.files() == before
-
-
-@pytest.mark.thorough
-def test_a_model_that_only_fails_in_the_optimizers_first_step_does_not_fit(
-    workplace: Workplace
-) -> None:
-    # 50 MiB of weights, as much in gradients and 10 MiB of activations fit, but not AdamW's two
-    # moments as well.
-    workplace.add_run(model={"emb_dim": 1024, "context_length": 128, "n_heads": 4, "n_layers": 1,
-                             "drop_rate": 0.0})
-    result = workplace.ddp_train("tiny", "--find-max-microbatch", "--memory-limit-gib", "0.19")
-    assert "not even a microbatch of 1 fits" in result.stderr
-    assert tried(result.stdout) == {1: False}
-    output = succeeded(workplace.ddp_train(
-        "tiny", "--find-max-microbatch", "--memory-limit-gib", "0.26")).stdout
-    assert re.search(r"^largest microbatch: [1-9]$", output, re.MULTILINE)
 
 
 @pytest.mark.thorough

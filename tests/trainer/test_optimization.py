@@ -4,27 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from gpt import GPTModel
-from optim import build_optimizer, clip_gradients, rates_line
+from optim import clip_gradients, rates_line
 from run_config import ModelConfig, TrainConfig, with_defaults
-from tests.support.checkpoints import ONE_PROCESS
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer.startup import unused_options
 
 
 def config(**changes: object) -> TrainConfig:
     return TrainConfig(**TINY_TRAIN | changes)
-
-
-@pytest.mark.parametrize("everything", [False, True])
-def test_norms_and_biases_decay_only_where_asked(everything: bool) -> None:
-    model = GPTModel(ModelConfig(**TINY_MODEL | {"qkv_bias": True}))
-    train = config(weight_decay=0.3, decay_norms_and_biases=everything)
-    groups = build_optimizer(model, train, ONE_PROCESS).param_groups
-    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        matrix = name.endswith("weight") and "norm" not in name
-        assert decays[id(parameter)] == (0.3 if matrix or everything else 0.0), name
 
 
 @pytest.mark.parametrize(("max_norm", "norm_after"), [(None, 5.0), (1.0, 1.0), (10.0, 5.0)])

@@ -7,7 +7,7 @@ from basics.errors import UserError
 from run_config import TrainConfig
 from tests.support.workplace import TINY_TRAIN
 from trainer import precision
-from trainer.precision import autocast, resolve_for_device
+from trainer.precision import resolve_for_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -51,12 +51,3 @@ def test_a_gpu_compiles_unless_the_run_says_otherwise(monkeypatch: pytest.Monkey
 def test_a_bfloat16_residual_stream_needs_bf16() -> None:
     with pytest.raises(UserError, match='residual_dtype is "bf16", but the precision here is fp32'):
         resolved(CPU, precision="fp32", residual_dtype="bf16")
-
-
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16),
-    ("fp16", torch.float16),
-])
-def test_autocast_sets_the_dtype_of_products(name: str, dtype: torch.dtype) -> None:
-    with autocast(name, CPU):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype

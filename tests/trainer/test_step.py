@@ -32,14 +32,6 @@ def step_of(**changes: object) -> TrainingStep:
     return TrainingStep(build_training_state(model, train, process), train, process)
 
 
-@pytest.mark.parametrize(("precision", "drop_rate", "kernel"), [
-    # Without a GPU PyTorch has no flash kernel that can drop.
-    ("fp32", 0.0, "flash"), ("fp32", 0.1, "math"), ("bf16", 0.0, "blocks"), ("bf16", 0.1, "blocks"),
-])
-def test_the_attention_kernel_is_named(precision: str, drop_rate: float, kernel: str) -> None:
-    assert step_of(precision=precision, drop_rate=drop_rate).losses.attention_kernel() == kernel
-
-
 def microbatches():
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -181,24 +173,21 @@ def test_a_partial_microbatch_that_does_not_fit_is_halved(fitting: int) -> None:
     assert sizes[0] == 5 and sum(size for size in sizes if size <= fitting) == 5
 
 
-def test_one_sequence_that_does_not_fit_is_an_error() -> None:
-    def loss(*_: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize(("error", "calls"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), [3, 1]),  # not even one sequence fits
+    (RuntimeError("shapes cannot be multiplied"), [3])])
+def test_an_error_that_smaller_parts_do_not_mend_is_raised(
+    error: Exception, calls: list[int]
+) -> None:
+    tried = []
 
-    with pytest.raises(torch.OutOfMemoryError):
+    def loss(token_ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        tried.append(len(token_ids))
+        raise error
+
+    with pytest.raises(type(error)):
         mean_loss_in_parts(loss, *sequences(3))
-
-
-def test_another_error_of_a_partial_microbatch_is_not_retried() -> None:
-    calls = []
-
-    def loss(*_: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        raise RuntimeError("shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        mean_loss_in_parts(loss, *sequences(3))
-    assert calls == [1]
+    assert tried == calls
 
 
 def test_the_wait_for_a_microbatch_is_booked_as_waiting(

@@ -18,7 +18,7 @@ from basics.run_identity import Identity, write_identity
 from processes.launch import Process
 from run_config import Run, load_run
 from tests.support.checkpoints import ONE_PROCESS, save
-from tests.support.in_process import assert_refused, run_in_process
+from tests.support.in_process import run_in_process
 from tests.support.runs import last_line_of_ours, summary_of, wait_for
 from tests.support.workplace import Workplace, read_lines, start_forked, succeeded
 from trainer import user_commands
@@ -275,19 +275,6 @@ def test_under_nohup_a_closed_terminal_does_not_end_it() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_an_empty_command_and_one_with_a_search_are_refused(workplace: Workplace) -> None:
-    workplace.add_run()
-    workplace.add_dataset()
-    for options, message in (
-            (["--when-done", " "], "--when-done is empty; name a command"),
-            (["--after-checkpoint", ""], "--after-checkpoint is empty; name a command"),
-            (["--prefetch", "--after-checkpoint", "true"], "--after-checkpoint cannot be used"),
-            (["--find-learning-rate", "--when-done", "true"], "--when-done cannot be used with")):
-        result = run_in_process(*workplace.arguments("tiny", *options))
-        assert_refused(result)
-        assert message in result.stderr
-
-
 def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Workplace) -> None:
     run_dir = workplace.add_run(train=SHORT)
     workplace.add_dataset()
@@ -312,20 +299,6 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Wor
     third = succeeded(run_in_process(
         *workplace.arguments("tiny", *two_processes, "--when-done", "exit 4")))
     assert "when-done: not run: it has succeeded after an earlier launch" in third.stdout
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("arguments", "fault", "runs"), [
-    (["--max-steps", "2"], "", False), ([], "train:raise:hit=3:rank=1", False),
-    ([], "wait:signal:number=15:rank=1:hit=1", False), ([], "", True)])
-def test_not_after_a_failure_or_a_stop(
-    workplace: Workplace, arguments: list[str], fault: str, runs: bool
-) -> None:
-    workplace.add_run(train=SHORT)
-    workplace.add_dataset()
-    workplace.torchrun(2, "tiny", *arguments, "--when-done", f"touch {workplace.root}/ran",
-                       **({"DDP_TRAIN_FAILPOINT": fault} if fault else {}))
-    assert (workplace.root / "ran").exists() == runs
 
 
 @pytest.mark.thorough
