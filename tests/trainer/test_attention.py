@@ -12,24 +12,16 @@ from torch.profiler import ProfilerActivity, profile
 from basics.errors import UserError
 from ddp_train import TrainingStep
 from gpt import attend
-from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.in_process import refused
+from tests.support.steps import step_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
-from trainer.losses import build_training_state
 from trainer.precision import attention_line, check_attention, remedy, resolve_for_device
 
 CPU = torch.device("cpu")
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 FLASH_BACKWARD = f"{FLASH}_backward"
-
-
-def step_of(device: torch.device = CPU, **train: object) -> TrainingStep:
-    config = resolve_for_device(TrainConfig(**TINY_TRAIN | train), device)
-    model = ModelConfig(**TINY_MODEL | {"drop_rate": 0.0})
-    process = Process(rank=0, local_rank=0, world_size=1, device=device)
-    return TrainingStep(build_training_state(model, config, process), config, process)
 
 
 def ops_of(step: TrainingStep) -> set[str]:
@@ -43,7 +35,7 @@ def ops_of(step: TrainingStep) -> set[str]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_kernel_of_the_run_computes_attention(precision: str) -> None:
     for attention, is_flash in (("flash", True), ("math", False)):
-        step = step_of(precision=precision, attention=attention)
+        step = step_of(precision=precision, attention=attention, drop_rate=0.0)
         assert step.losses.attention_kernel() == attention
         assert (FLASH_BACKWARD in ops_of(step)) == is_flash
 
@@ -99,7 +91,7 @@ def test_cudnn_is_named_before_the_learning_rate(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("attention", ["flash", "cudnn"])
 def test_the_kernel_runs_on_a_gpu(attention: str, compiles: bool) -> None:
     step = step_of(torch.device("cuda", 0), precision="bf16", attention=attention,
-                   compile=compiles)
+                   compile=compiles, drop_rate=0.0)
     assert step.train.compile == compiles and step.losses.attention_kernel() == attention
     tokens = torch.randint(0, 257, (2, 2, 16), device="cuda")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -45,6 +45,10 @@ def meta(global_step: int) -> CheckpointMeta:
                           tokenizer=None, model=ModelConfig(**TINY_MODEL), random_seed=42, data={})
 
 
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("place", ["weights", "moments"])
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path: Path, place: str) -> None:
     saver, built = BackgroundSaver(tmp_path, keep=1), state()
@@ -122,11 +126,7 @@ def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(
     writer, trained = BackgroundSaver(tmp_path), state()
     writer.save(trained, meta(0))
     writer.wait()
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     writer.save(trained, meta(1))
     writer.wait()
     assert writer.is_behind
@@ -170,11 +170,7 @@ def test_a_validation_that_cannot_be_written_is_tried_again(
     saver = BackgroundSaver(tmp_path)
     saver.save(state(), meta(0))
     saver.wait()
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(background_saver, "add_validation", fail)
+    monkeypatch.setattr(background_saver, "add_validation", full)
     saver.add_validation(Validation(loss=None))
     saver.wait()
     assert saver.is_behind and saver.take_failure() == (

@@ -13,10 +13,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
 
 from basics.errors import UserError
-from ddp_train import TrainingStep
 from gpt import ForwardOptions, GPTModel
-from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
+from tests.support.steps import step_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer import compilation
 from trainer.compilation import (
@@ -24,7 +23,6 @@ from trainer.compilation import (
     choose_forward_options,
     compile_now,
 )
-from trainer.losses import build_training_state
 from trainer.precision import autocast, resolve_for_device
 
 CPU = torch.device("cpu")
@@ -142,14 +140,6 @@ def test_activation_checkpointing_saves_memory() -> None:
         ForwardOptions())
 
 
-def step_of(**changes: object) -> TrainingStep:
-    drop_rate = changes.pop("drop_rate", 0.0)
-    train = resolve_for_device(TrainConfig(**TINY_TRAIN | {"compile": True} | changes), CPU)
-    process = Process(rank=0, local_rank=0, world_size=1, device=CPU)
-    model = ModelConfig(**TINY_MODEL | {"drop_rate": drop_rate, "n_layers": 1})
-    return TrainingStep(build_training_state(model, train, process), train, process)
-
-
 def raise_(error: Exception) -> None:
     raise error
 
@@ -167,7 +157,7 @@ def test_a_compile_error_ends_the_run_in_one_line(
 
     monkeypatch.setattr(torch, "compile", compile)
     with pytest.raises(UserError, match=".*no compiler found") as caught:
-        step_of(validation_interval=1, validation_batches=1)
+        step_of(compile=True, n_layers=1, validation_interval=1, validation_batches=1)
     line = str(caught.value)
     assert line.startswith("compiling failed: ") and line.endswith(', or set "compile": false')
     assert "\n" not in line and caught.value.status == 2
@@ -253,7 +243,7 @@ def test_a_user_without_a_home_uses_pytorchs_cache(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("layout", [
     pytest.param(compilation.Whole, marks=pytest.mark.thorough), compilation.ByLayer])
 def test_compiled_code_draws_the_dropout_of_eager_code(layout: type) -> None:
-    step = step_of(compile=False, drop_rate=0.3)
+    step = step_of(n_layers=1, drop_rate=0.3)
     model, tokens = step.state.model, torch.randint(257, (2, 2, 16))
     losses = []
     for loss in (model, layout(model)):

@@ -11,11 +11,10 @@ import torch._inductor.config
 
 from checkpointing import Snapshot, SnapshotBuffers
 from ddp_train import TrainingStep
-from processes.launch import Process
-from run_config import ModelConfig, TrainConfig
-from tests.support.workplace import TINY_MODEL, TINY_TRAIN
+from run_config import TrainConfig
+from tests.support import steps
+from tests.support.workplace import TINY_TRAIN
 from tokens.batches import Microbatch
-from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -77,10 +76,8 @@ def test_attention_has_a_deterministic_kernel(
 
 def step_of(device: torch.device, precision: str, *, compiles: bool,
             deterministic: bool = True) -> TrainingStep:
-    train = resolved(device, precision=precision, compile=compiles, deterministic=deterministic)
-    model = ModelConfig(**TINY_MODEL | {"drop_rate": 0.1, "vocab_size": 1000, "emb_dim": 128})
-    process = Process(rank=0, local_rank=0, world_size=1, device=device)
-    return TrainingStep(build_training_state(model, train, process), train, process)
+    return steps.step_of(device, precision=precision, compile=compiles, vocab_size=1000,
+                         deterministic=deterministic, drop_rate=0.1, emb_dim=128)
 
 
 def train(step: TrainingStep, first: int, stop: int) -> None:

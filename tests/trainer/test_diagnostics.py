@@ -16,6 +16,8 @@ from gpt import GPTModel
 from processes.launch import Process
 from reporting.metrics_file import BY_LAYER, NUMBERS, read_metrics
 from run_config import ModelConfig, TrainConfig
+from tests.support import steps
+from tests.support.steps import microbatches
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
 from trainer import diagnostics
@@ -28,8 +30,6 @@ from trainer.diagnostics import (
     attention_statistics,
     forward_statistics,
 )
-from trainer.losses import build_training_state
-from trainer.precision import resolve_for_device
 
 CPU = torch.device("cpu")
 V, T = 257, 16
@@ -37,23 +37,8 @@ WITHOUT_VALIDATION = {"validation_interval": None, "validation_batches": None,
                       "checkpoint_interval": 1}
 
 
-def step_of(*, device: torch.device = CPU, **changes: object) -> TrainingStep:
-    model = ModelConfig(**TINY_MODEL | {k: v for k, v in changes.items()
-                                        if k in ModelConfig.model_fields})
-    train = TrainConfig(**TINY_TRAIN | WITHOUT_VALIDATION | {"diagnostics_interval": 1}
-                        | {k: v for k, v in changes.items() if k in TrainConfig.model_fields})
-    process = Process(rank=0, local_rank=0, world_size=1, device=device)
-    train = resolve_for_device(train, process.device)
-    return TrainingStep(build_training_state(model, train, process), train, process)
-
-
-def microbatches(device: torch.device = CPU) -> Iterator[Microbatch]:
-    generator = torch.Generator().manual_seed(0)
-    index = 0
-    while True:
-        tokens = torch.randint(1, 257, (2, 2, 16), generator=generator).to(device)
-        yield Microbatch(index, *tokens)
-        index += 1
+def step_of(**changes: object) -> TrainingStep:
+    return steps.step_of(**WITHOUT_VALIDATION | {"diagnostics_interval": 1} | changes)
 
 
 def take(step: TrainingStep, batches: Iterator[Microbatch], num_steps: int = 1) -> list[dict]:

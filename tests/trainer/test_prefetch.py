@@ -62,10 +62,10 @@ def prefetched(workplace: Workplace, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def refusal(workplace: Workplace, *arguments: str, under_torchrun: bool = False) -> str:
+def refusal(workplace: Workplace, *arguments: str) -> str:
     """Return the error line of options that are refused; nothing may have been written."""
     before = workplace.files()
-    result = run_in_process(*workplace.arguments(*arguments), under_torchrun=under_torchrun)
+    result = run_in_process(*workplace.arguments(*arguments))
     assert_refused(result)
     assert workplace.files() == before
     return result.stderr
@@ -95,24 +95,6 @@ def test_all_that_is_there_is_verified_and_nothing_is_written(workplace: Workpla
     assert "are in the vocabulary of 257" in lines[1] and "bytes, 257 ids" in lines[2]
     assert "compiled code: skipped, there is no GPU here" in lines[3]
     assert workplace.files() == before
-
-
-@pytest.mark.parametrize("arguments", [
-    ["--fresh"], ["latest"], ["--max-steps", "2"], ["--find-max-microbatch"],
-    ["--find-learning-rate"], ["--when-done", "true"]])
-def test_options_that_contradict_it_are_refused(
-    workplace: Workplace, arguments: list[str]
-) -> None:
-    workplace.add_run()
-    workplace.add_dataset()
-    assert "cannot be used with" in refusal(workplace, "tiny", *arguments, "--prefetch")
-
-
-def test_torchrun_is_refused(workplace: Workplace) -> None:
-    workplace.add_run()
-    workplace.add_dataset()
-    error = refusal(workplace, "tiny", "--prefetch", under_torchrun=True)
-    assert "--prefetch needs no torchrun; start it with python ddp_train.py" in error
 
 
 def test_a_mistake_is_one_line(workplace: Workplace) -> None:

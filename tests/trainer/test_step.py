@@ -16,26 +16,10 @@ from checkpointing import SnapshotBuffers
 from ddp_train import TrainingStep
 from processes.launch import Process
 from reporting.clock import PhaseClock
-from run_config import ModelConfig, TrainConfig
 from tests.support.fake_time import FakeTime
-from tests.support.workplace import TINY_MODEL, TINY_TRAIN
-from tokens.batches import Microbatch, dropout_seed
-from trainer.losses import build_training_state, mean_loss_in_parts
-from trainer.precision import resolve_for_device
-
-
-def step_of(**changes: object) -> TrainingStep:
-    model = ModelConfig(**TINY_MODEL | {k: v for k, v in changes.items() if k in TINY_MODEL})
-    train = TrainConfig(**TINY_TRAIN | {k: v for k, v in changes.items() if k not in TINY_MODEL})
-    process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    train = resolve_for_device(train, process.device)
-    return TrainingStep(build_training_state(model, train, process), train, process)
-
-
-def microbatches():
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        yield Microbatch(0, *torch.randint(1, 257, (2, 2, 16), generator=generator))
+from tests.support.steps import microbatches, step_of
+from tokens.batches import dropout_seed
+from trainer.losses import mean_loss_in_parts
 
 
 @pytest.mark.parametrize(("optimizer", "precision"), [
