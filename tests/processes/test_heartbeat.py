@@ -98,18 +98,31 @@ def test_the_process_that_prepared_the_launch_is_not_another_one(run_dir: Path, 
         assert not heartbeat._is_alive(run_dir)
 
 
-def test_of_two_launches_at_once_one_trains(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def settled(monkeypatch: pytest.MonkeyPatch, run_dir: Path, **facts: object) -> dict:
+    """Claim a run whose heartbeat is renewed before the claim has settled; return the other's."""
     genuine = time.sleep
 
     def settle(seconds: float) -> None:
         if seconds == heartbeat.SETTLING_SECONDS:
-            beat(run_dir, 0)  # the other one has found no heartbeat either
+            beat(run_dir, 1, **facts)
         genuine(0)
 
     monkeypatch.setattr(heartbeat.time, "sleep", settle)
-    assert claim(run_dir)["host"] == "elsewhere"
+    return claim(run_dir)
+
+
+def test_of_two_launches_at_once_one_trains(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has found no heartbeat either."""
+    assert settled(monkeypatch, run_dir)["host"] == "elsewhere"
+
+
+@pytest.mark.parametrize("pid", [os.getpid, os.getppid])
+def test_a_claim_that_the_launch_itself_has_renewed_meanwhile_counts(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, pid: Callable[[], int]
+) -> None:
+    assert settled(monkeypatch, run_dir, pid=pid(), host=os.uname().nodename) == {}
 
 
 def test_a_claim_is_renewed_until_another_process_goes_on(run_dir: Path) -> None:
@@ -122,21 +135,6 @@ def test_a_claim_is_renewed_until_another_process_goes_on(run_dir: Path) -> None
     beat(run_dir, 0)
     wait_for_the_end_of_the_claim()
     assert read_heartbeat(run_dir)["host"] == "elsewhere"
-
-
-@pytest.mark.parametrize("pid", [os.getpid, os.getppid])
-def test_a_claim_that_the_launch_itself_has_renewed_meanwhile_counts(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, pid: Callable[[], int]
-) -> None:
-    genuine = time.sleep
-
-    def settle(seconds: float) -> None:
-        if seconds == heartbeat.SETTLING_SECONDS:
-            beat(run_dir, 1, pid=pid(), host=os.uname().nodename)
-        genuine(0)
-
-    monkeypatch.setattr(heartbeat.time, "sleep", settle)
-    assert claim(run_dir) == {}
 
 
 @pytest.fixture

@@ -33,6 +33,12 @@ def load(directory: Path) -> GPTModel:
     return load_model(str(directory), runs_dir=directory).model
 
 
+def assert_refused(directory: Path, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load(directory)
+    assert "\n" not in caught.value.line()
+
+
 def tokens_for(model: GPTModel) -> Tensor:
     shape = (3, model.config.context_length)
     return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
@@ -186,9 +192,7 @@ def test_another_architecture_is_refused_in_one_line(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     export(random_model(tie_weights=True), tmp_path, **changes)
-    with pytest.raises(UserError, match=message) as caught:
-        load(tmp_path)
-    assert "\n" not in caught.value.line()
+    assert_refused(tmp_path, message)
 
 
 @pytest.mark.parametrize(("file", "content", "message"), [
@@ -210,9 +214,7 @@ def test_a_damaged_directory_is_refused_in_one_line(
         (tmp_path / file).unlink()
     else:
         (tmp_path / file).write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
-        load(tmp_path)
-    assert "\n" not in caught.value.line()
+    assert_refused(tmp_path, message)
 
 
 def shown_as(dtype: torch.dtype, number: float) -> Callable[[Tensor], Tensor]:
@@ -246,9 +248,7 @@ def test_hostile_weights_are_refused_in_one_line(case: str, tmp_path: Path) -> N
     weights = load_file(path)
     weights[f"transformer.{name}"] = change(weights[f"transformer.{name}"]).contiguous()
     save_file(weights, path)
-    with pytest.raises(UserError, match=message) as caught:
-        load(tmp_path)
-    assert "\n" not in caught.value.line()
+    assert_refused(tmp_path, message)
 
 
 def test_a_model_that_would_not_fit_into_the_memory_is_refused(
