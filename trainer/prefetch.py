@@ -163,9 +163,11 @@ def _compile(script: str, run: Run, num_processes: int) -> bool:
         cache_dir = Path(os.environ.get(CACHE_VARIABLE, ""))
         before = set((cache_dir / "fxgraph").glob("*/*"))  # the graphs in the cache
         os.environ[COMPILES_FOR] = str(num_processes)
-        # One process for each GPU: PyTorch keeps code by the index of the device.
-        status = start_torchrun(script, sys.argv[1:],
-                                num_processes=min(num_processes, count or 1))
+        try:  # one process for each GPU: PyTorch keeps code by the index of the device
+            status = start_torchrun(script, sys.argv[1:],
+                                    num_processes=min(num_processes, count or 1))
+        finally:
+            del os.environ[COMPILES_FOR]
         if status:
             sys.exit(status)  # its processes have said why
         is_new = set((cache_dir / "fxgraph").glob("*/*")) != before
