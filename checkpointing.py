@@ -300,7 +300,7 @@ def renew_links(checkpoints_dir: Path) -> None:
     failpoint("save.links")
     if checkpoints := list_checkpoints(checkpoints_dir):
         replace_link(checkpoints_dir / LATEST, checkpoints[-1].name)
-        replace_link(checkpoints_dir / BEST, best_of(checkpoints).name)
+        replace_link(checkpoints_dir / BEST, best_of(checkpoints).name)  # type: ignore[union-attr]
 
 
 def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,7 +143,7 @@ def measure_microbatch(trial: MicrobatchTrial) -> None:
             learning_rate=train.learning_rate))
 
 
-def wrap_in_ddp(loss: nn.Module, process: Process, train: TrainConfig) -> nn.Module:
+def wrap_in_ddp(loss: nn.Module, process: Process, train: TrainConfig) -> Any:
     """Wrap the training loss so that DDP averages its gradients over the processes. Every rank."""
     if process.world_size == 1:
         return loss  # there is nothing to average, and DDP would cost time
@@ -244,7 +245,7 @@ class TrainingStep:
         probe.before_update(model)
         grad_norm = clip_gradients(self._parameters, self.train.clipping_max_norm)
         # If it is 1, the fused kernels change neither weights nor moments nor their step count.
-        optimizer.found_inf = (~grad_norm.isfinite()).float()
+        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
         scaler.step(optimizer)
         scaler.update()
         probe.after_update(model)

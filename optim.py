@@ -7,7 +7,6 @@ Shapes: a hidden matrix is (out, in). `qkv` holds three of them, one below the o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from basics.device_time import Moment
 from ops.orthogonalise import orthogonalise
@@ -86,7 +85,7 @@ def rates_line(model: ModelConfig, train: TrainConfig) -> str:
     return ", ".join(rates)
 
 
-def set_rates(optimizer: AdamW, *, learning_rate: float, momentum: float) -> None:
+def set_rates(optimizer: Optimizer, *, learning_rate: float, momentum: float) -> None:
     """Set the rates of all parameter groups; those with a rate of their own keep their ratio."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["peak_ratio"]
@@ -95,7 +94,7 @@ def set_rates(optimizer: AdamW, *, learning_rate: float, momentum: float) -> Non
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
     """Return the gradient's norm over all parameters, (); clip it to `max_norm` if that is set."""
-    norm = get_total_norm([parameter.grad for parameter in parameters])
+    norm = get_total_norm([parameter.grad for parameter in parameters])  # type: ignore[misc]
     if max_norm is not None:
         clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -154,7 +153,7 @@ class _Part:
     rows: slice
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return tuple(self.of(self.parameter).shape)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -204,7 +203,7 @@ class Muon(AdamW):
             for same in self._parts_by_shape}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self._matrix_groups():
             self._step_matrices(group)
         groups = self.param_groups
@@ -258,7 +257,8 @@ class Muon(AdamW):
             mine = parts[start : start + size]
             batch = torch.zeros(size, *parts[0].shape, dtype=self._dtype, device=skips.device)
             if mine:  # the moving averages, a step further (Nesterov); always finite
-                gradient = torch.stack([part.of(part.parameter.grad) for part in mine])
+                gradient = torch.stack(
+                    [part.of(part.parameter.grad) for part in mine])  # type: ignore[arg-type]
                 average = torch.stack(
                     [part.of(self.state[part.parameter]["momentum"]) for part in mine])
                 batch[: len(mine)] = torch.where(skips, average, gradient).lerp_(average, momentum)

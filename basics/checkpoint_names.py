@@ -31,7 +31,7 @@ def named_as_checkpoints(checkpoints_dir: Path, *, partial: bool = False) -> lis
 
 def step_of(path: Path) -> int:
     """Return the global step in a checkpoint's name."""
-    return int(CHECKPOINT_NAME.fullmatch(path.name)[1])
+    return int(CHECKPOINT_NAME.fullmatch(path.name)[1])  # type: ignore[index]
 
 
 def replace_link(link: Path, target: str) -> None:

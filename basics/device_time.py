@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ class Moment:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.cuda.Event | Any = None  # on a CPU
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)
             self._event.record(torch.cuda.current_stream(device))

@@ -21,7 +21,7 @@ STOP_SIGNALS = {int(number): number.name
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
              errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
              errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-ADVICE = {  # after a write that failed
+ADVICE: dict[int | None, str] = {  # after a write that failed
     errno.ENOSPC: "make room", errno.EDQUOT: "make room",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.ENOENT: "its directory was deleted or unmounted", errno.EIO: "look at the disk",

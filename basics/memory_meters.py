@@ -9,6 +9,7 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class GpuMeter:
 class CpuMeter:
     """Peak memory of this process without a GPU; limits its address space from now on."""
 
-    def __init__(self, device: torch.device, limit_gib: float | None) -> None:
+    def __init__(self, device: torch.device, limit_gib: float | Any) -> None:
         torch.ones(512, 512).mm(torch.ones(512, 512))  # start the threads: their stacks take memory
         self._limit_gib = limit_gib
         self._before = _memory_gib()

@@ -44,7 +44,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
             chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
             losses = [_chunk(part @ head.T, part_targets, vocab_size, differentiate=False)[0]
                       for part, part_targets in chunks]
-            return sum(losses) / len(x)
+            return sum(losses) / len(x)  # type: ignore[return-value]
         logits = F.linear(x, head)
         if torch.compiler.is_compiling():
             return _WholeCrossEntropy.apply(logits, targets, vocab_size)
@@ -86,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             head_grad += token_sum(grad, part)
             del grad  # before the next chunk's logits are allocated
         ctx.save_for_backward(torch.cat(x_grads), head_grad[: len(weight)])
-        return sum(losses) / len(x)
+        return sum(losses) / len(x)  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,7 +96,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunk(logits: Tensor, targets: Tensor, vocab_size: int, *,
-           differentiate: bool) -> tuple[Tensor, Tensor | None]:
+           differentiate: bool) -> tuple[Tensor, Tensor | Any]:
     """Return the summed loss of logits (n, V'), of which V columns count, and its gradients.
 
     The gradients, (n, V') in the logits' dtype, are the probabilities, minus 1 at each target.

@@ -75,7 +75,7 @@ class Beside:
         with self._lock:
             self._niceness = NORMAL
             if self._process is not None and self._process.poll() is None:
-                self._end()
+                self._end(self._process)
                 self._start_at = 0.0
 
     def tell_end(self) -> None:
@@ -83,7 +83,7 @@ class Beside:
         self.retry_seconds = self._start_at = math.inf
         if self._process is not None:
             with suppress(OSError):
-                self._process.stdin.write(b"end\n")
+                self._process.stdin.write(b"end\n")  # type: ignore[union-attr]
 
     def finish(self, until: Callable[[], float]) -> str:
         """Wait until nothing runs or is due; return what `take_failure` does.
@@ -98,7 +98,7 @@ class Beside:
                 if self._process is None:
                     break
                 if time.monotonic() >= until():
-                    self._end()
+                    self._end(self._process)
                     return f"it was ended after {time.monotonic() - began:.0f} s{self._advice}"
             self._heartbeat()
             time.sleep(POLL_SECONDS)
@@ -108,14 +108,14 @@ class Beside:
         """Note what the process says, and its end; start it if that is due."""
         if self._process is not None:
             status = self._process.poll()  # before the last words are read
-            self._said = "; ".join(filter(None, (self._said, self._words())))
+            self._said = "; ".join(filter(None, (self._said, self._words(self._process))))
             if status is not None:
                 has_told = status == TOLD and self._process.stderr
                 if (status or self.retry_seconds < math.inf) and not has_told:
                     end = f"ended with status {status}" if status >= 0 else (
                         f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
                     self._said = end + self._advice
-                self._forget()
+                self._forget(self._process)
         if self._process is None and time.monotonic() >= self._start_at:
             self._start_at, self._said = math.inf, ""
             try:
@@ -128,19 +128,18 @@ class Beside:
     def _launch(self) -> subprocess.Popen[bytes]:
         return start_module(self._module, self._run_dir, self._niceness)
 
-    def _words(self) -> str:
+    def _words(self, process: subprocess.Popen[bytes]) -> str:
         """Return what the process has written; the pipe does not block, others may hold it open."""
-        stderr = self._process.stderr
-        text = (stderr.read() if stderr else b"") or b""
+        text = (process.stderr.read() if process.stderr else b"") or b""
         return one_line(text.decode(errors="replace").strip().replace("\n", "; "))
 
-    def _end(self) -> None:
-        end_group(self._process, self.grace_seconds)
-        self._forget()
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        end_group(process, self.grace_seconds)
+        self._forget(process)
         self._start_at = math.inf
 
-    def _forget(self) -> None:
-        for pipe in filter(None, (self._process.stdin, self._process.stderr)):
+    def _forget(self, process: subprocess.Popen[bytes]) -> None:
+        for pipe in filter(None, (process.stdin, process.stderr)):
             pipe.close()
         self._process = None
         self._start_at = min(self._start_at, time.monotonic() + self.retry_seconds)
@@ -157,7 +156,7 @@ def start_module(module: str, run_dir: Path, niceness: int) -> subprocess.Popen[
          str(os.getpid())],
         cwd=PROJECT_DIR, env=environment() | FEW_RESOURCES, process_group=0, bufsize=0,
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    os.set_blocking(process.stderr.fileno(), False)
+    os.set_blocking(process.stderr.fileno(), False)  # type: ignore[union-attr]
     return process
 
 

@@ -164,7 +164,7 @@ def process_group(process: Process, store: dist.Store,
     join_process_group(process, store, timeout=timedelta(seconds=seconds))
     if process.is_main and process.world_size > 1 and process.device.type == "cuda":
         print_line(nccl_in_use(process.device))
-    yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # type: ignore[misc]
     # Not after an error: destroying the group waits for the others, which wait for this process.
     gc.unfreeze()
     gc.collect()  # DDP's threads must be gone before the group they use
@@ -173,7 +173,8 @@ def process_group(process: Process, store: dist.Store,
 
 def nccl_in_use(device: torch.device) -> str:
     """Return the version of NCCL, and which of PyTorch's implementations of that backend runs."""
-    version, backend = torch.cuda.nccl.version(), dist.group.WORLD._get_backend(device)
+    version = torch.cuda.nccl.version()
+    backend = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
     return f"NCCL {'.'.join(map(str, version))}, PyTorch's {type(backend).__name__}"
 
 
@@ -187,7 +188,7 @@ def long_waits(process: Process) -> Iterator[dist.ProcessGroup | None]:
         yield None
         return
     group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-    yield group
+    yield group  # type: ignore[misc]
     dist.destroy_process_group(group)  # not after an error, as above
 
 
@@ -244,7 +245,7 @@ def share_cpu_cores(process: Process) -> None:
         torch.set_num_threads(max(1, num_cpu_cores() // num_local_processes))
 
 
-def machine_facts(process: Process, precision: Precision) -> dict[str, Any]:
+def machine_facts(process: Process, precision: Precision | None) -> dict[str, Any]:
     """Return the hardware and versions that a run uses, and the peak memory of this process."""
     return {
         "device": device_name(process),

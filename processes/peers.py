@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import torch
@@ -59,7 +60,7 @@ class PeerStore:
         if self.is_up:
             self._thread.join()
 
-    def _request(self, call: Callable[[], object]) -> object:
+    def _request(self, call: Callable[[], Any]) -> Any:
         if not self.is_up:
             return None
         answers: queue.SimpleQueue[object] = queue.SimpleQueue()

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -74,7 +74,8 @@ class Agreement:
         Raises:
             AgreedError: on every rank, the error of the lowest rank that has one.
         """
-        result, failure = None, ""
+        result: T | Any = None
+        failure = ""
         try:
             result = work()
         except UserError as error:
@@ -142,7 +143,8 @@ class Agreement:
 
     def _publish(self, step: str, text: str) -> None:
         # A path on the command line may hold bytes that are no UTF-8.
-        self._store.set(f"{step}/{self._rank}", text.encode("utf-8", "backslashreplace"))
+        self._store.set(f"{step}/{self._rank}", text.encode(  # type: ignore[arg-type]
+            "utf-8", "backslashreplace"))
 
     def _raise_if_any(self, step: str, failure: str) -> None:
         """Raise the lowest rank's failure, a status and a reason, if there is one. Every rank."""
@@ -207,7 +209,7 @@ def _wait_for_echo(store: dist.Store, rank: int, nonce: str, *, until: float) ->
         time.sleep(0.01)
 
 
-def _is_time_left(until: float) -> bool:
+def _is_time_left(until: float) -> Literal[True]:
     if time.monotonic() > until:
         raise TimeoutError("not all processes began")
     return True

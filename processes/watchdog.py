@@ -60,7 +60,8 @@ class Watchdog(AbstractContextManager):
         self.before_exit: Callable[[str, str], None] = lambda status, reason: None
         self._store = PeerStore(store, timeout_seconds=self.deadlines.store)
         self._peers = Peers(process.rank, process.world_size, self._store)
-        self._phase, self._heartbeat_path = phase, None
+        self._phase = phase
+        self._heartbeat_path: Path | None = None
         self._step: int | None = None  # once it trains
         self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step

@@ -50,7 +50,7 @@ LINES = {  # prefix and suffix of the quantity in a key: the line's name and col
     ("", "_p1"): ("1%", "tab:gray"),
 }
 LAYERS_SIZE = (15, 7.5)  # inches
-PLAIN = {"path_effects": [], "sketch_params": None}  # crossing lines would be cut
+PLAIN: dict[str, Any] = {"path_effects": [], "sketch_params": None}  # crossing lines would be cut
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
 Records = list[dict[str, Any]]

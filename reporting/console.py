@@ -127,7 +127,7 @@ class Console:
         if not global_step or not training_seconds:  # the first step of a launch is not measured
             return
         self._others_wait = False
-        interval = min(self.run.train.validation_interval, self.plan.num_steps)
+        interval = min(self.run.train.validation_interval or math.inf, self.plan.num_steps)
         interval_seconds = training_seconds / global_step * interval
         share = seconds / (seconds + interval_seconds)
         if share >= WORTH_SHARING:

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,14 +145,14 @@ class LossWindow:
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
         taken = grad_norms.isfinite()
-        num_skipped = len(losses) - int(taken.sum())
+        rest: list[Any] = [len(losses) - int(taken.sum()), *window.slowest_step()]
         losses, grad_norms = losses[taken], grad_norms[taken]
         if not len(losses):
-            return WindowSummary(*[math.nan] * 5, num_skipped, *window.slowest_step())
+            return WindowSummary(math.nan, math.nan, math.nan, math.nan, math.nan, *rest)
         self._loss_sum_since_checkpoint += losses.sum().item()
         self._steps_since_checkpoint += len(losses)
         numbers = [losses.mean(), losses.min(), losses.max(), grad_norms.mean(), grad_norms.max()]
-        return WindowSummary(*torch.stack(numbers).tolist(), num_skipped, *window.slowest_step())
+        return WindowSummary(*torch.stack(numbers).tolist(), *rest)
 
     def take_loss_since_checkpoint(self) -> float:
         """Return the mean loss of the steps reported since the last call, NaN if none. Rank 0."""

@@ -151,7 +151,7 @@ def read_host(run_dir: Path) -> dict[str, float]:
 
 def gpu_values(gpus: list[GpuReading]) -> dict[str, list[Any]]:
     """Return the keys of a record with a value for each GPU; without those that none tells."""
-    lists = {
+    lists: dict[str, list[Any]] = {
         "gpu_memory_gib": [_rounded(gpu.memory_used_gib) for gpu in gpus],
         "gpu_use_percent": [gpu.use_percent for gpu in gpus],
         "gpu_temperature_c": [gpu.temperature_c for gpu in gpus],

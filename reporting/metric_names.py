@@ -78,9 +78,10 @@ def metrics_of(record: dict[str, Any]) -> dict[str, float]:
 
 def final_figures(summary: dict[str, Any]) -> dict[str, float]:
     """Return the figures of a complete `summary.json`; empty if the run has not ended."""
-    figures = {key: summary.get(key) for key in FINAL_KEYS}
+    figures: dict[str, Any] = {key: summary.get(key) for key in FINAL_KEYS}
     for key, value in (("seconds", summary.get("seconds")), ("usd", summary.get("usd"))):
-        values = list(map(_number, value.values())) if isinstance(value, dict) else [None]
+        values: list[Any] = (
+            list(map(_number, value.values())) if isinstance(value, dict) else [None])
         if key == "usd" and isinstance(value, dict):
             values = [_number(value.get("total"))]
         figures[key] = None if None in values else sum(values)

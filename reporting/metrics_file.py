@@ -128,9 +128,10 @@ def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[flo
         known["energy_kwh"] = summary.get("energy_kwh")
         known["seconds"] = sum(summary["seconds"].values())
         known["usd"] = (summary["usd"] or {"total": 0.0})["total"]
-    return tuple(max((found[key] for found in [*records, known]
-                      if _is_number(found.get(key), 0, 1e12)), default=0.0)
-                 for key in ("seconds", "usd", "energy_kwh"))
+    seconds, usd, energy_kwh = (max((found[key] for found in [*records, known]
+                                     if _is_number(found.get(key), 0, 1e12)), default=0.0)
+                                for key in ("seconds", "usd", "energy_kwh"))
+    return seconds, usd, energy_kwh
 
 
 def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +90,7 @@ class KeyValueCache:
 
 @torch.inference_mode()
 def stream_tokens(model: GPTModel, prompt: list[int],
-                  options: SamplingOptions) -> Iterator[list[int | None]]:
+                  options: SamplingOptions) -> Iterator[list[int | Any]]:
     """Continue a prompt of at least one token id; yield the next id of each sample.
 
     None means that a sample has ended. The global random state does not change. The model is left

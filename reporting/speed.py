@@ -162,9 +162,9 @@ class Speed:
     num_processes: int
     flops_per_token: float
     device_name: str
-    precision: Precision
+    precision: Precision | None
     attention_kernel: str
-    is_compiled: bool
+    is_compiled: bool | None
     waiting_share: float  # of the time, for the next microbatch
     microbatch_tokens: int
     throttling: str | None

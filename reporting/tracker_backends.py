@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from basics.errors import describe
@@ -90,7 +90,7 @@ class Online:
             warnings.showwarning = self._keep_warning
         self._run = open_run()
 
-    def _keep_warning(self, message: Warning | str, *_: Any) -> None:
+    def _keep_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
         if "trackio" in str(message).lower():
             self._problems.append(str(message))
 
@@ -150,7 +150,7 @@ def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> Any:
     return run
 
 
-def wandb_mode() -> str | None:
+def wandb_mode() -> Literal["offline"] | None:
     """Return "offline" where wandb has no account to use; None where its own settings decide.
 
     It finds a key in the environment, or in the file that `wandb login` writes.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ OUTSIDE = "model's vocabulary of {}; use the tokenizer's vocab_size in model.jso
 class Microbatch(NamedTuple):
     """One microbatch on the device: its index in the run's data; ids and targets, (B, T) int64."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     token_ids: Tensor
     targets: Tensor
 
@@ -67,7 +67,7 @@ class Microbatches(Sequence[Tensor]):
     def __len__(self) -> int:
         return -(-self.num_tokens // self._stride)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(f"microbatch {index} of {len(self)}")
         position = index * self._stride
@@ -108,7 +108,7 @@ class RunData:
 
     plan: BatchPlan
     train: Microbatches
-    validation: Microbatches | None
+    validation: Microbatches | Any  # None without validation
     tokenizer_name: str | None
     tokenizer_path: Path | None = None  # of its file, beside the token files, if it has one
     tokenizer_file: bytes | None = None  # the content: each checkpoint gets a copy
@@ -162,7 +162,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
         _check_validation_length(run, validation)
     name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
     path = file_beside(dataset_dir, name)
-    content = None if path is None else read_named_tokenizer(path, name)
+    content = read_named_tokenizer(path, name) if path and name else None
     _check_vocabulary(run, dataset_dir, num_ids_of(name, content))
     for part in filter(None, (train, validation)):
         _check_stated_id(part)
@@ -202,7 +202,7 @@ def _check_validation_length(run: Run, validation: Microbatches) -> None:
 
 def prefetch(
     microbatches: Microbatches, indices: Iterable[int], *, device: torch.device
-) -> Iterator[Microbatch]:
+) -> Generator[Microbatch]:
     """Yield microbatches on the device, in the order of their `indices`.
 
     A thread reads, checks and pins the next microbatch while the caller computes on this one.

@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -143,7 +144,8 @@ def gpt2_file(name: str) -> bytes:
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", os.path.expanduser("~/.cache/ddp-train/tiktoken"))
     try:
         if package is not None:
-            content = (Path(package.submodule_search_locations[0]) / "data" / name).read_bytes()
+            places: Any = package.submodule_search_locations
+            content = (Path(places[0]) / "data" / name).read_bytes()
         else:
             content = within(FETCH_SECONDS,
                              lambda: read_file_cached(GPT2_FILES + name, GPT2_HASHES[name]))
@@ -162,7 +164,8 @@ def _gpt2() -> tiktoken.Encoding:
     return tiktoken.Encoding(
         "gpt2",
         pat_str=r50k_pat_str,
-        mergeable_ranks={bytes(map(byte_of.get, token)): rank for token, rank in ranks.items()},
+        mergeable_ranks={bytes(byte_of[letter] for letter in token): rank
+                         for token, rank in ranks.items()},
         special_tokens={END_OF_TEXT: end_of_text},
         explicit_n_vocab=end_of_text + 1,
     )

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from basics.checkpoint_names import named_as_checkpoints
 from basics.errors import NON_FINITE, UserError, as_os_error, why_not_written
@@ -52,7 +53,8 @@ class BackgroundSaver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[None] | None = None
         self._unsaved: tuple[Snapshot, CheckpointMeta] | None = None
-        self._newest, self._validation = newest, newest and newest.validation
+        self._newest: Checkpoint | Any = newest
+        self._validation: Validation | Any = newest and newest.validation
         self._failure = ""
         self.after_write: Callable[[], None] = lambda: None  # called in the thread
         self.num_checkpoints, self.longest_write_seconds = 0, 0.0

@@ -62,7 +62,7 @@ def nearest_limit(train: TrainConfig, clock: PhaseClock) -> tuple[float, str]:
                        f"max_hours is {train.max_hours:g}, and the run has taken {hours:.3g}"))
     if train.max_cost_usd is not None:
         spent = sum(clock.usd().values())
-        limits.append(((train.max_cost_usd - spent) * 3600 / clock.usd_per_hour,
+        limits.append(((train.max_cost_usd - spent) * 3600 / clock.usd_per_hour,  # type: ignore[operator]
                        f"max_cost_usd is {train.max_cost_usd:g}, and the run has spent"
                        f" {spent:.3g}"))
     return min(limits)

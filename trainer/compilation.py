@@ -197,7 +197,7 @@ def compiled_code_of_run(run_dir: Path, train: TrainConfig, process: Process) ->
     yield
     if process.rank == process.local_rank:
         with suppress(Exception):  # nothing was compiled, PyTorch cannot, or the disk is full
-            artifacts, info = torch.compiler.save_cache_artifacts()
+            artifacts, info = torch.compiler.save_cache_artifacts()  # type: ignore[misc]
             if not _parts(info) <= loaded:
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, hashlib.sha256(artifacts).digest() + artifacts)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from basics.device_time import Moment
@@ -53,7 +53,7 @@ class StepProbe(Probe):
         seconds: what measuring took.
     """
 
-    def __init__(self, global_step: int, precision: Precision) -> None:
+    def __init__(self, global_step: int, precision: Precision | None) -> None:
         self.global_step, self._precision = global_step, precision
         self.numbers: Numbers = {}
         self.seconds = 0.0
@@ -69,8 +69,9 @@ class StepProbe(Probe):
         with autocast(self._precision, self._device):
             statistics = forward_statistics(model, token_ids[:1], targets[:1])
         self._before = [[weight.detach().clone() for weight in part] for part in parts_of(model)]
-        statistics |= _by_layer("grad_norm", [get_total_norm([weight.grad for weight in part])
-                                              for part in parts_of(model)])
+        statistics |= _by_layer("grad_norm", [
+            get_total_norm([weight.grad for weight in part])  # type: ignore[misc]
+            for part in parts_of(model)])
         self._read(statistics, began)
 
     @torch.no_grad()
@@ -114,7 +115,7 @@ class Diagnostics:
             yield self._probes.pop(0)
 
 
-def parts_of(model: GPTModel) -> list[list[Tensor]]:
+def parts_of(model: GPTModel) -> list[list[nn.Parameter]]:
     """Return the parameters by layer, then those before the layers, then those after them."""
     embedding = [*model.token_embedding.parameters(), *model.position_embedding.parameters()]
     head = [*model.final_norm.parameters()]

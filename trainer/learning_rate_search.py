@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class RangeTest:
         smoothed = self.smoothed
         return bool(smoothed[-1] > DIVERGED * smoothed.min())
 
-    def suggestion(self) -> float | None:
+    def suggestion(self) -> float | Any:
         """Return half the rate of the lowest smoothed loss; None if the loss never fell."""
         smoothed = self.smoothed
         best = int(smoothed.argmin())
@@ -90,8 +90,8 @@ def prepare_range_test(options: Options, clock: PhaseClock, agreement: Agreement
     """
     process = watchdog.process
     if process.is_main:  # a failure is reported by the watchdog
-        watchdog.before_exit = lambda status, reason: status == "stopped" and print_line(
-            f"learning-rate test stopped: {reason}")
+        watchdog.before_exit = lambda status, reason: print_line(
+            f"learning-rate test stopped: {reason}") if status == "stopped" else None
     prepared = prepare_run(replace(options, fresh=True), process, clock, agreement)
     run, num_steps = prepared.run, prepared.plan.num_steps
     agreement.run("steps", lambda: _check_length(run, num_steps))

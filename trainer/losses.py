@@ -169,6 +169,6 @@ def mean_loss_in_parts(loss: Callable[[Tensor, Tensor], Tensor], token_ids: Tens
         if len(token_ids) == 1 or not is_out_of_memory(error):
             raise
     half = len(token_ids) // 2  # outside of the except clause, which holds the error's tensors
-    parts = [mean_loss_in_parts(loss, *part) * len(part[0])
-             for part in ((token_ids[:half], targets[:half]), (token_ids[half:], targets[half:]))]
-    return sum(parts) / len(token_ids)
+    first = mean_loss_in_parts(loss, token_ids[:half], targets[:half]) * half
+    rest = mean_loss_in_parts(loss, token_ids[half:], targets[half:]) * (len(token_ids) - half)
+    return (first + rest) / len(token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -106,7 +107,7 @@ def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GP
         UserError: there is no such model, or it has another shape than the run's, or it was
             trained with another tokenizer.
     """
-    source = run.train.init_from
+    source: str | Any = run.train.init_from
     if source == run.name:
         raise UserError(f"{run.train_path}: init_from is this run itself; name another one")
     try:
@@ -260,7 +261,8 @@ def _original_config(directory: Path) -> ModelConfig:
 def _tokenizer_of(directory: Path, config: ModelConfig,
                   end_of_text: int | None) -> tuple[str | None, Path | None]:
     """Return the name of a directory's tokenizer, and its file unless it is a known tokenizer."""
-    by_end = {token_id: name for name, token_id in END_OF_TEXT_IDS.items()
+    by_end: dict[int | None, str] = {
+        token_id: name for name, token_id in END_OF_TEXT_IDS.items()
               if token_id < config.vocab_size}  # vocabularies may be padded
     known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or by_end.get(end_of_text)
     path = directory / TOKENIZER_FILE

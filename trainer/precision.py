@@ -14,7 +14,7 @@ from basics.out_of_memory import is_out_of_memory
 from gpt import KERNELS, ForwardOptions, attend
 from run_config import ModelConfig, Precision, TrainConfig
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
@@ -29,7 +29,8 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
     if train.deterministic:  # where a kernel is missing PyTorch raises
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it finds errors, and is slow
+        # It finds errors, and is slow.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     on_gpu, precision = device.type == "cuda", train.precision
     if precision is None:  # the fastest one that is safe on the device
         if not train.use_amp:
@@ -57,12 +58,12 @@ def _cpu_has_bf16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def set_matmul_precision(precision: Precision) -> None:
+def set_matmul_precision(precision: Precision | None) -> None:
     """Allow TF32 in float32 matrix products, unless the precision is fp32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
 
-def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+def autocast(precision: Precision | None, device: torch.device) -> torch.autocast:
     """Return the autocast context of a precision; for fp32 and tf32 it does nothing."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype=dtype, enabled=precision in ("bf16", "fp16"))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -131,7 +132,7 @@ def _fetch_initial_weights(run: Run, runs_dir: Path, tokenizer_name: str | None)
         line.result = f"{'found' if files == before else 'downloaded'}, {_verified(files)}"
 
 
-def _weight_files(source: str, runs_dir: Path) -> list[Path]:
+def _weight_files(source: str | Any, runs_dir: Path) -> list[Path]:
     """Return the files of a model that are on this machine; none of one still to be downloaded."""
     from huggingface_hub import try_to_load_from_cache  # takes half a second
 

@@ -243,7 +243,7 @@ class Reports:
             first_step=self.prepared.first_step,
             global_step=global_step, stop_reason=stop_reason, lacks_validation=lacks_validation,
             num_parameters=self.losses.model.num_parameters(),
-            best=best and best.facts(),
+            best=best.facts() if best else None,
             checkpoints=self.saver.facts(),
             machine=(machine_facts(self.process, self.losses.train.precision)
                      | self.losses.facts() | {"up_seconds": machine_up_seconds()}),

@@ -64,7 +64,7 @@ class AfterCheckpoint(Beside):
     def _launch(self) -> subprocess.Popen:
         facts = run_facts(self._run, read_summary(self._run))
         with (self._run_dir / LOG).open("w") as output:
-            return start(self._command, facts, output, self._niceness)
+            return start(self._command or "", facts, output, self._niceness)
 
 
 def after_checkpoint_failed(failure: str) -> UserError:

@@ -129,8 +129,8 @@ def drop_zero_biases(weights: Weights, model: ModelConfig) -> tuple[Weights, Mod
 def from_original(weights: Weights, model: ModelConfig) -> Weights:
     """Convert the original system's weights; its masks are left out. Raises: KeyError."""
     theirs = {name.removeprefix("model."): weight for name, weight in weights.items()}
-    if model.tie_weights:  # its files keep one of the two names of a shared tensor
-        theirs.setdefault("tok_emb.weight", theirs.get("out_head.weight"))
+    if model.tie_weights and "tok_emb.weight" not in theirs:  # files keep one of the two names
+        theirs["tok_emb.weight"] = theirs["out_head.weight"]
     ours = {}
     for name, _, original, _ in _names(model.n_layers):
         if ".qkv." not in name:
