@@ -138,9 +138,8 @@ def measure_microbatch(trial: MicrobatchTrial) -> None:
     """Take a few steps on random tokens, with one size of the microbatch. Every rank."""
     with trial.measuring() as (state, train):
         step, microbatches = TrainingStep(state, train, trial.process), trial.random_microbatches()
-        trial.time_steps(lambda: step.take(
-            microbatches, num_microbatches=trial.num_microbatches,
-            learning_rate=train.learning_rate))
+        trial.time_steps(lambda: step.take(microbatches, learning_rate=train.learning_rate,
+                                           num_microbatches=trial.num_microbatches))
 
 
 def wrap_in_ddp(loss: nn.Module, process: Process, train: TrainConfig) -> Any:
