@@ -47,7 +47,7 @@ from trainer.learning_rate_search import (
     run_range_test,
 )
 from trainer.losses import Losses, validate
-from trainer.microbatch_search import search
+from trainer.microbatch_search import check_search, search
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
 from trainer.precision import autocast
 from trainer.prefetch import compile_step
@@ -84,6 +84,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     if TRIAL_VARIABLE in os.environ:
         return measure_microbatch(MicrobatchTrial(options, process, agreement))
     if options.find_max_microbatch:  # one process starts the trials
+        agreement.run("search", lambda: check_search(options, process.world_size))
         return search(__file__, options, process.world_size) if process.is_main else None
     if process.device.type == "cpu":
         keep_freed_memory()
@@ -214,7 +215,6 @@ class TrainingStep:
         Args:
             microbatches: the next `num_microbatches` of it are this process's part of the step.
             momentum: of Muon; AdamW has no use for it.
-            probe: measures the step.
 
         Returns:
             This process's mean loss and the norm of the averaged gradient, each () float32.

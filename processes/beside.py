@@ -29,7 +29,7 @@ TOLD = 1  # exit status of a process that has said why
 # What torchrun and a launch tell their own processes: another launch would take it for its own.
 PRIVATE = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    r"|TORCH_NCCL_ASYNC_ERROR_HANDLING|DDP_TRAIN_\w+_SECONDS)")
+    r"|TORCH_NCCL_ASYNC_ERROR_HANDLING|DDP_TRAIN_(\w+_SECONDS|LAUNCH))")
 FEW_RESOURCES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
                  "MKL_NUM_THREADS": "1"}
 
@@ -64,7 +64,7 @@ class Beside:
             self._go_on()
 
     def take_failure(self) -> str:
-        """Return once what the newest process has said, or how it failed; empty if all is well."""
+        """Return what was said, and what failed, since the last call; empty if all is well."""
         with self._lock:
             self._go_on()
             said, self._said = self._said, ""
@@ -108,22 +108,27 @@ class Beside:
         """Note what the process says, and its end; start it if that is due."""
         if self._process is not None:
             status = self._process.poll()  # before the last words are read
-            self._said = "; ".join(filter(None, (self._said, self._words(self._process))))
+            self._add(self._words(self._process))
             if status is not None:
                 has_told = status == TOLD and self._process.stderr
                 if (status or self.retry_seconds < math.inf) and not has_told:
                     end = f"ended with status {status}" if status >= 0 else (
                         f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
-                    self._said = end + self._advice
+                    self._add(end + self._advice)
                 self._forget(self._process)
         if self._process is None and time.monotonic() >= self._start_at:
-            self._start_at, self._said = math.inf, ""
+            self._start_at = math.inf
             try:
                 failpoint(self._name)
                 self._process = self._launch()
             except Exception as error:  # it must not end training
-                self._said = f"{describe(error)}{self._advice}"
+                self._add(f"{describe(error)}{self._advice}")
                 self._start_at = time.monotonic() + self.retry_seconds
+
+    def _add(self, said: str) -> None:
+        """Add what the user has not been told yet."""
+        if said not in self._said:
+            self._said = "; ".join(filter(None, (self._said, said)))
 
     def _launch(self) -> subprocess.Popen[bytes]:
         return start_module(self._module, self._run_dir, self._niceness)

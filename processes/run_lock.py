@@ -6,9 +6,10 @@ however it ends. Two files of a run are locked:
 - the run directory, by the process that writes there: rank 0, and before it the process that
   becomes torchrun, while it prepares the run. After a kill of torchrun, rank 0 may still save for
   some seconds, so a launch waits for this lock. The processes of a run end with their torchrun: the
-  kernel sends them SIGTERM, and one that had not asked for that yet ends itself;
+  kernel sends them SIGTERM, and one that starts after its torchrun's end exits by itself;
 - `train.json`, by the process that becomes torchrun, until its end: so a second launch is refused
-  at once, and nobody takes the run between its preparation and rank 0's start.
+  at once, and nobody takes the run between its preparation and rank 0's start. Rank 0 under a
+  torchrun of the user's own only looks whether it is locked.
 
 Where the file system has no locks, or each machine its own, `processes/heartbeat.py` decides.
 """
@@ -39,6 +40,7 @@ PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 ASK_SECONDS = 2.0  # for torchrun's store to answer
 POLL_SECONDS = 0.1  # between two tries to lock
 TOLD_AFTER_SECONDS = 0.5  # a process that has just been killed keeps its files for a moment
+LAUNCH = "DDP_TRAIN_LAUNCH"  # environment variable: the process that has locked `train.json`
 _of_launch: list[int] = []  # `train.json`, locked by the process that becomes torchrun
 _of_writer: list[int] = []  # the run directory, locked by the process that writes there
 
@@ -93,7 +95,7 @@ def lock_run(run_dir: Path) -> None:
         for path in (run_dir, run_dir / "checkpoints"):
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        if "RANK" not in os.environ:
+        if os.environ.get(LAUNCH) != str(os.getppid()):
             _lock_launch(run_dir)
         try:
             _of_writer.append(_wait_for_lock(run_dir))
@@ -115,11 +117,16 @@ def lock_run(run_dir: Path) -> None:
 def _lock_launch(run_dir: Path) -> None:
     """Lock `train.json`, where the file system can. Raises: LockedError."""
     with suppress(OSError):
-        _of_launch.append(os.open(run_dir / "train.json", os.O_RDONLY))
+        path = run_dir / "train.json"  # NFS locks only files that are open for writing
+        flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+        _of_launch.append(os.open(path, flags))
         try:
             fcntl.flock(_of_launch[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _locked(run_dir, read_heartbeat(run_dir)) from None
+    if "RANK" in os.environ:  # a process that has lost its torchrun must not refuse a launch
+        while _of_launch:
+            os.close(_of_launch.pop())
 
 
 def _wait_for_lock(run_dir: Path) -> int:
@@ -153,6 +160,7 @@ def _name(beat: dict[str, Any]) -> str:
 
 def hand_over() -> None:
     """Leave the lock on the run directory to rank 0, which torchrun starts now."""
+    os.environ[LAUNCH] = str(os.getpid())
     while _of_writer:
         os.close(_of_writer.pop())
 
@@ -167,10 +175,12 @@ def release_run() -> None:
 def trained_by(run_dir: Path) -> int | None:
     """Return a process of this machine that holds a run's lock; None without one, or not known."""
     with suppress(OSError):
-        inodes = {str(path.stat().st_ino) for path in (
-            run_dir / "train.json", run_dir, run_dir / LOCK_NAME) if path.exists()}
+        found = [path.stat() for path in (run_dir / "train.json", run_dir, run_dir / LOCK_NAME)
+                 if path.exists()]
+        places = {f"{os.major(each.st_dev):02x}:{os.minor(each.st_dev):02x}:{each.st_ino}"
+                  for each in found}
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, *_, pid, place, _, _ = line.split()
-            if kind == "FLOCK" and place.split(":")[-1] in inodes:
+            if kind == "FLOCK" and place in places:
                 return int(pid)
     return None

@@ -122,6 +122,7 @@ class Watchdog(AbstractContextManager):
         self._thread.join()
         self._signals.release()
         self._store.close()
+        self.before_exit = lambda status, reason: None  # else it would keep the model in memory
         if self.process.is_main and self._heartbeat_path:
             self._heartbeat_path.unlink(missing_ok=True)
         if self.stop_signal:

@@ -193,8 +193,10 @@ def _warning_if_slow(say: Callable[[str], None]) -> Iterator[None]:
     timer = threading.Timer(SLOW_SECONDS, say, [f"it has taken no records for {minutes:g} minutes"])
     timer.daemon = True
     timer.start()
-    yield
-    timer.cancel()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _wait_for_end() -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from basics.errors import UserError, describe, print_line
-from basics.files import write_atomically
+from basics.files import read_regular_bytes, write_atomically
 from basics.machine import find_compiler
 from basics.out_of_memory import is_out_of_memory
 from gpt import ForwardOptions, GPTModel, run_block
@@ -206,7 +206,7 @@ def compiled_code_of_run(run_dir: Path, train: TrainConfig, process: Process) ->
 def _load(path: Path) -> set[str]:
     """Put a file's code into PyTorch's cache on this machine; return the names of its parts."""
     try:
-        content = path.read_bytes()
+        content = read_regular_bytes(path, max_bytes=2**30)
         artifacts = content[DIGEST_BYTES:]
         if hashlib.sha256(artifacts).digest() != content[:DIGEST_BYTES]:
             raise OSError("is damaged")

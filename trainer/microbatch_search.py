@@ -49,8 +49,7 @@ def search(script: str, options: Options, num_processes: int) -> None:
     Raises:
         UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
     """
-    run, on_gpu = load_run(options.runs_dir, options.run), num_gpus() > 0
-    _check(run, options, num_processes, on_gpu=on_gpu)
+    run, on_gpu = check_search(options, num_processes), num_gpus() > 0
     say = print_error if options.json else print_line
     memory = "     allocated      reserved" if on_gpu else "      resident        mapped"
     say(f"microbatch {memory}     tokens/s")
@@ -72,7 +71,9 @@ def search(script: str, options: Options, num_processes: int) -> None:
         print_json(found.document(run, num_processes))
 
 
-def _check(run: Run, options: Options, num_processes: int, *, on_gpu: bool) -> None:
+def check_search(options: Options, num_processes: int) -> Run:
+    """Return the run, if it can be searched. Raises: UserError."""
+    run, on_gpu = load_run(options.runs_dir, options.run), num_gpus() > 0
     if spans_nodes():
         raise UserError("--find-max-microbatch runs on one machine: start it there without"
                         " torchrun, or with --nnodes 1")
@@ -86,6 +87,7 @@ def _check(run: Run, options: Options, num_processes: int, *, on_gpu: bool) -> N
         raise UserError(f"{run.train_path}: global_batch_size {batch} is not divisible by"
                         f" {num_processes} processes, so nothing could be saved; change it, or the"
                         " number of processes")
+    return run
 
 
 def try_microbatch(command: list[str], microbatch_size: int, num_processes: int, *,
@@ -199,11 +201,7 @@ def smallest_failure(trials: list[Trial]) -> int | None:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
-
-    Attributes:
-        on_gpu: if not, memory is mapped memory, which says nothing of a card.
-    """
+    """The result of a search; without a GPU its memory says nothing of a card."""
 
     trials: list[Trial]
     on_gpu: bool = True

@@ -135,8 +135,9 @@ class MicrobatchTrial:
                    -tokens / seconds]
         worst = torch.tensor(numbers, dtype=torch.float64, device=self.process.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
+        # Every rank waits for it: one that ended before would leave the others in the collective.
+        allocated, reserved, demand, capacity, speed = worst.tolist()
         if self.process.is_main:
-            allocated, reserved, demand, capacity, speed = worst.tolist()
             (self._folder / RESULT).write_text(json.dumps(asdict(Trial(
                 self._size, True, allocated, reserved, demand, -capacity, -speed,
                 device_name(self.process)))))

@@ -114,7 +114,7 @@ class PreparedRun:
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
-        """Say that nothing is left to train, if so. Every rank; rank 0 does it."""
+        """Say that nothing is left to train, if so, and renew the links. Rank 0; others return."""
         if self.is_finished and process.is_main:
             print_line(f"{self.run.name} is complete: {self.plan.num_steps:,} steps,"
                        f" {self.plan.num_tokens:,} tokens; --fresh starts it over")

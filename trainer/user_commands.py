@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import shlex
 import signal
@@ -63,7 +64,8 @@ class AfterCheckpoint(Beside):
 
     def _launch(self) -> subprocess.Popen:
         facts = run_facts(self._run, read_summary(self._run))
-        with (self._run_dir / LOG).open("w") as output:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # no pipe
+        with open(os.open(self._run_dir / LOG, flags, 0o666), "w") as output:
             return start(self._command or "", facts, output, self._niceness)
 
 

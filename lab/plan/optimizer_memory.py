@@ -15,7 +15,7 @@ def state_bytes(setting: Setting) -> int:
 
 
 def step_bytes(setting: Setting) -> int:
-    """Return the most bytes of temporary tensors at once: see `trainer/muon.py`."""
+    """Return the most bytes of temporary tensors at once: see `optim.py`."""
     kept = FLOAT32 * sum(parameters_by_group(setting.model).values())  # weights before the step
     return _most_temporary_bytes(setting) + (kept if setting.train.diagnostics_interval else 0)
 
