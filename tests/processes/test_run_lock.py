@@ -65,7 +65,8 @@ def torchrun() -> Iterator[Torchrun]:
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)  # other tests in this process may have left them
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", run_lock.LAUNCH):
+        monkeypatch.delenv(name, raising=False)
     (tmp_path / "train.json").write_text("{}")
     yield tmp_path
     release_run()
@@ -156,14 +157,18 @@ def test_a_healthy_launch_is_not_waited_for(
     assert trained_by(run_dir) == launch.pid
     with pytest.raises(LockedError, match="another launch is training this run, which has just"):
         lock_run(run_dir)
-    with monkeypatch.context() as rank_0_of_it:
-        rank_0_of_it.setenv("RANK", "0")
-        if code == LAUNCHES:
+    monkeypatch.setenv("RANK", "0")
+    if code == LAUNCHES:
+        with pytest.raises(LockedError, match="another launch"):  # under a torchrun of its own
             lock_run(run_dir)
+        monkeypatch.setenv(run_lock.LAUNCH, str(os.getppid()))  # rank 0 of that launch
+        lock_run(run_dir)
+        monkeypatch.delenv(run_lock.LAUNCH)
     release_run()
     launch.kill()
     launch.wait()
     lock_run(run_dir)
+    assert not run_lock._of_launch  # rank 0 only looks at it
 
 
 def test_a_launch_that_was_refused_holds_no_lock(run_dir: Path) -> None:
