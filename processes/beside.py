@@ -108,6 +108,8 @@ class Beside:
         """Note what the process says, and its end; start it if that is due."""
         if self._process is not None:
             status = self._process.poll()  # before the last words are read
+            if status == 0 and self.retry_seconds == math.inf:
+                self._said = ""  # what failed before is done now
             self._add(self._words(self._process))
             if status is not None:
                 has_told = status == TOLD and self._process.stderr

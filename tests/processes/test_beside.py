@@ -106,6 +106,21 @@ def test_what_it_says_and_how_it_failed_is_told_once(
     assert process.take_failure() == process.finish(never) == ""
 
 
+def test_a_failure_is_told_although_the_next_one_was_asked_for_and_not_after_a_success(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scripts = Scripts(monkeypatch, tmp_path, "exit 3", "exit 4", "exit 5", "exit 0")
+    process = drawing(tmp_path)
+    for _ in range(2):
+        process.start()
+        scripts.started[-1].wait(60)
+    assert process.take_failure() == "ended with status 3; ended with status 4"
+    process.start()
+    scripts.started[-1].wait(60)
+    process.start()
+    assert process.finish(never) == ""  # the last one did all that there was to do
+
+
 def test_one_that_hangs_is_ended_with_all_that_it_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
