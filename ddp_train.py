@@ -240,6 +240,7 @@ class TrainingStep:
                     loss = loss * torch.nan
                 scaler.scale(loss).backward()
             step_loss += loss.detach()
+        del loss, microbatch, token_ids, targets  # the update can use their memory
         scaler.unscale_(optimizer)
         probe.before_update(model)
         grad_norm = clip_gradients(self._parameters, self.train.clipping_max_norm)
@@ -278,10 +279,7 @@ class Trainer:
         self.stop = Stop(prepared, clock=clock, watchdog=watchdog, group=group, saver=self.saver)
 
     def train(self, agreement: Agreement) -> int:
-        """Train to the end of the run, or as far as this launch may go; return the last step.
-
-        Every rank.
-        """
+        """Train to the end of the run, or of this launch; return the last step. Every rank."""
         self.begin(agreement)
         microbatches = read_microbatches(self.prepared, self.watchdog, self.clock)
         global_step = self.prepared.first_step - 1
