@@ -55,7 +55,8 @@ class Beside:
         self._heartbeat, self._advice = heartbeat, advice
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._start_at, self._niceness, self._said = math.inf, LOWEST, ""
+        self._start_at, self._niceness = math.inf, LOWEST
+        self._said = self._failure = ""  # what it has said, and how it failed: not told yet
 
     def start(self) -> None:
         """Start the process; if one runs, another one as soon as it is seen to have ended."""
@@ -67,7 +68,8 @@ class Beside:
         """Return what was said, and what failed, since the last call; empty if all is well."""
         with self._lock:
             self._go_on()
-            said, self._said = self._said, ""
+            said = _joined(self._said, self._failure)
+            self._said = self._failure = ""
             return said
 
     def hurry(self) -> None:
@@ -108,15 +110,15 @@ class Beside:
         """Note what the process says, and its end; start it if that is due."""
         if self._process is not None:
             status = self._process.poll()  # before the last words are read
-            if status == 0 and self.retry_seconds == math.inf:
-                self._said = ""  # what failed before is done now
-            self._add(self._words(self._process))
+            self._said = _joined(self._said, self._words(self._process))
+            if status == 0:
+                self._failure = ""  # what failed before is done now
             if status is not None:
                 has_told = status == TOLD and self._process.stderr
                 if (status or self.retry_seconds < math.inf) and not has_told:
                     end = f"ended with status {status}" if status >= 0 else (
                         f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
-                    self._add(end + self._advice)
+                    self._failure = _joined(self._failure, end + self._advice)
                 self._forget(self._process)
         if self._process is None and time.monotonic() >= self._start_at:
             self._start_at = math.inf
@@ -124,13 +126,8 @@ class Beside:
                 failpoint(self._name)
                 self._process = self._launch()
             except Exception as error:  # it must not end training
-                self._add(f"{describe(error)}{self._advice}")
+                self._failure = _joined(self._failure, f"{describe(error)}{self._advice}")
                 self._start_at = time.monotonic() + self.retry_seconds
-
-    def _add(self, said: str) -> None:
-        """Add what the user has not been told yet."""
-        if said not in self._said:
-            self._said = "; ".join(filter(None, (self._said, said)))
 
     def _launch(self) -> subprocess.Popen[bytes]:
         return start_module(self._module, self._run_dir, self._niceness)
@@ -150,6 +147,10 @@ class Beside:
             pipe.close()
         self._process = None
         self._start_at = min(self._start_at, time.monotonic() + self.retry_seconds)
+
+
+def _joined(before: str, more: str) -> str:
+    return before if more in before else "; ".join(filter(None, (before, more)))
 
 
 def start_module(module: str, run_dir: Path, niceness: int) -> subprocess.Popen[bytes]:
