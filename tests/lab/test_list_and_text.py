@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -177,7 +178,8 @@ def test_a_terminal_is_drawn_anew_until_control_c(
         summary = json.loads((runs_dir / "trains/summary.json").read_text())
         (runs_dir / "trains/summary.json").write_text(json.dumps(summary | {"global_step": 77}))
 
-    monkeypatch.setattr(text.time, "sleep", sleep)
+    # Not in the module `time` itself: other threads of this process sleep too.
+    monkeypatch.setattr(text, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
     text.watch_text(runs_dir, ("trains",))
     first, _, second = terminal.getvalue().partition("step 40 of 100")
     assert first and "78%, step 78 of 100" in second
