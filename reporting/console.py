@@ -98,8 +98,9 @@ class Console:
         plain = self._bar.disable or not sys.stdout.isatty()  # a log file gets lines
         if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
-            self.say(self._plain_line(global_step, learning_rate, window) + said
-                     + f" | {duration(seconds_left)} left")
+            self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,}"
+                     f" | loss {window.train_loss:.4f} | grad norm {window.grad_norm:.2f}"
+                     f" | lr {learning_rate:.2e} | {said} | {duration(seconds_left)} left")
 
     def report_diagnostics(self, global_step: int, values: dict[str, Any],
                            closed: ClosedWindow) -> None:
@@ -132,8 +133,10 @@ class Console:
         share = seconds / (seconds + interval_seconds)
         if share >= WORTH_SHARING:
             shared = seconds * self._shared_validation()
+            others = self.plan.world_size - 1
+            wait = "process waits" if others == 1 else f"{others} processes wait"
             self.say(f"validation takes {share:.0%} of the time, on rank 0 while"
-                     f" {_others(self.plan.world_size)}; with \"validate_on\": \"all\" in"
+                     f" the other {wait}; with \"validate_on\": \"all\" in"
                      " train.json (also when resuming) all share it: about"
                      f" {100 * shared / (shared + interval_seconds):.2g}%, the same loss")
 
@@ -185,19 +188,10 @@ class Console:
         self._unwritten = ""
         return ""
 
-    def _plain_line(self, global_step: int, learning_rate: float, window: WindowSummary) -> str:
-        return (f"step {global_step + 1:,}/{self.plan.num_steps:,} | loss {window.train_loss:.4f}"
-                f" | grad norm {window.grad_norm:.2f} | lr {learning_rate:.2e} | ")
-
     def _seconds_left(self, global_step: int, seconds: dict[str, float]) -> float:
         steps_left = self.plan.num_steps - 1 - global_step
         recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONE_TIME_PHASES)
         return steps_left * recurring / (global_step + 1)
-
-
-def _others(world_size: int) -> str:
-    return "the other process waits" if world_size == 2 else (
-        f"the other {world_size - 1} processes wait")
 
 
 def batch_arithmetic(plan: BatchPlan) -> list[str]:

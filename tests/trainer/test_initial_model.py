@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,10 +11,8 @@ from basics.errors import UserError
 from gpt import GPTModel
 from run_config import ModelConfig, load_run
 from tests.support.in_process import run_in_process
-from tests.support.models import export
-from tests.support.tokenizers import write_tokenizer
-from tests.support.workplace import TINY_MODEL, Workplace, read_lines, succeeded, write_tokens
-from tokens.tokenizer import choose_tokenizer
+from tests.support.models import add_dataset_with_tokenizer, export
+from tests.support.workplace import TINY_MODEL, Workplace, read_lines, succeeded
 from trainer.models import initial_model
 
 STANDING_STILL = {"learning_rate": 1e-12, "min_train_tokens": 64, "validation_interval": 1,
@@ -78,12 +75,7 @@ def test_weights_that_do_not_fit_are_one_line_before_anything_is_written(
 
 
 def test_weights_of_another_tokenizer_are_refused(workplace: Workplace) -> None:
-    dataset_dir = workplace.add_dataset()
-    name = choose_tokenizer(str(write_tokenizer(dataset_dir, vocab_size=257))).name
-    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16),
-                 {"tokenizer": name})
-    torch.manual_seed(0)
-    source = export(GPTModel(ModelConfig(**TINY_MODEL)), workplace.root / "published")
+    source, name = add_dataset_with_tokenizer(workplace)
     workplace.add_run(train={"init_from": str(source)})
     result = run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
     assert result.returncode == 2

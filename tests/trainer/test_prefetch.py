@@ -28,7 +28,7 @@ from tests.support.checkpoints import ONE_PROCESS
 from tests.support.checkpoints import save as save_checkpoint
 from tests.support.hub_server import Fault, Hub, serving
 from tests.support.in_process import assert_refused, run_in_process
-from tests.support.models import export
+from tests.support.models import add_dataset_with_tokenizer, export
 from tests.support.network import environment_of_refusal
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import (
@@ -38,7 +38,6 @@ from tests.support.workplace import (
     succeeded,
     write_tokens,
 )
-from tokens.tokenizer import choose_tokenizer
 from trainer import prefetch
 
 SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 128, "validation_batches": 1}
@@ -111,12 +110,8 @@ def test_a_mistake_is_one_line(workplace: Workplace) -> None:
 
 
 def test_a_tokenizer_of_ones_own_and_weights_in_a_directory(workplace: Workplace) -> None:
-    dataset_dir = workplace.add_dataset()
-    name = choose_tokenizer(str(write_tokenizer(dataset_dir, vocab_size=257))).name
-    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16),
-                 {"tokenizer": name})
-    torch.manual_seed(0)
-    source = export(GPTModel(ModelConfig(**TINY_MODEL)), workplace.root / "published")
+    source, _ = add_dataset_with_tokenizer(workplace)
+    dataset_dir = workplace.datasets_dir / "tiny"
     write_tokenizer(source, vocab_size=257)
     run_dir = workplace.add_run(train={"init_from": str(source)})
     lines = prefetched(workplace)
