@@ -27,7 +27,7 @@ from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.memory_meters import keep_freed_memory
 from checkpointing import CheckpointMeta, TrainingState, Validation
-from optim import Muon, clip_gradients, learning_rate_at, momentum_at, set_rates
+from optim import Muon, clip_gradients, learning_rate_at, set_rates
 from processes.before_torch import exit_with
 from processes.command_line import Options, read_command_line
 from processes.launch import Process, process_group, started_by_torchrun, this_process
@@ -128,7 +128,7 @@ def find_learning_rate(options: Options, process: Process, agreement: Agreement)
             microbatches = read_microbatches(prepared, watchdog, clock)
             test = run_range_test(lambda rate: step.take(
                 microbatches, num_microbatches=prepared.plan.gradient_accumulation_steps,
-                learning_rate=rate, momentum=prepared.train.momentum)[0],
+                learning_rate=rate)[0],
                 watchdog, prepared.train.hang_timeout_seconds)
             microbatches.close()
             step.unwrap()
@@ -208,20 +208,18 @@ class TrainingStep:
             self.sharing = state.optimizer.choose_sharing()
 
     def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
-             learning_rate: float, momentum: float = 0.95,
-             probe: Probe = NO_PROBE) -> tuple[Tensor, Tensor]:
+             learning_rate: float, probe: Probe = NO_PROBE) -> tuple[Tensor, Tensor]:
         """Take one global step. Every rank; nothing here waits for the device.
 
         Args:
             microbatches: the next `num_microbatches` of it are this process's part of the step.
-            momentum: of Muon; AdamW has no use for it.
 
         Returns:
             This process's mean loss and the norm of the averaged gradient, each () float32.
         """
         failpoint("train")
         model, optimizer, scaler = self.state.model, self.state.optimizer, self.state.scaler
-        set_rates(optimizer, learning_rate=learning_rate, momentum=momentum)
+        set_rates(optimizer, learning_rate)
         step_loss = torch.zeros((), device=self.process.device)
         accumulates = self.process.world_size > 1 and num_microbatches > 1
         for accumulation_step in range(num_microbatches):
@@ -291,9 +289,7 @@ class Trainer:
                                              num_steps=self.plan.num_steps)
             loss, grad_norm = self.step.take(
                 microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
-                learning_rate=learning_rate, momentum=momentum_at(
-                    self.config, global_step, num_steps=self.plan.num_steps),
-                probe=self.reports.diagnostics.probe(global_step))
+                learning_rate=learning_rate, probe=self.reports.diagnostics.probe(global_step))
             self.reports.add(loss, grad_norm)
             if global_step == self.prepared.first_step:
                 self.reports.after_first_step(loss)

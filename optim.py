@@ -1,6 +1,6 @@
 """The optimizer: its parameter groups, AdamW and Muon, clipped gradients, the schedule of rates.
 
-Rate and momentum are pure functions of the global step, so there is no state of them to save.
+The rate is a pure function of the global step, so there is no state of it to save.
 Shapes: a hidden matrix is (out, in). `qkv` holds three of them, one below the other.
 """
 
@@ -24,7 +24,6 @@ from run_config import GROUPS, Group, ModelConfig, Schedule, TrainConfig
 
 COSINE_FINAL_FRACTION = 0.1  # of the original system
 WSD_DECAY_PERCENT = 20.0
-FIRST_MOMENTUM = 0.85  # where the warm-up of the momentum begins
 MEASUREMENTS = 5  # of each kind, to decide whether Muon's work is shared; the fastest counts
 
 
@@ -43,8 +42,6 @@ def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> A
     groups = []
     for group, parameters in by_group.items():
         decay = train.weight_decay if group != "vector" or train.decay_norms_and_biases else 0.0
-        if group == "matrix" and train.matrix_weight_decay is not None:
-            decay = train.matrix_weight_decay
         peak = peak_learning_rate(group, train)
         groups.append({
             "params": parameters, "lr": peak, "peak_ratio": peak / train.learning_rate,
@@ -85,11 +82,10 @@ def rates_line(model: ModelConfig, train: TrainConfig) -> str:
     return ", ".join(rates)
 
 
-def set_rates(optimizer: Optimizer, *, learning_rate: float, momentum: float) -> None:
+def set_rates(optimizer: Optimizer, learning_rate: float) -> None:
     """Set the rates of all parameter groups; those with a rate of their own keep their ratio."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["peak_ratio"]
-        group["momentum"] = momentum
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
@@ -134,15 +130,6 @@ def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) ->
 def schedule_of(train: TrainConfig) -> Schedule:
     """Return the schedule; `schedule_learning_rate` is the original's name of the cosine."""
     return train.schedule or ("cosine" if train.schedule_learning_rate else "constant")
-
-
-def momentum_at(train: TrainConfig, global_step: int, *, num_steps: int) -> float:
-    """Return Muon's momentum: a line from 0.85 to `momentum` over `momentum_warmup_percent`."""
-    warmup_steps = int(num_steps * train.momentum_warmup_percent / 100)
-    if global_step >= warmup_steps:
-        return train.momentum
-    first = min(FIRST_MOMENTUM, train.momentum)
-    return first + (train.momentum - first) * global_step / warmup_steps
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks sav
              "cautious_weight_decay": "remove it; it was never measured here",
              **{f"{group}_{beta}": f"remove it; {beta} is that of all groups"
                 for group in GROUPS for beta in ("beta1", "beta2")},
-             **{f"{group}_weight_decay": "remove it; only the matrices can have a decay of their"
-                " own" for group in GROUPS if group != "matrix"},
+             **{f"{group}_weight_decay": "remove it; weight_decay is that of all groups"
+                for group in GROUPS},
+             "momentum_warmup_percent": "remove it; no gain by it was measured",
              "weight_average": "remove it; averaged weights were not better",
              "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length beforehand"}
 MUON_DEFAULTS: dict[str, Any] = {
@@ -101,13 +102,11 @@ class TrainConfig(FrozenConfig):
     head_learning_rate: GroupRate = None
     vector_learning_rate: GroupRate = None
     weight_decay: float = Field(default=0.1, ge=0, le=1e3)
-    matrix_weight_decay: float | None = Field(default=None, ge=0, le=1e3)
     decay_norms_and_biases: bool = False
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     epsilon: float = Field(default=1e-8, ge=1e-30)
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    momentum_warmup_percent: float = Field(default=0, ge=0, le=100)  # of the global steps
     clipping_max_norm: float | None = Field(default=None, gt=0)
     schedule: Schedule | None = None
     schedule_learning_rate: bool = False

@@ -282,7 +282,7 @@ def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:
 def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
     """Return a warning for options that are set but have no effect beside another one."""
     unused = (
-        (train.optimizer == "adamw", 'optimizer "adamw"', {"momentum", "momentum_warmup_percent"}),
+        (train.optimizer == "adamw", 'optimizer "adamw"', {"momentum"}),
         (schedule_of(train) == "constant", 'schedule "constant"',
          {"decay_period_percent", "final_learning_rate_fraction"}),
         (train.weight_decay == 0 and train.decay_norms_and_biases, "weight_decay 0",

@@ -22,8 +22,7 @@ LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat
 FINISHED, PUBLISHED = "finished", "published"
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
     "dataset", "min_train_tokens", "repeat_data", "init_from", "optimizer", "weight_decay",
-    "matrix_weight_decay", "decay_norms_and_biases", "clipping_max_norm", "schedule",
-    "schedule_learning_rate",
+    "decay_norms_and_biases", "clipping_max_norm", "schedule", "schedule_learning_rate",
     "warmup_period_percent", "decay_period_percent", "final_learning_rate_fraction",
 )
 MEMORY_SETTINGS = (  # change the memory of a step

@@ -91,13 +91,6 @@ def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
     return train.learning_rate * (final + (1 - final) * left)
 
 
-def momentum(train: TrainConfig, step: int, num_steps: int) -> float:
-    """Return Muon's momentum in a global step."""
-    warmup = math.floor(num_steps * train.momentum_warmup_percent / 100)
-    start = min(0.85, train.momentum)
-    return start + (train.momentum - start) * min(1.0, step / warmup if warmup else 1.0)
-
-
 def options_of(name: str, train: TrainConfig) -> dict[str, Any]:
     """Return the optimizer's options for a parameter."""
     group = "vector" if name.endswith("bias") or "norm" in name else (
@@ -106,11 +99,10 @@ def options_of(name: str, train: TrainConfig) -> dict[str, Any]:
     options = {key: getattr(train, key) for key in ("learning_rate", "weight_decay", "beta2")}
     if group == "vector" and not train.decay_norms_and_biases:
         options["weight_decay"] = 0.0
-    own = {"learning_rate": getattr(train, f"{group}_learning_rate")}
-    if group == "matrix":
-        own["weight_decay"] = train.matrix_weight_decay
-    return options | {k: v for k, v in own.items() if v is not None} | {
-        "is_muon": is_muon, "beta1": train.beta1}
+    own_rate = getattr(train, f"{group}_learning_rate")
+    if own_rate is not None:
+        options["learning_rate"] = own_rate
+    return options | {"is_muon": is_muon, "beta1": train.beta1}
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -211,7 +203,7 @@ class ReferenceLoop:
         options, weight = options_of(name, self.train), self.weights[name]
         rate = learning_rate(self.train, step, self.num_steps)
         rate *= options["learning_rate"] / self.train.learning_rate
-        mu = momentum(self.train, step, self.num_steps) if options["is_muon"] else options["beta1"]
+        mu = self.train.momentum if options["is_muon"] else options["beta1"]
         self.first[name].copy_(mu * self.first[name] + (1 - mu) * gradient)
         self.first_noise[name] = mu * self.first_noise[name] + (1 - mu) * self.noise[name]
         update, slack = (self._muon(name, gradient, mu) if options["is_muon"] else

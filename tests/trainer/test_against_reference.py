@@ -33,7 +33,7 @@ from checkpointing import (
 )
 from ddp_train import TrainingStep, microbatch_indices
 from lab.publish.export import write_export
-from optim import learning_rate_at, momentum_at
+from optim import learning_rate_at
 from processes.command_line import Options
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
@@ -46,7 +46,6 @@ from tests.support.reference_loop import (
     ReferenceLoop,
     forward,
     learning_rate,
-    momentum,
 )
 from tests.support.workplace import Workplace, read_lines, succeeded, write_tokens
 from tokens.batches import prefetch
@@ -130,10 +129,9 @@ def draw_optimizer(draw: random.Random) -> dict[str, Any]:
     rates = {f"{group}_learning_rate": 10 ** draw.uniform(-4, -2) for group in GROUPS}
     return schedule | {"learning_rate": 10 ** draw.uniform(-4, -2)} | sometimes(
         draw, **rates, optimizer="muon", weight_decay=draw.choice([0.0, 0.5]),
-        matrix_weight_decay=draw.choice([0.0, 0.3]), decay_norms_and_biases=True,
+        decay_norms_and_biases=True,
         beta1=draw.choice([0.0, 0.8]), beta2=draw.choice([0.9, 0.99]),
         epsilon=draw.choice([1e-6, 1e-10]), momentum=draw.choice([0.95, 0.0, 0.9]),
-        momentum_warmup_percent=draw.choice([40, 70, 100]),
         clipping_max_norm=10 ** draw.uniform(-2, 0.5), warmup_period_percent=percent,
         decay_period_percent=draw.choice([20, 40, 50]),
         final_learning_rate_fraction=draw.choice([0.0, 0.2, 1.0]))
@@ -204,14 +202,13 @@ class Training:
                                    (STEPS - first) * self.plan.gradient_accumulation_steps)
         microbatches = prefetch(self.prepared.data.train, indices, device=ONE_PROCESS.device)
         for global_step in range(first, STEPS):
-            rates = [at(self.config, global_step, num_steps=self.plan.num_steps)
-                     for at in (learning_rate_at, momentum_at)]
+            rate = learning_rate_at(self.config, global_step, num_steps=self.plan.num_steps)
             with pytest.MonkeyPatch.context() as patch:
                 if self.skips(global_step):
                     patch.setenv(VARIABLE, "gradient:nan")
                 loss, norm = step.take(
                     microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
-                    learning_rate=rates[0], momentum=rates[1])
+                    learning_rate=rate)
             yield global_step, loss, norm
 
     def skips(self, global_step: int) -> bool:
@@ -281,11 +278,10 @@ def compare(configuration: Configuration, root: Path) -> Differences:
 
 def compare_schedules(reference: ReferenceLoop, differences: Differences) -> None:
     train, num_steps = reference.train, reference.num_steps
-    for ours, theirs in ((learning_rate_at, learning_rate), (momentum_at, momentum)):
-        found = [ours(train, step, num_steps=num_steps) for step in range(num_steps)]
-        wanted = [theirs(train, step, num_steps) for step in range(num_steps)]
-        differences.add(ours.__name__, *(torch.tensor(values, dtype=torch.float64)
-                                         for values in (found, wanted)), 1e-12)
+    found = [learning_rate_at(train, step, num_steps=num_steps) for step in range(num_steps)]
+    wanted = [learning_rate(train, step, num_steps) for step in range(num_steps)]
+    differences.add("learning rate", *(torch.tensor(values, dtype=torch.float64)
+                                       for values in (found, wanted)), 1e-12)
 
 
 def compare_state(found: Snapshot, global_step: int, reference: ReferenceLoop,
@@ -387,9 +383,9 @@ COMMANDS: dict[str, Configuration] = {
         "model": {"drop_rate": 0.1, "qkv_bias": True},
         "train": {"precision": "fp32", "clipping_max_norm": 0.3, "schedule": "linear",
                   "warmup_period_percent": 34, "weight_decay": 0.5, "beta2": 0.95}},
-    "muon": {  # the warm-up of its momentum, rates of the groups
+    "muon": {  # rates of the groups, a tied head, decay
         "model": {"tie_weights": True, "init": "zero_projections"},
-        "train": {"precision": "fp32", "optimizer": "muon", "momentum_warmup_percent": 100,
+        "train": {"precision": "fp32", "optimizer": "muon", "momentum": 0.9,
                   "matrix_learning_rate": 0.02, "embedding_learning_rate": 0.05,
                   "weight_decay": 0.1, "schedule": "wsd", "decay_period_percent": 50}},
     "bf16": {  # the loss in chunks of the head

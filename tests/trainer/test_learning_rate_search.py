@@ -113,7 +113,7 @@ def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(
     workplace.add_run(train=options)
     run = load_run(workplace.runs_dir, "tiny")
     optimizer = optimizer_of(run)
-    set_rates(optimizer, learning_rate=0.003, momentum=0.9)
+    set_rates(optimizer, 0.003)
     tested = [group["lr"] for group in optimizer.param_groups]
     rates = suggested_rates(run.train, 0.003)
     changed = replace(run, train=run.train.model_copy(update=rates))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from optim import learning_rate_at, momentum_at
+from optim import learning_rate_at
 from run_config import TrainConfig
 from tests.support.workplace import TINY_TRAIN
 
@@ -40,12 +40,3 @@ def test_each_schedule_decays_over_its_share(schedule: str, half_way: float, fin
     assert rates[80] == pytest.approx(half_way)
     assert rates[100] == pytest.approx(final)
     assert all(later < earlier for earlier, later in zip(rates[60:], rates[61:], strict=False))
-
-
-def test_the_momentum_warms_up_over_its_share() -> None:
-    train = config(momentum=0.95, momentum_warmup_percent=20)
-    momenta = [momentum_at(train, step, num_steps=100) for step in range(100)]
-    assert momenta[0] == pytest.approx(0.85)
-    assert momenta[10] == pytest.approx(0.9)
-    assert set(momenta[20:]) == {0.95}
-    assert momentum_at(config(momentum=0.5, momentum_warmup_percent=20), 0, num_steps=100) == 0.5
