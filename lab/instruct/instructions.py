@@ -94,19 +94,21 @@ def chat_template() -> str:
             "{%- endfor -%}")
 
 
-def split_entries(entries: list[Entry]) -> Split:
-    """Split off the first 85% for training, the next 10% for the test, the rest for validation."""
-    num_train, num_test = int(len(entries) * 0.85), int(len(entries) * 0.1)
-    return Split(entries[:num_train], entries[num_train : num_train + num_test],
-                 entries[num_train + num_test :])
-
-
 @dataclass(frozen=True)
 class Data:
     """The entries of a file, and the SHA-256 of the bytes from which they were read."""
 
+    path: Path
     entries: list[Entry]
     sha256: str
+
+    @property
+    def split(self) -> Split:
+        """The first 85% for training, the next 10% for the test, the rest for validation."""
+        count = len(self.entries)
+        num_train, num_test = int(count * 0.85), int(count * 0.1)
+        return Split(self.entries[:num_train], self.entries[num_train : num_train + num_test],
+                     self.entries[num_train + num_test :])
 
 
 def load_entries(path: Path) -> Data:
@@ -116,7 +118,7 @@ def load_entries(path: Path) -> Data:
     if len(entries) < MIN_ENTRIES:
         raise UserError(f"{path}: has {len(entries)} entries; give {MIN_ENTRIES} or more, for"
                         " training, validation and test")
-    return Data(entries, hashlib.sha256(content).hexdigest())
+    return Data(path, entries, hashlib.sha256(content).hexdigest())
 
 
 def load_answers(path: Path) -> AnswersFile:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from basics.checkpoint_names import CHECKPOINT_NAME
 from basics.errors import UserError, one_line, visible
 from lab.compare.run_figures import Written, append_evaluation
-from lab.instruct.comparison import Comparison, UnusableReplyError, compare
-from lab.instruct.endpoint import is_address, without_user
+from lab.instruct.comparison import Comparison, Judgements, UnusableReplyError, compare
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
-from lab.instruct.judgements import Judgements
 
 if TYPE_CHECKING:
     from lab.instruct.judging import Judge
 
-MAX_RETRIES = 5  # by the client, which waits as long as the server asks, or up to 8 seconds each
-REQUEST_SECONDS = 300.0
 NUM_RESAMPLES = 2_000
 INTERVAL_PERCENT = (2.5, 97.5)
 
@@ -71,7 +66,6 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
 
 def _new_judge(base_url: str | None, model: str) -> Judge:
     """Return the judge. Raises: UserError: a bad key or address, or no openai package."""
-    options = _client_options(base_url)
     try:
         from lab.instruct.judging import Judge  # needs an optional package
     except ModuleNotFoundError as error:
@@ -79,22 +73,7 @@ def _new_judge(base_url: str | None, model: str) -> Judge:
             raise
         raise UserError("lab judge needs the openai package: run `uv sync --extra judge`"
                         " (or pip install \"ddp-train[judge]\")") from None
-    return Judge(options, model)
-
-
-def _client_options(base_url: str | None) -> dict[str, Any]:
-    key = os.environ.get("OPENAI_API_KEY", "").strip()
-    if base_url is None and not key:
-        raise UserError("OPENAI_API_KEY is not set: set it to your key, or name a server that needs"
-                        " none with --base-url")
-    if not re.fullmatch("[!-~]*", key):  # an error of the HTTP library would show it
-        raise UserError("OPENAI_API_KEY contains spaces, line ends or non-ASCII characters; set it"
-                        " to your key")
-    if base_url is not None and not is_address(base_url):
-        raise UserError(f"--base-url is {without_user(base_url)[:60]!r}; give an address such as"
-                        " http://localhost:8000/v1")
-    return {"api_key": key or "none", "base_url": base_url, "max_retries": MAX_RETRIES,
-            "timeout": REQUEST_SECONDS}
+    return Judge(base_url, model)
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:

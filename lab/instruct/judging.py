@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
+from urllib.parse import urlsplit
 
 from openai import (
     APIConnectionError,
@@ -18,8 +21,9 @@ from openai import (
 from basics.errors import UserError
 from basics.time_limit import within
 from lab.instruct.comparison import Comparison, UnusableReplyError
-from lab.instruct.endpoint import without_user
 
+MAX_RETRIES = 5  # by the client, which waits as long as the server asks, or up to 8 seconds each
+REQUEST_SECONDS = 300.0
 MAX_ASKS = 3  # attempts to get a usable reply
 # Errors that every later request would get too: key, account, address or model name is wrong.
 FATAL_STATUSES = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)
@@ -31,13 +35,32 @@ NO_COMPLETION = (APIError, ValueError, AttributeError, TypeError, LookupError, R
 
 
 class Judge:
-    """A language model behind an OpenAI-compatible endpoint. Thread-safe."""
+    """A language model behind an OpenAI-compatible endpoint. Thread-safe.
 
-    def __init__(self, client_options: dict[str, Any], model: str) -> None:
+    Args:
+        base_url: the endpoint; None for OpenAI's, which needs the key in OPENAI_API_KEY.
+
+    Raises:
+        UserError: the key is missing, or key or address cannot be one.
+    """
+
+    def __init__(self, base_url: str | None, model: str) -> None:
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if base_url is None and not key:
+            raise UserError("OPENAI_API_KEY is not set: set it to your key, or name a server that"
+                            " needs none with --base-url")
+        if not re.fullmatch("[!-~]*", key):  # an error of the HTTP library would show it
+            raise UserError("OPENAI_API_KEY contains spaces, line ends or non-ASCII characters; set"
+                            " it to your key")
+        if base_url is not None and not _is_address(base_url):
+            raise UserError(f"--base-url is {_without_user(base_url)[:60]!r}; give an address such"
+                            " as http://localhost:8000/v1")
         # Followed to another host, a redirect would take the questions and answers there.
         client = DefaultHttpxClient(follow_redirects=False, event_hooks={"response": [_cut]},
                                     headers={"Accept-Encoding": "identity"})
-        self.client, self.model = OpenAI(**client_options, http_client=client), model
+        self.model = model
+        self.client = OpenAI(api_key=key or "none", base_url=base_url, max_retries=MAX_RETRIES,
+                             timeout=REQUEST_SECONDS, http_client=client)
         self._supports_schemas = True  # until the server rejects one
         self._is_stopped = False
 
@@ -109,7 +132,7 @@ class Judge:
 
     @property
     def _address(self) -> str:
-        return without_user(str(self.client.base_url))
+        return _without_user(str(self.client.base_url))
 
     def _unreachable(self, error: APIConnectionError | TimeoutError) -> UserError:
         reason = _without_key(str(error.__cause__ or error) or "no answer", self.client.api_key)
@@ -147,3 +170,17 @@ def _reason(error: APIStatusError) -> str:
 
 def _without_key(message: str, key: str) -> str:
     return message if key in ("", "none") else message.replace(key, "***")
+
+
+def _is_address(text: str) -> bool:
+    """Return whether a text is an address of the web."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is invalid
+        return False
+
+
+def _without_user(text: str) -> str:
+    """Return an address, or what was meant to be one, without a name and a password in it."""
+    return re.sub(r"^(\w*://)?.*@", r"\1", text, flags=re.DOTALL)

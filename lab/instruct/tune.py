@@ -17,13 +17,11 @@ from lab.instruct.instructions import (
     AnsweredEntry,
     fetch_default_entries,
     load_entries,
-    split_entries,
 )
 
 if TYPE_CHECKING:
-    from lab.instruct.job import Job
-    from lab.instruct.progress import Progress
-    from lab.instruct.tuning import Epoch, Examples, Tuner
+    from lab.instruct.tuned_model import Job
+    from lab.instruct.tuning import Epoch, Examples
     from trainer.models import LoadedModel
 
 
@@ -65,8 +63,7 @@ def command(target_name: str, checkpoint: str, runs_dir: Path, **options: Any) -
     first 85% of the data are for training, the next 10% for the test, the rest for validation.
     Training stops when the validation loss rises; the weights of the best epoch then answer the
     test. They are written as a standard GPT-2 with a chat template and a model card: a directory
-    that `lab generate`, `lab evaluate`, `lab publish` and transformers load. After a kill, the same
-    command continues after the last finished epoch.
+    that `lab generate`, `lab evaluate`, `lab publish` and transformers load.
     """
     # Imported here so that --help does not wait for torch.
     from trainer.models import load_model
@@ -79,33 +76,40 @@ def command(target_name: str, checkpoint: str, runs_dir: Path, **options: Any) -
 
 def _run(job: Job) -> None:
     """Fine-tune, write the tuned model, then its answers."""
-    from lab.instruct.progress import opened
+    from basics.files import write_atomically
+    from basics.json_files import to_json
     from lab.instruct.tuned_model import write_tuned
+    from lab.instruct.tuning import Tuner
 
     train, validation = _encode(job)
     counts = _counts(job, train, validation)
-    with opened(job.progress_dir, job.identity()) as progress:
-        tuner = _fine_tune(job, train, validation, progress)
-        write_tuned(job, tuner, counts)
-        click.echo(visible(f"tuned model in {job.model_output}"))
-        answers = _answer(job)
-        _write(job.output, {
+    tuner = Tuner(job.target.model, job.options, pad_id=job.target.load_tokenizer().eot_token)
+    tuner.run(train.examples, validation.examples, _report)
+    rose = tuner.best is not tuner.epochs[-1]
+    click.echo(f"validation loss rose: using the weights of epoch {tuner.best.number}" if rose
+               else "stopped by --max-epochs before validation loss rose")
+    write_tuned(job, tuner, counts)
+    click.echo(visible(f"tuned model in {job.model_output}"))
+    answers = _answer(job)
+    try:
+        write_atomically(job.output, to_json({
             "model": job.target.name,
             "checkpoint": job.target.checkpoint and job.target.checkpoint.name,
-            "data": {"file": str(job.data), **counts},
+            "data": {"file": str(job.data.path), **counts},
             "options": asdict(job.options),
             "epochs": [asdict(epoch) for epoch in tuner.epochs],
             "best_epoch": tuner.best.number,
             "answers": [answer.model_dump() for answer in answers],
-        })
-        progress.remove()
+        }, indent=2))
+    except OSError as error:
+        raise cannot_be_written(job.output, error) from None
     click.echo(visible(f"{len(answers)} answers in {job.output}"))
 
 
 def _job(target: LoadedModel, *, data: Path | None, output: Path | None, model_output: Path | None,
          datasets_dir: Path, **options: Any) -> Job:
     """Read the data and check the outputs. Raises: UserError."""
-    from lab.instruct.job import Job
+    from lab.instruct.tuned_model import Job
     from lab.instruct.tuning import TuneOptions
     from lab.publish.export import check_output
 
@@ -114,11 +118,8 @@ def _job(target: LoadedModel, *, data: Path | None, output: Path | None, model_o
     _check_is_not(target, model_output)
     check_output(model_output, option="--model-output")
     _check_writable(output)
-    data = data or fetch_default_entries(datasets_dir)
-    found = load_entries(data)
-    return Job(target=target, data=data, data_sha256=found.sha256,
-               entries=split_entries(found.entries), options=TuneOptions(**options),
-               output=output, model_output=model_output)
+    return Job(target, load_entries(data or fetch_default_entries(datasets_dir)),
+               TuneOptions(**options), output, model_output)
 
 
 def _check_is_not(target: LoadedModel, model_output: Path) -> None:
@@ -178,26 +179,8 @@ def _encode(job: Job) -> tuple[Examples, Examples]:
     tokenizer, length = job.target.load_tokenizer(), job.target.model.config.context_length
     train, validation = (
         encode_entries(part, tokenizer, context_length=length, loss_on=job.options.loss_on)
-        for part in (job.entries.train, job.entries.validation))
+        for part in (job.data.split.train, job.data.split.validation))
     return train, validation
-
-
-def _fine_tune(job: Job, train: Examples, validation: Examples, progress: Progress) -> Tuner:
-    """Fine-tune a job's model in place, from the last finished epoch on."""
-    from lab.instruct.tuning import Tuner
-
-    def finished(epoch: Epoch) -> None:
-        if epoch.number > 0:
-            progress.save(tuner)
-        _report(epoch)
-
-    tuner = Tuner(job.target.model, job.options, pad_id=job.target.load_tokenizer().eot_token)
-    progress.restore(tuner)
-    tuner.run(train.examples, validation.examples, finished)
-    rose = tuner.best is not tuner.epochs[-1]
-    click.echo(f"validation loss rose: using the weights of epoch {tuner.best.number}" if rose
-               else "stopped by --max-epochs before validation loss rose")
-    return tuner
 
 
 def _counts(job: Job, train: Examples, validation: Examples) -> dict[str, int]:
@@ -205,10 +188,10 @@ def _counts(job: Job, train: Examples, validation: Examples) -> dict[str, int]:
     name, length = job.target.name, job.target.model.config.context_length
     for part, purpose in ((train, "training"), (validation, "validation")):
         if not part.examples:
-            raise UserError(f"{job.data}: no entry for {purpose} has a prompt that fits {name}'s"
-                            f" context of {length} tokens; give shorter ones with --data")
+            raise UserError(f"{job.data.path}: no entry for {purpose} has a prompt that fits"
+                            f" {name}'s context of {length} tokens; give shorter ones with --data")
     counts = {"train": len(train.examples), "validation": len(validation.examples),
-              "test": len(job.entries.test), "cut": train.num_cut + validation.num_cut,
+              "test": len(job.data.split.test), "cut": train.num_cut + validation.num_cut,
               "skipped": train.num_skipped + validation.num_skipped}
     click.echo(visible(f"{name}: {counts['train']} entries for training,"
                        f" {counts['validation']} for validation, {counts['test']} for the test"))
@@ -235,7 +218,7 @@ def _answer(job: Job) -> list[AnsweredEntry]:
     greedy = SamplingOptions(max_new_tokens=job.options.max_new_tokens, temperature=0, top_k=0,
                              stop_token=tokenizer.eot_token)
     answers, num_long = [], 0
-    for entry in tqdm(job.entries.test, desc="answering", unit="question", disable=None,
+    for entry in tqdm(job.data.split.test, desc="answering", unit="question", disable=None,
                       leave=False):
         prompt = tokenizer.encode_ordinary(entry.prompt())
         num_long += len(prompt) > model.config.context_length
@@ -245,13 +228,3 @@ def _answer(job: Job) -> list[AnsweredEntry]:
         click.echo(f"{num_long} questions are longer than the context: the model saw only their"
                    " end")
     return answers
-
-
-def _write(output: Path, record: dict[str, Any]) -> None:
-    from basics.files import write_atomically
-    from basics.json_files import to_json
-
-    try:
-        write_atomically(output, to_json(record, indent=2))
-    except OSError as error:
-        raise cannot_be_written(output, error) from None

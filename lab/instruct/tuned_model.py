@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
+from basics.errors import one_line
 from basics.text import code, escaped
-from lab.instruct.instructions import INPUT, Entry, chat_template
-from lab.instruct.job import Job
-from lab.instruct.tuning import Tuner
+from lab.instruct.instructions import INPUT, Data, Entry, chat_template
+from lab.instruct.tuning import TuneOptions, Tuner
 from lab.publish.export import Extras, write_export
-from lab.publish.model_card import MARK, table_rows
-from trainer.models import HUB_NAME
+from lab.publish.model_card import MARK, public_name, table_rows
+from trainer.models import HUB_NAME, LoadedModel
 
 CARD = """---
 {front_matter}
@@ -67,6 +68,22 @@ SETTINGS = {"loss_on": "loss computed on", "learning_rate": "learning rate, cons
 COMPUTED_ON = {"response": "the response only", "all": "prompt and response"}
 
 
+@dataclass(frozen=True)
+class Job:
+    """The base model and the data, read; the options; the places of answers and tuned model."""
+
+    target: LoadedModel
+    data: Data
+    options: TuneOptions
+    output: Path
+    model_output: Path
+
+    @property
+    def base_name(self) -> str:
+        """The base model's name in a card: without the directories of this machine."""
+        return one_line(public_name(self.target.name))
+
+
 def write_tuned(job: Job, tuner: Tuner, counts: dict[str, int]) -> None:
     """Write the tuned model's directory completely or not at all. Raises: UserError."""
     card = tuned_card(job, tuner, counts)
@@ -104,10 +121,9 @@ def _base(job: Job) -> str:
 
 
 def _data_facts(job: Job, counts: dict[str, int]) -> dict[str, str]:
-    entries = job.entries
-    total = len(entries.train) + len(entries.test) + len(entries.validation)
     return {
-        "file": job.data.name, "SHA-256": job.data_sha256, "entries": f"{total:,}",
+        "file": job.data.path.name, "SHA-256": job.data.sha256,
+        "entries": f"{len(job.data.entries):,}",
         "for training, validation, the test": "{train:,}, {validation:,}, {test:,}".format(
             **counts),
         "cut to the context": f"{counts['cut']:,}",

@@ -18,7 +18,6 @@ from tokens.tokenizer import Tokenizer
 from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside its count of steps
 LossOn = Literal["response", "all"]
 
 
@@ -128,41 +127,13 @@ class Tuner:
             report: Callable[[Epoch], None]) -> None:
         """Train until validation loss rises, then load the weights of the best epoch.
 
-        Continues after the last of `epochs`. `report` is called after each further one.
+        `report` is called after each epoch, and before the first one.
         """
-        if not self.epochs:
-            self._end_epoch(None, validation, report)
+        self._end_epoch(None, validation, report)
         while self.best is self.epochs[-1] and len(self.epochs) <= self.options.max_epochs:
             self._end_epoch(self._train(train), validation, report)
         self.model.load_state_dict(self.best_weights)
         self.model.eval()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what another tuner needs to continue, beside the epochs: the best weights and
-        the optimizer's moments. Training goes on only if the best epoch is the last one.
-        """
-        moments = {f"{moment}/{name}": tensor
-                   for name, parameter in self.model.named_parameters()
-                   for moment, tensor in self.optimizer.state[parameter].items()}
-        return {f"weights/{name}": tensor for name, tensor in self.best_weights.items()} | moments
-
-    def state_shapes(self) -> dict[str, Tensor]:
-        """Return tensors with the names and shapes of `state`, also before the first epoch."""
-        parameters = dict(self.model.named_parameters())
-        shapes = {f"weights/{name}": tensor for name, tensor in self.model.state_dict().items()}
-        for moment in MOMENTS:
-            shapes |= {f"{moment}/{name}": tensor for name, tensor in parameters.items()}
-        return shapes | {f"step/{name}": torch.zeros(()) for name in parameters}
-
-    def restore(self, epochs: list[Epoch], state: dict[str, Tensor]) -> None:
-        """Continue from the epochs and the state of another tuner."""
-        self.epochs = list(epochs)
-        self.best_weights = {name.removeprefix("weights/"): tensor
-                             for name, tensor in state.items() if name.startswith("weights/")}
-        self.model.load_state_dict(self.best_weights)
-        moments = {number: {moment: state[f"{moment}/{name}"] for moment in (*MOMENTS, "step")}
-                   for number, (name, _) in enumerate(self.model.named_parameters())}
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
 
     def _end_epoch(self, train_loss: float | None, validation: list[Example],
                    report: Callable[[Epoch], None]) -> None:

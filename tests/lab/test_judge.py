@@ -246,8 +246,9 @@ def test_a_password_in_an_address_is_not_shown(files: list[str], address: str) -
     assert not any(word in error for word in ("me:", "secret", "cret"))
 
 
-def test_an_error_of_the_network_does_not_show_the_key() -> None:
-    judging = Judge({"api_key": "sk-secret"}, "m")
+def test_an_error_of_the_network_does_not_show_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    judging = Judge(None, "m")
     error = APIConnectionError(message="x", request=None)
     error.__cause__ = ValueError("Illegal header value b'Bearer sk-secret'")
     assert "***" in str(judging._unreachable(error)) and "secret" not in str(

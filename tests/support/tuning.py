@@ -40,13 +40,9 @@ def entries_of(path: Path) -> list[dict[str, str]]:
     return json.loads(path.read_text())
 
 
-def tune_arguments(workplace: Workplace, *arguments: str, data: Path | None = None) -> list[str]:
-    data = data or workplace.root / "data.json"
-    return ["tune", *workplace.arguments("tiny"), "--data", str(data), *FAST, *arguments]
-
-
 def tune(workplace: Workplace, *arguments: str, data: Path | None = None) -> Result:
-    return run_lab(*tune_arguments(workplace, *arguments, data=data))
+    return run_lab("tune", *workplace.arguments("tiny"), "--data",
+                   str(data or workplace.root / "data.json"), *FAST, *arguments)
 
 
 def answers_in(workplace: Workplace) -> dict:
