@@ -139,3 +139,6 @@ def check_end(result: CompletedProcess[str], status: int, words: str, rank: int)
         assert line.startswith((f"Error: rank {rank} ", f"Error: {words}"))
         assert " at step " in line and words in line
         assert result.stderr.count("Error: rank ") == 1
+    if " hung " in words:
+        assert all(f"rank {each} in " in result.stderr for each in (0, 1))  # its stacks
+        assert 'failpoints.py", line' in result.stderr
