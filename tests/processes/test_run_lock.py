@@ -187,12 +187,17 @@ def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(
     assert caught.value.status == status
 
 
+@pytest.mark.parametrize("has_locks", [False, True])
 def test_a_launch_is_refused_while_the_heartbeat_of_another_one_changes(
-    without_locks: Path
+    run_dir: Path, has_locks: bool, request: pytest.FixtureRequest
 ) -> None:
-    with beating(without_locks), pytest.raises(
+    """Where nothing can be locked, and on a mount whose locks are only this machine's."""
+    if not has_locks:
+        request.getfixturevalue("without_locks")
+    with beating(run_dir), pytest.raises(
             LockedError, match="another launch is training this run: process 7 on elsewhere"):
-        lock_run(without_locks)
+        lock_run(run_dir)
+    lock_run(run_dir)  # that heartbeat stays as it is now
 
 
 def test_a_heartbeat_that_stays_is_that_of_a_dead_process(
@@ -242,15 +247,6 @@ def test_a_heartbeat_is_renewed_until_another_process_goes_on(run_dir: Path) -> 
     assert read_heartbeat(run_dir)["host"] == "elsewhere"
 
 
-def test_a_lock_does_not_outweigh_the_heartbeat_of_another_machine(run_dir: Path) -> None:
-    """On a mount whose locks are only this machine's."""
-    with beating(run_dir), pytest.raises(
-            LockedError, match="another launch is training this run: process 7 on elsewhere"):
-        lock_run(run_dir)
-    os.close(lock_directory(run_dir))  # it is released again
-    lock_run(run_dir)  # that heartbeat stays as it is now
-
-
 @pytest.mark.parametrize(("facts", "age"), [({"host": os.uname().nodename}, 0), ({}, 600)])
 def test_an_old_heartbeat_and_one_of_this_machine_are_not_waited_for(
     run_dir: Path, facts: dict[str, str], age: float, capsys: pytest.CaptureFixture
@@ -261,13 +257,6 @@ def test_an_old_heartbeat_and_one_of_this_machine_are_not_waited_for(
     assert capsys.readouterr().out == ""
     with pytest.raises(BlockingIOError):  # it is held
         lock_directory(run_dir)
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', '{"pid": [], "host": 1, "time": 2}'])
-def test_a_heartbeat_that_cannot_be_read_is_none(without_locks: Path, content: str) -> None:
-    (without_locks / HEARTBEAT).write_text(content)
-    assert read_heartbeat(without_locks) == {}
-    lock_run(without_locks)
 
 
 def begin(run_dir: Path) -> float:
