@@ -192,7 +192,7 @@ class Watchdog(AbstractContextManager):
         if is_second:
             os._exit(128 + number)
         if self._step is None:
-            self._find_dead()  # where one has died, torchrun ends the others with this signal
+            self._check_others()  # where one has died, torchrun ends the rest with this signal
         if self._peers.get("failure"):
             self._exit(FAILED, "was stopped")
         self._request_stop(number)
@@ -210,18 +210,20 @@ class Watchdog(AbstractContextManager):
         if self._step is None:  # nothing is trained yet, so there is nothing to save
             self._exit_for_signal()
 
-    def _find_dead(self) -> None:
-        for rank in self._peers.find_dead():
+    def _check_others(self) -> None:
+        """Look for a stop signal that another process has received, and for those that are gone."""
+        dead = self._peers.find_dead()  # first: one that tells of a signal may end at once
+        if not self.stop_signal and (number := self._peers.get("stop")):
+            self._request_stop(int(number))
+        for rank in dead:
             self._record_failure(
                 FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed")
 
     def _check(self) -> None:
         """Look for what the others have met, for deadlines and hangs; publish a heartbeat."""
-        if not self.stop_signal and (number := self._peers.get("stop")):
-            self._request_stop(int(number))
+        self._check_others()
         if self._peers.get("hang"):
             self._dump_stacks()
-        self._find_dead()
         now = time.monotonic()
         if self._fail_by == NEVER and self._peers.get("failure"):
             self._fail_by = now + self.deadlines.failure_grace

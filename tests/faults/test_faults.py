@@ -19,7 +19,7 @@ import pytest
 
 from basics.checkpoint_names import named_as_checkpoints
 from basics.errors import UserError
-from basics.failpoints import MARKS, VARIABLE
+from basics.failpoints import VARIABLE
 from checkpointing import newest_whole, open_checkpoint
 from run_config import load_run
 from tests.support.runs import (
@@ -31,7 +31,6 @@ from tests.support.runs import (
     validations_of,
     wait_for,
     weights_of,
-    with_deadlines,
     with_fault,
 )
 from tests.support.thorough import thorough_but
@@ -108,43 +107,6 @@ def test_a_kill_during_a_validation_costs_no_step(
     assert validated.loss == validations_of(undisturbed)[-1]["validation_loss"]
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert validations_of(run_dir) == validations_of(undisturbed)
-
-
-@pytest.mark.parametrize(("fault", "warning"), thorough_but(
-    [("chart:raise", "RuntimeError"), ("draw:hang", "it was ended after 1 s")],
-    [("chart:raise", "RuntimeError"), ("chart:full", "OSError"), ("chart:oom", "OutOfMemoryError"),
-     ("draw:kill", "its process was ended by signal 9 (Killed)"),
-     ("draw:hang", "it was ended after 1 s")]))
-def test_charts_never_fail_a_run(
-    workplace: Workplace, run_dir: Path, undisturbed: Path, fault: str, warning: str
-) -> None:
-    marks = workplace.root / "marks"
-    result = succeeded(workplace.torchrun(2, "tiny", **{
-        VARIABLE: fault, MARKS: str(marks)}, **with_deadlines(charts=1)))
-    assert f"warning: charts are not up to date: {warning}" in result.stdout
-    assert not [pid for pid in struck(marks, "draw") if Path(f"/proc/{pid}").exists()]
-    assert weights_of(run_dir) == weights_of(undisturbed)
-    assert summary_of(run_dir)["status"] == "finished"
-
-
-def test_a_process_that_draws_ends_with_a_killed_run(
-    workplace: Workplace, run_dir: Path, undisturbed: Path
-) -> None:
-    marks = workplace.root / "marks"
-    result = workplace.torchrun(2, "tiny", **{MARKS: str(marks), VARIABLE: (
-        "draw:hang;train:slow:rank=0:hit=7:seconds=2;train:kill:rank=0:hit=8")})
-    assert result.returncode != 0 and struck(marks, "draw")
-    until = time.monotonic() + 40
-    while any(Path(f"/proc/{pid}").exists() for pid in struck(marks, "draw")):
-        assert time.monotonic() < until, "it lives on"
-        time.sleep(0.1)
-    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
-
-
-def struck(marks: Path, place: str) -> list[int]:
-    """Return the processes that a fault at a place has struck."""
-    lines = [line.split() for line in marks.read_text().splitlines()]
-    return [int(pid) for found, _, _, pid, _ in lines if found == place]
 
 
 @pytest.mark.parametrize("place", thorough_but(
@@ -251,18 +213,7 @@ def test_what_one_rank_does_may_take_longer_than_a_collective(
     result = succeeded(with_fault(workplace, fault))
     assert weights_of(run_dir) == weights_of(undisturbed)
     said = 'on rank 0 while the other process waits; with "validate_on": "all" in train.json'
-    assert result.stdout.count(said) == ("validate" in fault)
-
-
-def test_weights_that_are_not_finite_are_never_saved(workplace: Workplace, run_dir: Path) -> None:
-    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "4"))
-    before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    path = run_dir / "train.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"learning_rate": 1e300}))
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "2")
-    assert result.returncode == 3
-    assert "was not saved: " in result.stderr and "is not finite; resume from" in result.stderr
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
+    assert "validate" not in fault or result.stdout.count(said) == 1
 
 
 @pytest.mark.parametrize("rank", thorough_but([1], [0, 1]))

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,19 +50,18 @@ def train(workplace: Workplace, fault: str, deadlines: dict[str, str] | None = N
     return process
 
 
-def assert_ends(process: multiprocessing.process.BaseProcess, status: int) -> None:
+def assert_ends(process: multiprocessing.process.BaseProcess, run_dir: Path, status: int) -> None:
     """Wait for the end of a run and of all processes that it has started."""
     process.join(timeout=90)
     assert process.exitcode == status  # None if it still runs
     until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    raise AssertionError("a process is still running")
+    with suppress(ProcessLookupError):
+        while os.killpg(process.pid, 0) is None:
+            assert time.monotonic() < until, "a process is still running"
+            time.sleep(0.05)
+    summary = summary_of(run_dir)
+    assert summary["status"] == ("failed" if status == 5 else "stopped")
+    assert status == 5 or summary["reason"] == "SIGTERM"
 
 
 def workers_in_slow_step(process: multiprocessing.process.BaseProcess, run_dir: Path) -> list[int]:
@@ -145,8 +144,8 @@ def test_a_hang_ends_the_run_although_its_log_is_on_a_full_disk(
     folder.mkdir()
     for name in ("stdout", "stderr"):
         (folder / name).symlink_to("/dev/full")
-    assert_ends(train(workplace, "train:hang:rank=1:hit=7", folder=folder), 5)
-    assert summary_of(run_dir)["status"] == "failed"
+    process = train(workplace, "train:hang:rank=1:hit=7", folder=folder)
+    assert_ends(process, run_dir, 5)
 
 
 @pytest.mark.parametrize("rank", thorough_but([0], [0, 1]))
@@ -167,9 +166,7 @@ def test_a_signal_in_a_slow_step_ends_all_at_the_deadline(
 ) -> None:
     process = train(workplace, "train:slow:seconds=300:hit=7:rank=0", SOON)
     os.kill(workers_in_slow_step(process, patient_dir)[rank], signal.SIGTERM)
-    assert_ends(process, 128 + signal.SIGTERM)
-    summary = summary_of(patient_dir)
-    assert (summary["status"], summary["reason"]) == ("stopped", "SIGTERM")
+    assert_ends(process, patient_dir, 128 + signal.SIGTERM)
 
 
 def test_a_second_signal_ends_all_at_once(workplace: Workplace, patient_dir: Path) -> None:
@@ -179,9 +176,7 @@ def test_a_second_signal_ends_all_at_once(workplace: Workplace, patient_dir: Pat
     for _ in range(2):
         os.kill(workers[1], signal.SIGTERM)
         time.sleep(2)  # one that comes within a second is a repeat of the first
-    assert_ends(process, 128 + signal.SIGTERM)
-    summary = summary_of(patient_dir)
-    assert (summary["status"], summary["reason"]) == ("stopped", "SIGTERM")
+    assert_ends(process, patient_dir, 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize(("seconds", "deadlines", "saved"), [
@@ -193,8 +188,7 @@ def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(
     process = train(workplace, f"save.optimizer:slow:rank=0:hit=1:seconds={seconds};"
                                "train:signal:number=15:rank=1:hit=7;train:slow:hit=7:seconds=1",
                     deadlines)
-    assert_ends(process, 128 + signal.SIGTERM)
-    assert summary_of(patient_dir)["status"] == "stopped"
+    assert_ends(process, patient_dir, 128 + signal.SIGTERM)
     found = named_as_checkpoints(patient_dir / "checkpoints")
     assert [step_of(path) for path in found] == saved
     succeeded(workplace.torchrun(2, "tiny"))
@@ -300,14 +294,20 @@ def test_what_follows_a_closed_terminal_is_no_second_signal(
     assert alone.stop_signal == first
 
 
-def test_a_signal_after_the_death_of_another_process_is_no_stop(alone: Watchdog) -> None:
+@pytest.mark.parametrize("has_told", [False, True])
+def test_a_signal_after_the_death_of_another_process_is_no_stop(
+    alone: Watchdog, has_told: bool
+) -> None:
+    """Unless that one has told of a stop signal before: torchrun ends the others in both cases."""
     dead = subprocess.Popen(["true"])
     dead.wait()
     alone._peers.set("rank/1", json.dumps({"place": process_namespace(), "pid": dead.pid}))
-    with pytest.raises(Ended, match="was stopped"):
+    if has_told:
+        alone._peers.set("stop", str(int(signal.SIGTERM)))
+    with pytest.raises(Ended, match="143" if has_told else "was stopped"):
         alone._receive(signal.SIGTERM)
-    assert "rank 1 is gone in startup" in alone._peers.get("failure")
-    assert alone._peers.get("stop") == ""
+    assert ("rank 1 is gone in startup" in alone._peers.get("failure")) is not has_told
+    assert bool(alone._peers.get("stop")) is has_told
 
 
 def test_a_stop_that_the_others_tell_of_is_noted_once(
