@@ -12,14 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from basics.errors import (
-    BAD_INPUT,
-    FAILED,
-    UserError,
-    describe,
-    drop_unwritable_output,
-    print_error,
-)
+from basics.errors import FAILED, UserError, describe, drop_unwritable_output, print_error
 from processes.run_lock import withdraw
 from processes.signals import Deadlines
 
@@ -75,16 +68,17 @@ class Agreement:
             AgreedError: on every rank, the error of the lowest rank that has one.
         """
         result: T | Any = None
-        failure = ""
+        failure = ""  # a status and a reason
         try:
             result = work()
         except UserError as error:
             failure = f"{error.status} {error}"
         except BaseException as error:  # whatever it is, the others must not wait for this process
-            self._publish(
-                step, f"{FAILED} rank {self._rank} failed: {describe(error)}")
+            self._publish(step, f"{FAILED} rank {self._rank} failed: {describe(error)}")
             raise
-        self._raise_if_any(step, failure)
+        status, _, reason = next(filter(None, self.gather(step, failure)), "").partition(" ")
+        if reason:
+            raise AgreedError(reason, int(status))
         return result
 
     def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
@@ -102,9 +96,13 @@ class Agreement:
             AgreedError: one differs from rank 0, so that they would not train the same run.
         """
         expected = self.from_rank_0(step, lambda: repr(value))
-        self._raise_if_any(f"{step}/same", "" if expected == repr(value) else (
-            f"{BAD_INPUT} rank {self._rank} reads another run than rank 0; make its configs,"
-            " dataset and checkpoints the same"))
+
+        def compare() -> None:
+            if repr(value) != expected:
+                raise UserError(f"rank {self._rank} reads another run than rank 0; make its"
+                                " configs, dataset and checkpoints the same")
+
+        self.run(f"{step}/same", compare)
 
     def gather(self, step: str, text: str) -> list[str]:
         """Return every process's text, in the order of the ranks. Waits for all. Every rank."""
@@ -152,12 +150,6 @@ class Agreement:
         # A path on the command line may hold bytes that are no UTF-8.
         self._store.set(f"{step}/{self._rank}", text.encode(  # type: ignore[arg-type]
             "utf-8", "backslashreplace"))
-
-    def _raise_if_any(self, step: str, failure: str) -> None:
-        """Raise the lowest rank's failure, a status and a reason, if there is one. Every rank."""
-        status, _, reason = next(filter(None, self.gather(step, failure)), "").partition(" ")
-        if reason:
-            raise AgreedError(reason, int(status))
 
 
 def open_store(name: str) -> dist.Store:
