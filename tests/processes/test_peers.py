@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from basics.machine import process_namespace
 from processes import peers as peers_module
 from processes.peers import Peers, is_timeout
+from tests.support.workplace import PROJECT_DIR
 
 
 class SlowStore:
@@ -142,3 +144,14 @@ def test_what_other_processes_have_caused(
 def test_an_error_of_nccls_that_is_no_timeout_is_no_hang() -> None:
     assert all(is_timeout(RuntimeError(text)) for text in NCCL2_TIMEOUTS)
     assert not any(is_timeout(RuntimeError(text)) for text in NCCL2_ERRORS)
+
+
+def test_another_container_has_another_process_table() -> None:
+    unshare = ["unshare", "--pid", "--fork"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this system has no namespaces for us")
+    code = "from basics.machine import process_namespace; print(process_namespace())"
+    unshared = subprocess.run([*unshare, sys.executable, "-c", code], capture_output=True,
+                              text=True, cwd=PROJECT_DIR, check=True).stdout.strip()
+    assert unshared != process_namespace()
+    assert unshared.split("/")[0] == process_namespace().split("/")[0]
