@@ -11,7 +11,6 @@ if __name__ == "__main__":  # --help, a mistyped option and a locked run need no
     check_before_torch()
 
 import os
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from typing import Any
@@ -66,7 +65,7 @@ def main() -> None:
             run_worker(agreement, clock)
             leave(0)
         else:
-            sys.exit(launch(__file__, read_command_line(), clock, agreement))
+            leave(launch(__file__, read_command_line(), clock, agreement))
     except AgreedError as error:
         agreement.exit(error)
     except Exception as error:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from basics.errors import UserError, cannot_be_written
 
-TRIES = 10  # to lock what is removed again and again; some file systems show other inodes each time
 WRITER_SECONDS, POLL_SECONDS = 5.0, 0.05  # for the lock on a file that is being written
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
@@ -22,24 +21,28 @@ class NoLocksError(OSError):
     """The file system has no locks, as mounts of object stores and some network file systems."""
 
 
-def lock_directory(directory: Path) -> int:
+def lock_directory(directory: Path, *, is_shared: bool = False) -> int:
     """Lock a directory for this process; the lock ends when the returned descriptor is closed.
 
     A library such as filelock would have to create a file: a launch that is refused writes nothing.
+
+    Args:
+        is_shared: other processes may have a shared lock too.
 
     Raises:
         BlockingIOError: another process holds the lock.
         NoLocksError: the file system has none.
         OSError: the directory is missing or cannot be opened.
     """
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
-        return _lock(directory, os.O_RDONLY)
+        return _lock(directory, os.O_RDONLY, kind)
     except BlockingIOError:
         raise
     except OSError:
         path = directory / LOCK_NAME
     try:
-        return _lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        return _lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, kind)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
@@ -58,17 +61,8 @@ def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterato
         UserError: another process holds it, or it cannot be made.
     """
     try:
-        for tries_left in reversed(range(TRIES)):  # it may be removed meanwhile, with its lock
-            try:
-                directory.mkdir(parents=True, exist_ok=True)
-                descriptor = lock_directory(directory)
-            except FileNotFoundError:
-                if not tries_left:
-                    raise
-                continue
-            if is_lock_of(directory, descriptor) or not tries_left:
-                break
-            os.close(descriptor)
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = lock_directory(directory)
     except BlockingIOError:
         raise UserError(busy) from None
     except OSError as error:
@@ -84,13 +78,6 @@ def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterato
         os.close(descriptor)
 
 
-def is_lock_of(directory: Path, descriptor: int) -> bool:
-    """Return whether an open file is the one that `lock_directory` locks. Raises: OSError."""
-    opened = os.fstat(descriptor)
-    return any(path.exists() and os.path.samestat(path.stat(), opened)
-               for path in (directory, directory / LOCK_NAME))
-
-
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
     """Keep other processes that call this from appending to a file, or replacing it, meanwhile.
@@ -102,8 +89,8 @@ def only_writer(path: Path) -> Iterator[None]:
     with suppress(OSError):
         while descriptor is None and time.monotonic() < until:
             try:
-                descriptor = _lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-                if not is_lock_of(path, descriptor):  # it was replaced before it was locked
+                descriptor = _lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, fcntl.LOCK_EX)
+                if not os.path.samestat(path.stat(), os.fstat(descriptor)):  # replaced meanwhile
                     os.close(descriptor)
                     descriptor = None
             except BlockingIOError:
@@ -115,10 +102,10 @@ def only_writer(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _lock(path: Path, flags: int) -> int:
+def _lock(path: Path, flags: int, kind: int) -> int:
     descriptor = os.open(path, flags, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         raise

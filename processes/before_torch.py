@@ -11,8 +11,8 @@ from typing import NoReturn
 from basics.errors import UserError, exit_status, print_error, print_traceback
 from basics.spinning import limit_spinning
 from processes.command_line import read_command_line
-from processes.heartbeat import announce
-from processes.run_lock import LockedError, end_with_torchrun, lock_run
+from processes.run_lock import LockedError, announce, lock_run
+from processes.signals import end_with_torchrun
 from run_config import load_run
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from basics.errors import describe, one_line
 from basics.failpoints import failpoint
-from processes.run_lock import end_with_parent
+from processes.signals import end_with_parent
 
 PROJECT_DIR = Path(__file__).resolve().parents[1]
 LOWEST, NORMAL = 19, 0  # priorities, as `nice` counts

@@ -46,9 +46,24 @@ class Options:
                               ("--when-done", self.when_done)):
             if command is not None and not command.strip():
                 raise UserError(f"{name} is empty; name a command, or leave it out")
-        self._check_searches()
-        if self.prefetch:
-            self._check_prefetch()
+        search = "--find-max-microbatch"
+        instead = {search: self.find_max_microbatch, "--find-learning-rate":
+                   self.find_learning_rate, "--prefetch": self.prefetch}  # of training
+        of_training = {
+            "CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps, "--fresh": self.fresh,
+            "--after-checkpoint": self.after_checkpoint, "--when-done": self.when_done}
+        of_search = {"--save": self.save, "--memory-limit-gib": self.memory_limit_gib,
+                     "--json": self.json}
+        chosen = [name for name, value in instead.items() if value]
+        for name in filter((of_training | of_search).get, of_training | of_search):
+            if name in of_search and search not in chosen:
+                raise UserError(f"{name} needs {search}; see --help")
+            if name in of_training and chosen:
+                raise UserError(f"{name} cannot be used with {chosen[0]}; see --help")
+        if len(chosen) > 1:
+            raise UserError(f"{chosen[1]} cannot be used with {chosen[0]}; see --help")
+        if self.prefetch and "RANK" in os.environ and "DDP_TRAIN_COMPILES_FOR" not in os.environ:
+            raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
 
     def after_restart(self, began_at: int | None) -> Options:
         """Return the options of processes that torchrun has started again: they resume.
@@ -59,35 +74,6 @@ class Options:
         if began_at is None:
             return self
         return replace(self, fresh=False, checkpoint=None, began_at=began_at)
-
-    def _check_prefetch(self) -> None:
-        _refuse({"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                 "--fresh": self.fresh, "--when-done": self.when_done,
-                 "--after-checkpoint": self.after_checkpoint},
-                "cannot be used with --prefetch")
-        if "RANK" in os.environ and "DDP_TRAIN_COMPILES_FOR" not in os.environ:
-            raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
-
-    def _check_searches(self) -> None:
-        microbatch, rate = "--find-max-microbatch", "--find-learning-rate"
-        search = microbatch if self.find_max_microbatch else rate
-        no_search = {"CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps,
-                     "--fresh": self.fresh, "--prefetch": self.prefetch,
-                     "--after-checkpoint": self.after_checkpoint, "--when-done": self.when_done}
-        if search == microbatch:
-            no_search[rate] = self.find_learning_rate
-        if self.find_max_microbatch or self.find_learning_rate:
-            _refuse(no_search, f"cannot be used with {search}")
-        if not self.find_max_microbatch:
-            _refuse({"--save": self.save, "--memory-limit-gib": self.memory_limit_gib,
-                     "--json": self.json},
-                    f"needs {microbatch}")
-
-
-def _refuse(options: dict[str, Any], reason: str) -> None:
-    for name, value in options.items():
-        if value:
-            raise UserError(f"{name} {reason}; see --help")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

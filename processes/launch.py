@@ -22,7 +22,7 @@ import torch.distributed as dist
 from basics.errors import UserError, print_error, print_line
 from basics.machine import cuda_problem, num_cpu_cores
 from basics.memory_meters import peak_gib
-from processes.stop_signals import torchrun_signals
+from processes.signals import torchrun_signals
 from run_config import Precision, TrainConfig
 
 # The others wait for rank 0 while it validates and saves, however long that takes.
@@ -180,10 +180,7 @@ def nccl_in_use(device: torch.device) -> str:
 
 @contextmanager
 def long_waits(process: Process) -> Iterator[dist.ProcessGroup | None]:
-    """Yield a gloo group for waits longer than the collective timeout. Every rank.
-
-    Yields None where there are no other processes, or no process group.
-    """
+    """Yield such a second group, also in a trial; None without other processes. Every rank."""
     if process.world_size == 1 or not dist.is_initialized():
         yield None
         return
@@ -248,22 +245,18 @@ def share_cpu_cores(process: Process) -> None:
 def machine_facts(process: Process, precision: Precision | None) -> dict[str, Any]:
     """Return the hardware and versions that a run uses, and the peak memory of this process."""
     return {
-        "device": device_name(process),
-        "device_type": process.device.type,
-        "processes": process.world_size,
-        "cpu_cores": num_cpu_cores(),
-        "precision": precision,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "peak_memory_gib": peak_gib(process.device),
+        "device": device_name(process), "device_type": process.device.type,
+        "processes": process.world_size, "cpu_cores": num_cpu_cores(), "precision": precision,
+        "torch": torch.__version__, "python": platform.python_version(),
+        "platform": platform.platform(), "peak_memory_gib": peak_gib(process.device),
     }
 
 
 def device_name(process: Process) -> str:
     """Return the name of a process's GPU or CPU."""
-    on_gpu = process.device.type == "cuda"
-    return torch.cuda.get_device_name(process.device) if on_gpu else _cpu_name()
+    if process.device.type == "cuda":
+        return torch.cuda.get_device_name(process.device)
+    return torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
 
 
 def gpu_uuids(process: Process) -> list[str]:
@@ -275,7 +268,3 @@ def gpu_uuids(process: Process) -> list[str]:
         return []
     return [f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
             for local_rank in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))]
-
-
-def _cpu_name() -> str:
-    return torch.cpu.get_capabilities().get("cpu_name") or platform.machine()

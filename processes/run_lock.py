@@ -1,92 +1,69 @@
-"""The lock on a run directory: one launch at a time trains a run. Needs no torch.
+"""One launch at a time trains a run: its lock and its heartbeat file. Needs no torch.
 
 The kernel ties a lock to an open file, and releases it when the process that has it open ends,
-however it ends. Two files of a run are locked:
+however it ends. A launch begins with an exclusive lock on the run directory, and turns it into a
+shared one: of the process that becomes torchrun until its end, and of rank 0, its child, until its
+own. Under a torchrun of the user's own rank 0 alone has it. After a kill of torchrun, rank 0 may
+still save for some seconds, so a launch waits for the lock where the parent of the process with the
+heartbeat is gone, or nothing is known of it yet.
 
-- the run directory, by the process that writes there: rank 0, and before it the process that
-  becomes torchrun, while it prepares the run. After a kill of torchrun, rank 0 may still save for
-  some seconds, so a launch waits for this lock. The processes of a run end with their torchrun: the
-  kernel sends them SIGTERM, and one that starts after its torchrun's end exits by itself;
-- `train.json`, by the process that becomes torchrun, until its end: so a second launch is refused
-  at once, and nobody takes the run between its preparation and rank 0's start. Rank 0 under a
-  torchrun of the user's own only looks whether it is locked.
-
-Where the file system has no locks, or each machine its own, `processes/heartbeat.py` decides.
+The heartbeat file says what all launches have taken until then, so that the next one counts the
+time of one that was killed. Where the file system has no locks, or each machine its own, it also
+decides who trains: a launch is refused while the heartbeat of another process changes. Unlike a
+lock this does not hold a process that is stopped for longer than it is waited for, nor two machines
+that see each other's files late: so a line says that there is no lock.
 """
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import errno
 import fcntl
 import os
-import signal
 import socket
-import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from basics.directory_lock import LOCK_NAME, NoLocksError, lock_directory
+from basics.directory_lock import NoLocksError, lock_directory
 from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, print_line
-from basics.failpoints import failpoint
-from processes.deadlines import Deadlines
-from processes.heartbeat import claim, read_heartbeat, trained_elsewhere
+from basics.files import read_regular_file, write_atomically
+from basics.json_files import found_object, to_json
+from basics.machine import seconds_since_process_start
+from processes.signals import Deadlines
 
-PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
-ASK_SECONDS = 2.0  # for torchrun's store to answer
-POLL_SECONDS = 0.1  # between two tries to lock
+HEARTBEAT, SUMMARY = "heartbeat.json", "summary.json"
+POLL_SECONDS = 0.1  # between two tries to lock, and two looks at a heartbeat
 TOLD_AFTER_SECONDS = 0.5  # a process that has just been killed keeps its files for a moment
-LAUNCH = "DDP_TRAIN_LAUNCH"  # environment variable: the process that has locked `train.json`
-_of_launch: list[int] = []  # `train.json`, locked by the process that becomes torchrun
-_of_writer: list[int] = []  # the run directory, locked by the process that writes there
+MISSED = 3  # heartbeats that a living process may miss
+SETTLING_SECONDS = 1.0  # between a first heartbeat and the look whether another launch has begun
+STARTUP_SECONDS = 1.0  # between two heartbeats before the watchdog writes them
+COUNTED_SECONDS = 60.0  # a launch that ended by itself before is not counted
+RECENT_SECONDS = 120.0  # an older heartbeat is that of a process that was killed
+MAX_SECONDS = 1e12
+# Environment variables for the processes of a launch: its first process, which holds the lock, and
+# the seconds of all launches before it.
+LAUNCH, EARLIER = "DDP_TRAIN_LAUNCH", "DDP_TRAIN_EARLIER_SECONDS"
+_locks: list[int] = []
+_parent = 0  # of this process when it asked for the lock; a process that loses it ends soon
+_seconds: Callable[[], float] = float  # returns those of all launches until now
+_beginning: list[_Beginning] = []  # of the launch that this process has begun, if any
 
 
 class LockedError(UserError):
     """The run directory is locked by another process, or cannot be written to."""
 
 
-def end_with_parent(parent: int | None = None) -> None:
-    """Have the system send SIGTERM to this process when its parent dies. Linux only.
-
-    Args:
-        parent: its process id, if known from before: where it is gone, the signal comes now.
-    """
-    if sys.platform == "linux":
-        parent = parent or os.getppid()
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def end_with_torchrun() -> None:
-    """End this process, which torchrun has started, when torchrun dies, or if it is dead already.
-
-    One that asks only after torchrun's death gets no signal, and its new parent tells nothing: in a
-    container torchrun itself may have the id 1.
-    """
-    failpoint("worker")
-    end_with_parent()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    # torchrun holds its store's socket to its end.
-    with suppress(OSError, LookupError, ValueError, OverflowError):
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        try:
-            socket.create_connection(address, timeout=ASK_SECONDS).close()
-        except ConnectionRefusedError:
-            sys.exit(128 + signal.SIGTERM)
-
-
 def lock_run(run_dir: Path) -> None:
     """Lock a run directory until `release_run` or the end of this process, however it ends.
 
     Called before anything is written there, by rank 0 and by the process that becomes torchrun.
-    Commands that only read need no lock. It waits for the processes of a launch whose torchrun is
-    gone: they are about to end.
+    Commands that only read need no lock.
 
     Raises:
         LockedError: another launch trains the run, or the directory cannot be written to.
@@ -95,13 +72,17 @@ def lock_run(run_dir: Path) -> None:
         for path in (run_dir, run_dir / "checkpoints"):
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        if os.environ.get(LAUNCH) != str(os.getppid()):
-            _lock_launch(run_dir)
         try:
-            _of_writer.append(_wait_for_lock(run_dir))
-            beat = trained_elsewhere(run_dir)
+            _lock(run_dir)
+            beat = _other_heartbeat(run_dir, is_locked=True)
         except NoLocksError:
-            beat = claim(run_dir)
+            print_line(f"warning: {run_dir}: its file system has no locks; only the heartbeat tells"
+                       " whether another launch trains this run")
+            if not (beat := _other_heartbeat(run_dir, is_locked=False)):
+                announce(run_dir)
+                time.sleep(SETTLING_SECONDS)
+                found = read_heartbeat(run_dir)
+                beat = {} if _is_ours(found) else found
         if beat:
             raise _locked(run_dir, beat)
     except LockedError:
@@ -114,30 +95,22 @@ def lock_run(run_dir: Path) -> None:
                           FAILED if error.errno in TRANSIENT else BAD_INPUT) from None
 
 
-def _lock_launch(run_dir: Path) -> None:
-    """Lock `train.json`, where the file system can. Raises: LockedError."""
-    with suppress(OSError):
-        path = run_dir / "train.json"  # NFS locks only files that are open for writing
-        flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
-        _of_launch.append(os.open(path, flags))
-        try:
-            fcntl.flock(_of_launch[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _locked(run_dir, read_heartbeat(run_dir)) from None
-    if "RANK" in os.environ:  # a process that has lost its torchrun must not refuse a launch
-        while _of_launch:
-            os.close(_of_launch.pop())
-
-
-def _wait_for_lock(run_dir: Path) -> int:
-    """Return the open file with the lock on the run directory. Raises: LockedError, OSError."""
+def _lock(run_dir: Path) -> None:
+    """Wait for the lock for as long as processes without torchrun may save."""
+    global _parent
+    _parent = os.getppid()
+    is_child = os.environ.get(LAUNCH) == str(_parent)
     began, has_told = time.monotonic(), False
     while True:
-        try:
-            return lock_directory(run_dir)
-        except BlockingIOError:
-            waited, beat = time.monotonic() - began, read_heartbeat(run_dir)
-        if waited > Deadlines.read().orphans:
+        with suppress(BlockingIOError):
+            descriptor = lock_directory(run_dir, is_shared=is_child)
+            # Rank 0 is to have it too. Another launch may come in between: then it has the run.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _locks.append(descriptor)
+            os.environ[LAUNCH] = str(os.getpid())
+            return
+        waited, beat = time.monotonic() - began, read_heartbeat(run_dir)
+        if waited > Deadlines.read().orphans or _is_healthy(beat):
             raise _locked(run_dir, beat)
         if waited > TOLD_AFTER_SECONDS and not has_told:
             has_told = True
@@ -152,35 +125,168 @@ def _locked(run_dir: Path, beat: dict[str, Any]) -> LockedError:
 
 def _name(beat: dict[str, Any]) -> str:
     """Name the process of a heartbeat, unless it is known to have ended."""
-    with suppress(TypeError, OverflowError):
-        if beat and (beat["host"] != socket.gethostname() or psutil.pid_exists(beat["pid"])):
-            return f": process {beat['pid']} on {beat['host']}, last heartbeat {beat['time']}"
+    if beat and (beat["host"] != socket.gethostname() or _is_running(beat["pid"])):
+        return f": process {beat['pid']} on {beat['host']}, last heartbeat {beat['time']}"
     return ", which has just begun"
 
 
-def hand_over() -> None:
-    """Leave the lock on the run directory to rank 0, which torchrun starts now."""
-    os.environ[LAUNCH] = str(os.getpid())
-    while _of_writer:
-        os.close(_of_writer.pop())
+def _is_healthy(beat: dict[str, Any]) -> bool:
+    """Return whether a process of this machine and its parent run, so that it will not end soon."""
+    return beat.get("host") == socket.gethostname() and (
+        _is_running(beat["pid"]) and _is_running(beat.get("parent")))
+
+
+def _is_running(pid: Any) -> bool:
+    with suppress(TypeError, ValueError, OverflowError, psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def release_run() -> None:
-    """Release the locks of this process, if it holds any."""
-    for descriptors in (_of_writer, _of_launch):
-        while descriptors:
-            os.close(descriptors.pop())
+    """Release the lock of this process, if it holds one."""
+    while _locks:
+        os.close(_locks.pop())
+    if os.environ.get(LAUNCH) == str(os.getpid()):
+        del os.environ[LAUNCH]
 
 
 def trained_by(run_dir: Path) -> int | None:
-    """Return a process of this machine that holds a run's lock; None without one, or not known."""
+    """Return the process of this machine that trains a run, by its heartbeat; None without one."""
+    beat = read_heartbeat(run_dir)
+    is_here = beat.get("host") == socket.gethostname() and _is_running(beat["pid"])
+    return beat["pid"] if is_here else None
+
+
+def write_heartbeat(path: Path, *, phase: str, step: int | None) -> str:
+    """Show that the run makes progress, to people and to other launches; return what is written."""
+    text = to_json({
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "phase": phase,
+        "global_step": step, "seconds": round(_seconds(), 3), "pid": os.getpid(),
+        "parent": _parent, "host": socket.gethostname()}) + "\n"
+    write_atomically(path, text)
+    return text
+
+
+def read_heartbeat(run_dir: Path) -> dict[str, Any]:
+    """Return the last heartbeat; empty if there is none that can be read."""
+    beat = found_object(run_dir / HEARTBEAT)
+    keys = ("pid", "host", "time")
+    return beat if all(type(beat.get(key)) in (str, int) for key in keys) else {}
+
+
+def _other_heartbeat(run_dir: Path, *, is_locked: bool) -> dict[str, Any]:
+    """Return the heartbeat of another launch if it changes within the time of a few; else empty.
+
+    A lock says enough of this machine's processes. Some mounts, of object stores for one, lock each
+    machine's files by themselves: it says nothing of the others.
+    """
+    first, beat = _text(run_dir), read_heartbeat(run_dir)
+    if not beat or _is_ours(beat):
+        return {}
     with suppress(OSError):
-        found = [path.stat() for path in (run_dir / "train.json", run_dir, run_dir / LOCK_NAME)
-                 if path.exists()]
-        places = {f"{os.major(each.st_dev):02x}:{os.minor(each.st_dev):02x}:{each.st_ino}"
-                  for each in found}
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, *_, pid, place, _, _ = line.split()
-            if kind == "FLOCK" and place in places:
-                return int(pid)
-    return None
+        age = abs(time.time() - (run_dir / HEARTBEAT).stat().st_mtime)
+        if is_locked and (beat["host"] == socket.gethostname() or age > RECENT_SECONDS):
+            return {}
+    seconds = MISSED * Deadlines.read().heartbeat
+    print_line(f"{run_dir}: waiting {seconds:g} s whether the heartbeat of process {beat['pid']} on"
+               f" {beat['host']} goes on")
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if (text := _text(run_dir)) and text != first:  # empty while it is written in place
+            return read_heartbeat(run_dir)
+        time.sleep(POLL_SECONDS)
+    return {}
+
+
+def _is_ours(beat: dict[str, Any]) -> bool:
+    """Return whether a heartbeat is of this launch, which the parent of this process prepared."""
+    return beat.get("host") == socket.gethostname() and (
+        beat.get("pid") in (os.getpid(), os.getppid()))
+
+
+def announce(run_dir: Path) -> None:
+    """Write the heartbeat of a launch from its start on, until rank 0's watchdog does.
+
+    The process that starts torchrun does it for its children, but for those of a restart.
+    """
+    is_begun = EARLIER in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    is_odd = os.path.lexists(run_dir / HEARTBEAT) and not _text(run_dir)  # refused later
+    if not (_beginning or is_begun or is_odd):
+        with suppress(OSError):  # a full disk is reported by what needs it more
+            os.environ[EARLIER] = str(max(_seconds_in(run_dir / HEARTBEAT),
+                                          _seconds_in(run_dir / SUMMARY)))
+            count_by(lambda: seconds_before() + seconds_since_process_start())
+            _beginning.append(_Beginning(run_dir))
+            _beginning[0].start()
+            atexit.register(withdraw)
+
+
+def count_by(seconds: Callable[[], float]) -> None:
+    """Have the heartbeats tell the seconds of all launches by the run's clock."""
+    global _seconds
+    _seconds = seconds
+
+
+def seconds_before() -> float:
+    """Return what earlier launches had taken, by their heartbeat or summary, when this began."""
+    return float(os.environ.get(EARLIER, 0.0))
+
+
+def _seconds_in(path: Path) -> float:
+    """Return the seconds that a heartbeat or a summary tells; 0 if it cannot be read."""
+    try:
+        seconds = found_object(path)["seconds"]
+        total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
+        return float(total) if 0 <= total <= MAX_SECONDS else 0.0
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return 0.0
+
+
+def withdraw() -> None:
+    """Take this process's heartbeat back, unless the launch has taken long enough to be counted.
+
+    A launch that ends within a minute, before it trains, leaves nothing behind.
+    """
+    while _beginning:
+        _beginning.pop().end()
+    os.environ.pop(EARLIER, None)
+
+
+class _Beginning(threading.Thread):
+    """Renews the heartbeat until rank 0's watchdog, here or in a child, writes it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._run_dir, self._is_over, self._began = run_dir, threading.Event(), time.monotonic()
+        self._before, self._own = _text(run_dir), self._write()
+
+    def run(self) -> None:
+        while not self._is_over.wait(min(STARTUP_SECONDS, Deadlines.read().heartbeat)):
+            if _text(self._run_dir) != self._own:
+                return
+            with suppress(OSError):
+                self._own = self._write()
+
+    def end(self) -> None:
+        """Stop, and leave what is right for a launch that ends by itself before it trains."""
+        self._is_over.set()
+        self.join()
+        path = self._run_dir / HEARTBEAT
+        with suppress(OSError):
+            if _text(self._run_dir) != self._own:
+                return
+            if time.monotonic() > self._began + COUNTED_SECONDS:
+                self._write()
+            elif self._before:  # it alone may tell what a launch has taken
+                write_atomically(path, self._before)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _write(self) -> str:
+        return write_heartbeat(self._run_dir / HEARTBEAT, phase="startup", step=None)
+
+
+def _text(run_dir: Path) -> str:
+    with suppress(OSError):
+        return read_regular_file(run_dir / HEARTBEAT)
+    return ""

@@ -8,20 +8,13 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from basics.errors import (
-    BAD_INPUT,
-    FAILED,
-    UserError,
-    describe,
-    drop_unwritable_output,
-    print_error,
-)
-from processes.deadlines import Deadlines
-from processes.heartbeat import withdraw
+from basics.errors import FAILED, UserError, describe, drop_unwritable_output, print_error
+from processes.run_lock import withdraw
+from processes.signals import Deadlines
 
 # Downloading a dataset of 20 GiB over a slow line may take long, before the first collective.
 STARTUP_TIMEOUT = timedelta(days=2)
@@ -75,16 +68,17 @@ class Agreement:
             AgreedError: on every rank, the error of the lowest rank that has one.
         """
         result: T | Any = None
-        failure = ""
+        failure = ""  # a status and a reason
         try:
             result = work()
         except UserError as error:
             failure = f"{error.status} {error}"
         except BaseException as error:  # whatever it is, the others must not wait for this process
-            self._publish(
-                step, f"{FAILED} rank {self._rank} failed: {describe(error)}")
+            self._publish(step, f"{FAILED} rank {self._rank} failed: {describe(error)}")
             raise
-        self._raise_if_any(step, failure)
+        status, _, reason = next(filter(None, self.gather(step, failure)), "").partition(" ")
+        if reason:
+            raise AgreedError(reason, int(status))
         return result
 
     def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
@@ -102,9 +96,13 @@ class Agreement:
             AgreedError: one differs from rank 0, so that they would not train the same run.
         """
         expected = self.from_rank_0(step, lambda: repr(value))
-        self._raise_if_any(f"{step}/same", "" if expected == repr(value) else (
-            f"{BAD_INPUT} rank {self._rank} reads another run than rank 0; make its configs,"
-            " dataset and checkpoints the same"))
+
+        def compare() -> None:
+            if repr(value) != expected:
+                raise UserError(f"rank {self._rank} reads another run than rank 0; make its"
+                                " configs, dataset and checkpoints the same")
+
+        self.run(f"{step}/same", compare)
 
     def gather(self, step: str, text: str) -> list[str]:
         """Return every process's text, in the order of the ranks. Waits for all. Every rank."""
@@ -116,19 +114,26 @@ class Agreement:
     def record_training_began(self, first_step: int) -> None:
         """Record the launch's first step for processes that torchrun may start later."""
         if self._rank == 0:
-            self._root_of_all_launches().compare_set(TRAINING_BEGAN, "", str(first_step))
+            self._store_of_all_launches().compare_set(TRAINING_BEGAN, "", str(first_step))
 
     def step_before_restart(self) -> int | None:
         """Return where the launch began to train; None before that. Every rank.
 
         That is known in processes that torchrun has started after others, which had trained.
         """
-        began_at = self.from_rank_0("step before restart", self._read_began_at)
-        return int(began_at) if began_at else None
+        def began_at() -> str:
+            store = self._store_of_all_launches()
+            return store.get(TRAINING_BEGAN).decode() if store.check([TRAINING_BEGAN]) else ""
 
-    def _read_began_at(self) -> str:
-        store = self._root_of_all_launches()
-        return store.get(TRAINING_BEGAN).decode() if store.check([TRAINING_BEGAN]) else ""
+        found = self.from_rank_0("step before restart", began_at)
+        return int(found) if found else None
+
+    def _store_of_all_launches(self) -> dist.Store:
+        """Return the store without the prefix that torchrun uses for one attempt."""
+        store = self._open_root()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return store
 
     def exit(self, error: UserError) -> NoReturn:
         """Exit; rank 0 prints the error, and the others wait for that. Every rank.
@@ -145,19 +150,6 @@ class Agreement:
         # A path on the command line may hold bytes that are no UTF-8.
         self._store.set(f"{step}/{self._rank}", text.encode(  # type: ignore[arg-type]
             "utf-8", "backslashreplace"))
-
-    def _raise_if_any(self, step: str, failure: str) -> None:
-        """Raise the lowest rank's failure, a status and a reason, if there is one. Every rank."""
-        status, _, reason = next(filter(None, self.gather(step, failure)), "").partition(" ")
-        if reason:
-            raise AgreedError(reason, int(status))
-
-    def _root_of_all_launches(self) -> dist.Store:
-        """Return the store without the prefix that torchrun uses for one attempt."""
-        store = self._open_root()
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        return store
 
 
 def open_store(name: str) -> dist.Store:
@@ -183,36 +175,26 @@ def _agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
         TimeoutError: a process ended before all had begun.
     """
     store.set_timeout(timedelta(seconds=BEGIN_SECONDS))
-    nonce, until = uuid.uuid4().hex, time.monotonic() + BEGIN_SECONDS
-    if rank != 0:
-        store.set(f"nonce/{rank}", nonce)
-        return _wait_for_echo(store, rank, nonce, until=until)
-    ranks = range(1, world_size)
-    while _is_time_left(until):
-        nonces = [store.get(f"nonce/{other}").decode() for other in ranks]
-        name = hashlib.blake2b(" ".join([nonce, *nonces]).encode(), digest_size=12).hexdigest()
-        store.set("echo", " ".join([name, *nonces]))
-        for _ in range(20):
-            if all(store.check([f"{name}/{other}"]) for other in ranks):
-                store.set(f"{name}/agreed", "")
-                return name
+    nonce, others, until = uuid.uuid4().hex, range(1, world_size), time.monotonic() + BEGIN_SECONDS
+    store.set(f"nonce/{rank}", nonce)
+    while time.monotonic() < until:
+        if rank == 0:
+            nonces = [store.get(f"nonce/{other}").decode() for other in others]  # waits for each
+            name = hashlib.blake2b(" ".join([nonce, *nonces]).encode(), digest_size=12).hexdigest()
+            store.set("echo", " ".join([name, *nonces]))
+            for _ in range(20):
+                if all(store.check([f"{name}/{other}"]) for other in others):
+                    store.set(f"{name}/agreed", "")
+                    return name
+                time.sleep(0.01)
+        else:
+            name, *nonces = store.get("echo").decode().split()  # waits until rank 0 has set it
+            if nonces[rank - 1 : rank] == [nonce]:
+                store.set(f"{name}/{rank}", "")
+                if store.check([f"{name}/agreed"]):
+                    return name
             time.sleep(0.01)
-
-
-def _wait_for_echo(store: dist.Store, rank: int, nonce: str, *, until: float) -> str:
-    while _is_time_left(until):
-        name, *nonces = store.get("echo").decode().split()  # waits until rank 0 has set it
-        if nonces[rank - 1 : rank] == [nonce]:
-            store.set(f"{name}/{rank}", "")
-            if store.check([f"{name}/agreed"]):
-                return name
-        time.sleep(0.01)
-
-
-def _is_time_left(until: float) -> Literal[True]:
-    if time.monotonic() > until:
-        raise TimeoutError("not all processes began")
-    return True
+    raise TimeoutError("not all processes began")
 
 
 def leave(status: int) -> NoReturn:

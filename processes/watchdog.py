@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,18 +28,15 @@ from basics.errors import (
 )
 from basics.failpoints import failpoint
 from basics.out_of_memory import is_out_of_gpu_memory
-from processes.deadlines import Deadlines
-from processes.heartbeat import write_heartbeat
 from processes.launch import Process, end_torchrun, spans_nodes
-from processes.peers import Peers, PeerStore, is_timeout
+from processes.peers import Peers, is_timeout
+from processes.run_lock import write_heartbeat
+from processes.signals import Deadlines, StopSignals
 from processes.startup_agreement import AgreedError
-from processes.stop_signals import StopSignals
 
 NEVER = float("inf")
 SMALLER = ("; set a smaller microbatch_size (global_batch_size keeps the batch), or head_chunks 8"
            " (--find-max-microbatch measures what fits)")
-
-Item = TypeVar("Item")
 
 
 class Watchdog(AbstractContextManager):
@@ -58,14 +55,15 @@ class Watchdog(AbstractContextManager):
         self.process, self.deadlines = process, Deadlines.read()
         self.stop_signal = 0
         self.before_exit: Callable[[str, str], None] = lambda status, reason: None
-        self._store = PeerStore(store, timeout_seconds=self.deadlines.store)
-        self._peers = Peers(process.rank, process.world_size, self._store)
+        self._peers = Peers(process.rank, process.world_size, store,
+                            timeout_seconds=self.deadlines.store)
         self._phase = phase
         self._heartbeat_path: Path | None = None
         self._step: int | None = None  # once it trains
         self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step
-        self._is_suspended = self._has_dumped = self._has_reported = self._has_hung_up = False
+        self._is_suspended = self._is_silent = self._has_hung_up = False
+        self._has_dumped = self._has_reported = False
         self._stopped_at, self.stop_by, self._fail_by, self._publish_at = -NEVER, NEVER, NEVER, 0.0
         self._exiting, self._done = threading.Lock(), threading.Event()
 
@@ -80,7 +78,6 @@ class Watchdog(AbstractContextManager):
         """Start watching the others, and handle stop signals. Call it in the main thread."""
         self._peers.announce()
         self._signals = StopSignals()
-        self._publish_heartbeat()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -114,14 +111,14 @@ class Watchdog(AbstractContextManager):
 
     def stop(self) -> None:
         """Stop watching: this process is done."""
-        self._peers.announce_exit()
+        self._peers.publish(is_done=True)
         while self.stop_signal and spans_nodes() and self._peers.is_working(0):
             time.sleep(self.deadlines.tick)  # until rank 0 has saved, or the deadline
         self._done.set()
         self._signals.wake()
         self._thread.join()
         self._signals.release()
-        self._store.close()
+        self._peers.close()
         self.before_exit = lambda status, reason: None  # else it would keep the model in memory
         if self.process.is_main and self._heartbeat_path:
             self._heartbeat_path.unlink(missing_ok=True)
@@ -130,21 +127,19 @@ class Watchdog(AbstractContextManager):
 
     def fail(self, error: BaseException) -> NoReturn:
         """Exit because of an error; one rank prints one line for the whole run."""
-        if self._peers.caused(error):
-            self._fail_after_peers(error)
-        # Others can have the same text: CUDA also allocates memory of the machine.
-        if not isinstance(error, UserError | torch.OutOfMemoryError):
-            print_traceback(error)
-        advice = SMALLER if is_out_of_gpu_memory(error) else ""
-        self._exit(exit_status(error), f"failed {self._position()}: {describe(error)}{advice}")
-
-    def _fail_after_peers(self, error: BaseException) -> NoReturn:
-        """Exit because a collective failed: another rank has the cause, and will report it."""
+        if not self._peers.caused(error):
+            # Others can have the same text: CUDA also allocates memory of the machine.
+            if not isinstance(error, UserError | torch.OutOfMemoryError):
+                print_traceback(error)
+            advice = SMALLER if is_out_of_gpu_memory(error) else ""
+            self._exit(exit_status(error), f"failed {self._position()}: {describe(error)}{advice}")
         if is_timeout(error):
             self._is_suspended = True  # a rank that waited for so long is not the one that hangs
             self._diagnose_hang(f"no answer within the collective timeout: {describe(error)}")
-        self._wait_for_failure()
-        if self.stop_signal and self._store.is_up and not self._has_failure():
+        for _ in range(40):  # for 8 ticks: the rank with the cause records it
+            if self._peers.is_up and not self._peers.get("failure"):
+                time.sleep(self.deadlines.tick / 5)
+        if self.stop_signal and self._peers.is_up and not self._peers.get("failure"):
             self._exit_for_signal()  # as the others have
         self._exit(FAILED, f"lost the others {self._position()}: {describe(error)}")
 
@@ -169,21 +164,12 @@ class Watchdog(AbstractContextManager):
     def _record_failure(self, status: int, reason: str) -> tuple[int, str]:
         """Record and print why the run fails; the first recorded failure wins and is returned."""
         own = f"{status} {self.process.rank} {reason}"
-        first = self._store.set_if_missing("failure", own)  # its own again if the store is down
+        first = self._peers.set_if_missing("failure", own)  # its own again if the store is down
         if first == own and not self._has_reported:
             self._has_reported = True
             print_error(f"Error: {one_line(reason)}")
         first_status, _, first_reason = first.split(" ", 2)
         return int(first_status), first_reason
-
-    def _has_failure(self) -> bool:
-        return self._store.has("failure")
-
-    def _wait_for_failure(self) -> None:
-        """Wait up to 8 ticks until the rank with the cause has recorded it."""
-        for _ in range(40):
-            if self._store.is_up and not self._has_failure():
-                time.sleep(self.deadlines.tick / 5)
 
     def _watch(self) -> None:
         try:
@@ -191,10 +177,7 @@ class Watchdog(AbstractContextManager):
                 failpoint("watch")
                 for number in self._signals.wait(self.deadlines.tick):
                     self._receive(number)
-                self._check_peers()
-                self._check_deadlines()
-                self._check_progress()
-                self._publish_heartbeat()
+                self._check()
         except BaseException as error:  # without this thread nothing would end a hang
             print_traceback(error)
             self._exit(FAILED, f"failed in its watchdog {self._position()}: {describe(error)}")
@@ -209,8 +192,8 @@ class Watchdog(AbstractContextManager):
         if is_second:
             os._exit(128 + number)
         if self._step is None:
-            self._check_peers()  # where one has died, torchrun ends the others with this signal
-        if self._has_failure():
+            self._check_others()  # where one has died, torchrun ends the rest with this signal
+        if self._peers.get("failure"):
             self._exit(FAILED, "was stopped")
         self._request_stop(number)
 
@@ -218,50 +201,56 @@ class Watchdog(AbstractContextManager):
         """Note a stop signal that any process has received, if this one does not know of it."""
         if not self.stop_signal:
             self._stopped_at, self.stop_signal = time.monotonic(), number
-            self.stop_by = self._stopped_at + self.deadlines.after_signal(
-                is_main=self.process.is_main)
+            self.stop_by = self._stopped_at + (
+                self.deadlines.stop if self.process.is_main else self.deadlines.others_stop)
 
     def _request_stop(self, number: int) -> None:
         self.note_stop(number)
-        self._store.set("stop", str(number))
+        self._peers.set("stop", str(number))
         if self._step is None:  # nothing is trained yet, so there is nothing to save
             self._exit_for_signal()
 
-    def _check_peers(self) -> None:
-        if not self.stop_signal and self._store.has("stop"):
-            self._request_stop(int(self._store.get("stop") or signal.SIGTERM))
-        if self._store.has("hang"):
-            self._dump_stacks()
-        for rank in self._peers.find_dead():
+    def _check_others(self) -> None:
+        """Look for a stop signal that another process has received, and for those that are gone."""
+        dead = self._peers.find_dead()  # first: one that tells of a signal may end at once
+        if not self.stop_signal and (number := self._peers.get("stop")):
+            self._request_stop(int(number))
+        for rank in dead:
             self._record_failure(
                 FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed")
-        if self._fail_by == NEVER and self._has_failure():
-            self._fail_by = time.monotonic() + self.deadlines.failure_grace
 
-    def _check_deadlines(self) -> None:
+    def _check(self) -> None:
+        """Look for what the others have met, for deadlines and hangs; publish a heartbeat."""
+        self._check_others()
+        if self._peers.get("hang"):
+            self._dump_stacks()
         now = time.monotonic()
+        if self._fail_by == NEVER and self._peers.get("failure"):
+            self._fail_by = now + self.deadlines.failure_grace
         if now > self._fail_by:
             self._exit(FAILED, "exits because another rank has failed")
         if now > self.stop_by:
             self._exit_for_signal()
-
-    def _check_progress(self) -> None:
-        silence = time.monotonic() - self._last_heartbeat
+        silence = now - self._last_heartbeat
+        if silence > self._lost_seconds and not self._peers.is_up:  # do the others still work?
+            self._exit(FAILED, f"lost the others {self._position()}: torchrun's store is down")
         is_silent = silence > self._hang_seconds
         if is_silent and not self._is_suspended:
             self._diagnose_hang(f"no heartbeat for {silence:.0f} s")
-        if silence > self._lost_seconds and not self._store.is_up:  # do the others still work?
-            self._exit(FAILED, f"lost the others {self._position()}: torchrun's store is down")
-        if self._peers.all_silent(is_silent):
+        if is_silent != self._is_silent:
+            self._is_silent = is_silent
+            self._peers.publish(is_silent=is_silent)
+        if is_silent and self._peers.all_silent():
             self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
+        if now >= self._publish_at:
+            self._publish_heartbeat(now)
 
     def _diagnose_hang(self, symptom: str) -> NoReturn:
         """Find the hung ranks: every rank publishes its progress and dumps its stacks."""
-        self._store.set("hang")
+        self._peers.set("hang", "1")
         self._dump_stacks()
         time.sleep(4 * self.deadlines.tick)
-        hung = self._peers.find_hung()
-        ranks = " and ".join(map(str, hung))
+        ranks = " and ".join(map(str, self._peers.find_hung()))
         self._record_failure(HANG, f"rank {ranks} hung {self._position()}: {symptom}")
         self._exit(HANG, "hung")
 
@@ -272,21 +261,20 @@ class Watchdog(AbstractContextManager):
             with suppress(OSError):  # stderr may be a log on a full disk
                 print_stacks(f"rank {self.process.rank} {self._position()}, its stacks:\n")
             step = -1 if self._step is None else self._step  # before the first step
-            self._peers.publish_progress(
-                None if self._is_suspended else (step, self._num_heartbeats))
+            self._peers.publish(
+                progress=None if self._is_suspended else [step, self._num_heartbeats])
 
-    def _publish_heartbeat(self) -> None:
-        """Publish a heartbeat if one is due, and look for those of the other machines."""
-        now = time.monotonic()
-        if now < self._publish_at:
-            return
+    def _publish_heartbeat(self, now: float) -> None:
+        """Show that this machine can be reached, and look for those that cannot."""
         self._publish_at = now + self.deadlines.heartbeat
-        self._peers.heartbeat()
-        if self._store.is_up and self.process.world_size > 1:
+        self._peers.publish(at=now)
+        if self.process.world_size > 1:
             timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
             for rank in self._peers.find_lost(now, timeout_seconds):
-                self._record_failure(FAILED, f"rank {rank} is lost {self._position()}: its machine"
-                                             f" has not answered for {timeout_seconds:.0f} s")
+                if self._peers.is_up:
+                    self._record_failure(
+                        FAILED, f"rank {rank} is lost {self._position()}: its machine"
+                                f" has not answered for {timeout_seconds:.0f} s")
         if self.process.is_main and self._heartbeat_path:
             with suppress(OSError):  # a full disk is reported by what needs it more
                 write_heartbeat(self._heartbeat_path, phase=self._phase(), step=self._step)

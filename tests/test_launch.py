@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,9 +112,9 @@ def test_the_tools_own_parser_accepts_the_file(tool: str) -> None:
     assert result.returncode == 0 and result.stdout.strip() == "ddp-train", result.stderr
 
 
-@pytest.fixture
-def stopped_at_time_limit(machine: tuple[Workplace, dict[str, str]]) -> Iterator[subprocess.Popen]:
-    """A Slurm job that Slurm has told that its time ends, during the training."""
+def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(
+    machine: tuple[Workplace, dict[str, str]]
+) -> None:
     workplace, environment = machine
     environment |= {
         "SLURM_SUBMIT_DIR": str(workplace.root), "SLURM_JOB_NODELIST": "localhost",
@@ -124,16 +123,8 @@ def stopped_at_time_limit(machine: tuple[Workplace, dict[str, str]]) -> Iterator
     process = subprocess.Popen(["bash", workplace.root / "launch/slurm.sbatch", "tiny"],
                                env=environment, cwd=workplace.root)
     wait_for(workplace.runs_dir / "tiny/checkpoints/latest")
-    process.send_signal(signal.SIGUSR1)
-    yield process
-    process.wait()
-
-
-def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(
-    machine: tuple[Workplace, dict[str, str]], stopped_at_time_limit: subprocess.Popen
-) -> None:
-    workplace, environment = machine
-    assert stopped_at_time_limit.wait(timeout=100) != 0
+    process.send_signal(signal.SIGUSR1)  # from Slurm
+    assert process.wait(timeout=100) != 0
     assert summary_of(workplace.runs_dir / "tiny")["reason"] == "SIGUSR1"
     calls = (workplace.root / "scontrol.calls").read_text().splitlines()
     assert calls == ["show hostnames localhost", "requeue 7"]
@@ -173,8 +164,6 @@ def test_two_hosts_meet_at_the_first_one() -> None:
     script = (LAUNCH_DIR / "two-hosts.sh").read_text()
     torchrun, _ = launch_options(script.partition("exec .venv/bin/")[2])
     assert torchrun.nnodes == "2" and torchrun.rdzv_backend == "c10d"
-    missing = subprocess.run(["bash", LAUNCH_DIR / "two-hosts.sh"], capture_output=True, text=True)
-    assert missing.returncode != 0 and "name the first host" in missing.stderr
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

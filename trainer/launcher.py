@@ -8,7 +8,6 @@ import torch
 
 from processes.command_line import Options
 from processes.launch import Process, default_num_processes, start_torchrun
-from processes.run_lock import hand_over
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
@@ -46,5 +45,4 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
 
 
 def _start(script: str, num_processes: int) -> int:
-    hand_over()
     return start_torchrun(script, sys.argv[1:], num_processes=num_processes)

@@ -30,8 +30,8 @@ from gpt import num_parameters
 from optim import schedule_of
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
-from processes.heartbeat import count_by, seconds_before
 from processes.launch import Process, unused_gpus
+from processes.run_lock import count_by, seconds_before
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock
 from reporting.metrics_file import check_records, read_metrics, spent_before

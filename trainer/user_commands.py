@@ -21,9 +21,8 @@ from basics.failpoints import failpoint
 from basics.run_identity import read_identity
 from checkpointing import best_of, list_checkpoints
 from processes.beside import NORMAL, POLL_SECONDS, Beside, end_group, environment
-from processes.deadlines import Deadlines
 from processes.launch import Process
-from processes.stop_signals import stop_signals
+from processes.signals import Deadlines, stop_signals
 from reporting.metrics_file import fsync_records
 from reporting.summary import (
     BUDGET,

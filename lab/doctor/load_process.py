@@ -22,7 +22,7 @@ from basics.gpu_readings import read_gpus
 from basics.json_files import to_json
 from basics.machine import cuda_problem
 from lab.plan.setting import GPT2_SMALL
-from processes.run_lock import end_with_parent
+from processes.signals import end_with_parent
 from run_config import TrainConfig, load_run
 
 if TYPE_CHECKING:

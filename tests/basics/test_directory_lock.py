@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from basics import directory_lock
 from basics.directory_lock import LOCK_NAME, locked
 from basics.errors import UserError
 
@@ -22,25 +20,3 @@ def test_a_temporary_directory_goes_with_its_lock(tmp_path: Path) -> None:
     with locked(directory, busy="busy"):
         (directory / "state").unlink()
     assert directory.is_dir()
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_directory_that_is_removed_while_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    """A lock on a removed directory would keep nobody out."""
-    directory, lock_directory, removed = tmp_path / "state", directory_lock.lock_directory, []
-
-    def lock_late(path: Path) -> int:
-        if not removed and moment == "before":
-            removed.append(path.rmdir())
-        descriptor = lock_directory(path)
-        if not removed:
-            removed.append(path.rmdir())
-        return descriptor
-
-    monkeypatch.setattr(directory_lock, "lock_directory", lock_late)
-    with locked(directory, busy="busy"):
-        assert removed and directory.is_dir()
-        with pytest.raises(BlockingIOError):
-            os.close(lock_directory(directory))

@@ -15,6 +15,7 @@ from basics.failpoints import MARKS, VARIABLE
 from basics.files import write_atomically
 from checkpointing import clean_up
 from processes.run_lock import LockedError, lock_run, release_run
+from processes.signals import DEADLINES
 from reporting import metrics_file
 from reporting.charts import draw_charts
 from reporting.metrics_file import MAX_RECORDS, check_records, read_metrics
@@ -137,11 +138,14 @@ def test_a_read_only_checkpoints_directory_is_refused(
     assert contents(tiny.root) == before
 
 
-def test_the_error_of_a_locked_run_names_no_dead_process(tmp_path: Path) -> None:
+def test_the_error_of_a_locked_run_names_no_dead_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The heartbeat of a killed process is not that of the process that holds the lock."""
     (tmp_path / "heartbeat.json").write_text(json.dumps(
         {"pid": 2**22 + 1, "host": os.uname().nodename, "time": "2020-01-01T00:00:00Z"}))
     lock_run(tmp_path)
+    monkeypatch.setenv(DEADLINES, '{"orphans": 0}')
     with pytest.raises(LockedError, match="just begun") as caught:
         lock_run(tmp_path)
     release_run()

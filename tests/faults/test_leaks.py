@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,13 @@ EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2}
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What a process holds at one moment."""
-
-    global_step: int
-    private_bytes: int
-    num_threads: int
-    num_files: int
-
-    @classmethod
-    def of(cls, pid: int, global_step: int) -> Sample:
-        status = dict(line.split(":", 1)
-                      for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return cls(global_step, int(status["RssAnon"].split()[0]) * 1024, int(status["Threads"]),
-                   len(list(Path(f"/proc/{pid}/fd").iterdir())))
+def held_by(pid: int) -> dict[str, int]:
+    """Return what a process holds now."""
+    status = dict(line.split(":", 1)
+                  for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {"private bytes": int(status["RssAnon"].split()[0]) * 1024,
+            "threads": int(status["Threads"]),
+            "files": len(list(Path(f"/proc/{pid}/fd").iterdir()))}
 
 
 @pytest.mark.thorough
@@ -43,27 +34,27 @@ def test_steps_leak_no_memory_files_or_threads(
     metrics_path = run_dir / "metrics.jsonl"
     process, outputs = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
                                     folder=tmp_path)
-    samples: dict[int, list[Sample]] = {}
+    samples: dict[int, list[dict[str, int]]] = {}  # by process
     while process.is_alive():
         reported = metrics_path.read_text().count('"train_loss"') * 10 if (
             metrics_path.exists()) else 0
         workers = children_of(process.pid)
         if WARM_UP_STEPS <= reported <= num_steps - 50 and len(workers) == 2:
             for pid in workers:
-                samples.setdefault(pid, []).append(Sample.of(pid, reported))
+                samples.setdefault(pid, []).append(held_by(pid) | {"step": reported})
         time.sleep(0.05)
     succeeded(ended(process, outputs))
     assert len(samples) == 2
     for taken in samples.values():
         third = len(taken) // 3
         early, late = taken[:third], taken[-third:]
-        assert third >= 10 and late[0].global_step > early[-1].global_step
-        grown = max(s.private_bytes for s in late) - max(s.private_bytes for s in early)
+        assert third >= 10 and late[0]["step"] > early[-1]["step"]
+        grown = max(s["private bytes"] for s in late) - max(s["private bytes"] for s in early)
         print(f"\n{grown / MIB:+.2f} MiB between the first and the last third of steps"
-              f" {taken[0].global_step} to {taken[-1].global_step}")
+              f" {taken[0]['step']} to {taken[-1]['step']}")
         assert grown < 1 * MIB
-        for name in ("num_threads", "num_files"):  # compare minima: some are short-lived
-            assert min(getattr(s, name) for s in late) <= min(getattr(s, name) for s in early)
+        for name in ("threads", "files"):  # compare minima: some are short-lived
+            assert min(s[name] for s in late) <= min(s[name] for s in early)
 
 
 def test_runs_exit_cleanly(workplace: Workplace, num_exits: int) -> None:

@@ -99,8 +99,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Cluster:
-    cluster = Cluster(tmp_path, shares_datasets=getattr(request, "param", False))
+def cluster(tmp_path: Path) -> Cluster:
+    cluster = Cluster(tmp_path)
     cluster.add_dataset()
     cluster.runs.add_run()
     return cluster
@@ -127,13 +127,6 @@ def test_two_nodes_train_the_same_as_one(tmp_path: Path, undisturbed: Path) -> N
     succeeded(alone.torchrun(2, "tiny"))
     for found, wanted in zip(metrics_of(undisturbed), metrics_of(one_node), strict=True):
         assert found == pytest.approx(wanted, rel=1e-4)  # a node alone has other threads
-
-
-@pytest.mark.parametrize("cluster", [True], indirect=True)
-def test_two_nodes_may_share_their_datasets(cluster: Cluster, undisturbed: Path) -> None:
-    for result in cluster.train():
-        succeeded(result)
-    assert_is_complete(cluster, undisturbed)
 
 
 def test_when_a_node_dies_the_other_ends_and_the_run_resumes(
@@ -211,17 +204,19 @@ def test_both_nodes_restart_when_a_process_of_one_was_killed(
     print(f"\n{num_restarts} of {num_restarts} restarts of two agents recovered")
 
 
-@pytest.mark.parametrize("shares_datasets", [False, True])
 def test_a_dataset_is_downloaded_once_for_each_directory(
-    tokens_hub: Hub, tmp_path: Path, shares_datasets: bool  # noqa: F811
+    tokens_hub: Hub, tmp_path: Path  # noqa: F811
 ) -> None:
-    cluster = Cluster(tmp_path, shares_datasets=shares_datasets)
-    cluster.runs.add_run(train={"dataset": tokens_hub.repository})
-    for result in cluster.train(environment=tokens_hub.environment(tmp_path / "home")):
-        succeeded(result)
-    wanted = 1 if shares_datasets else 2
-    assert [len(tokens_hub.downloads(f"{split}.safetensors"))
-            for split in ("train", "validation")] == [wanted, wanted]
+    weights = []
+    for wanted, name in ((1, "shared"), (3, "own")):
+        cluster = Cluster(tmp_path / name, shares_datasets=name == "shared")
+        run_dir = cluster.runs.add_run(train={"dataset": tokens_hub.repository})
+        for result in cluster.train(environment=tokens_hub.environment(tmp_path / "home")):
+            succeeded(result)
+        assert [len(tokens_hub.downloads(f"{split}.safetensors"))
+                for split in ("train", "validation")] == [wanted, wanted]
+        weights.append(weights_of(run_dir))
+    assert weights[0] == weights[1]
 
 
 @pytest.fixture
@@ -251,30 +246,12 @@ def ip(*arguments: str) -> None:
 
 
 def test_two_machines_find_the_interface_between_them(
-    namespaces: list[str], tmp_path: Path, undisturbed: Path
+    namespaces: list[str], cluster: Cluster, undisturbed: Path
 ) -> None:
     """Nothing says which it is, and the name of this machine may have another one's address."""
-    cluster = Cluster(tmp_path)
-    cluster.add_dataset()
-    cluster.runs.add_run()
     for result in cluster.train(namespaces=namespaces):
         succeeded(result)
     assert_is_complete(cluster, undisturbed)
-
-
-def start_in_namespaces(namespaces: list[str], cluster: Cluster,
-                        **environment: str) -> list[subprocess.Popen[str]]:
-    """Run torchrun as on two machines, each in a namespace."""
-    return [subprocess.Popen(
-        ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-         "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.83.0.1:29400",
-         "--rdzv-id=tiny", f"--rdzv-conf=is_host={int(number == 1)}", "--local-addr",
-         f"10.83.0.{number}", "ddp_train.py", "tiny",
-         "--runs-dir", str(cluster.runs.runs_dir), "--datasets-dir", str(datasets_dir)],
-        env=os.environ | environment, cwd=PROJECT_DIR,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for number, (name, datasets_dir) in enumerate(
-            zip(namespaces, cluster.datasets_dirs, strict=True), start=1)]
 
 
 @pytest.mark.thorough
@@ -285,8 +262,16 @@ def test_two_machines_that_lose_their_connection_end_and_resume_later(
     cluster.add_dataset()
     settings = {"hang_timeout_seconds": 5.0, "collective_timeout_seconds": 30.0}
     cluster.runs.add_run(train=settings)
-    agents = start_in_namespaces(namespaces, cluster, **SLOWLY,
-                                 **with_deadlines(heartbeat=1, store=5))
+    agents = [subprocess.Popen(
+        ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+         "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.83.0.1:29400",
+         "--rdzv-id=tiny", f"--rdzv-conf=is_host={int(number == 1)}", "--local-addr",
+         f"10.83.0.{number}", "ddp_train.py", "tiny",
+         "--runs-dir", str(cluster.runs.runs_dir), "--datasets-dir", str(datasets_dir)],
+        env=os.environ | SLOWLY | with_deadlines(heartbeat=1, store=5), cwd=PROJECT_DIR,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for number, (name, datasets_dir) in enumerate(
+            zip(namespaces, cluster.datasets_dirs, strict=True), start=1)]
     wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
     workers = [pid for agent in agents for pid in children_of(agent.pid)]
     assert len(workers) == 2

@@ -18,7 +18,7 @@ import pytest
 from basics.failpoints import VARIABLE
 from basics.manifest import find_damage
 from checkpointing import list_checkpoints
-from processes.heartbeat import read_heartbeat
+from processes.run_lock import read_heartbeat
 from reporting.summary import FINISHED, has_status
 from run_config import load_run
 from tests.support.runs import metrics_of, validations_of, weights_of
@@ -119,7 +119,7 @@ def test_a_command_typed_again_after_a_kill_is_not_refused(
         said = Path(log.name).read_text()
     assert "another launch" not in said
     print(f"\n{len(killed)} kills {dict(Counter(killed))}, {name}: 0 refused, 0 differing;"
-          f" {said.count('waiting for process')} launches waited for orphans")
+          f" {said.count('waiting for another launch to end')} launches waited for orphans")
 
 
 def launch(workplace: Workplace, name: str, log: IO[str]) -> subprocess.Popen[bytes]:

@@ -34,7 +34,7 @@ from lab.doctor.load_process import Spec
 from lab.doctor.load_result import Result
 from lab.doctor.load_tests import load_tests
 from lab.doctor.report import Report, as_document, print_report
-from processes.run_lock import lock_run, release_run
+from processes.run_lock import announce, withdraw
 from tests.support.json_schemas import DoctorsCheck, checked
 from tests.support.lab_cli import error_line, run_lab
 from tests.support.workplace import PROJECT_DIR, Workplace, forked
@@ -187,11 +187,11 @@ def test_beside_a_training_nothing_is_loaded(place: Workplace, specs: list[Spec]
     run_lab("doctor", *place.arguments("tiny"))
     assert [spec.is_loading for spec in specs] == [True, True][:num_cpu_cores()]
     specs.clear()
-    lock_run(place.runs_dir / "tiny")
+    announce(place.runs_dir / "tiny")
     try:
         found = verdicts(run_lab("doctor", *place.arguments("tiny", "--json")).output)
     finally:
-        release_run()
+        withdraw()
     assert [spec.is_loading for spec in specs] == [False]
     assert found["use"] == WARNING
 
@@ -213,11 +213,11 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
         Result(0, found={"torch": facts}, began={"torch": 1.0})])
     monkeypatch.setattr("lab.doctor.examination.available_ram_gib", lambda: 100.0)
     if is_trained:
-        lock_run(place.runs_dir / "large")
+        announce(place.runs_dir / "large")
     try:
         result = run_lab("doctor", *place.arguments("large", "--json"))
     finally:
-        release_run()
+        withdraw()
     found = report_of(result.output)["microbatch"]
     assert result.exit_code == status, result.output
     assert found.verdict == (PROBLEM if status else OK)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from processes.run_lock import lock_run, release_run
+from processes.signals import DEADLINES
 from reporting import tracker
 from reporting.tracker import TrackedRun
 from run_config import Run
@@ -69,6 +70,7 @@ def test_what_cannot_be_exported_is_one_line(
         patch.setattr(tracker, "open_tracker", fail)
         assert "tensorboard has failed: OSError: full; the same command" in refused(1)
     lock_run(run.run_dir)
+    monkeypatch.setenv(DEADLINES, '{"orphans": 0}')
     try:
         with monkeypatch.context() as patch:
             patch.setattr("lab.export_metrics.release_run", lambda: None)

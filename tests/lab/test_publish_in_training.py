@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from checkpointing import Snapshot, find_checkpoint, list_checkpoints, prune, save_checkpoint
 from lab.publish import upload
-from processes.heartbeat import write_heartbeat
+from processes.run_lock import write_heartbeat
 from reporting.summary import is_training
 from run_config import load_run
 from tests.support.lab_cli import error_line, run_lab, succeeded

@@ -20,7 +20,7 @@ from lab.sweep import charts as sweep_charts
 from lab.sweep import execution
 from lab.sweep.changes import parse_change
 from lab.sweep.execution import Launch
-from processes.stop_signals import torchrun_signals
+from processes.signals import torchrun_signals
 from tests.support import stub_trainer
 from tests.support.checkpoints import save
 from tests.support.in_process import contents

@@ -12,31 +12,26 @@ import torch.distributed as dist
 
 from basics.errors import UserError
 from processes import launch
-from processes.command_line import Options
 from processes.launch import Process, end_torchrun, share_cpu_cores, this_process
-from run_config import TrainConfig, load_run
-from tests.support.workplace import TINY_TRAIN, Workplace
-from trainer.startup import PreparedRun
+from run_config import TrainConfig
+from tests.support.workplace import TINY_TRAIN
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("num_local_processes", "omp_num_threads", "expected"), [
-    (2, "1", 4), (16, "1", 1), (2, None, 4), (2, "3", None),  # None: left as it is
-])
+    (2, "1", [4]), (16, "1", [1]), (2, "3", [])])
 def test_cpu_processes_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, num_local_processes: int, omp_num_threads: str | None,
-    expected: int | None
+    monkeypatch: pytest.MonkeyPatch, num_local_processes: int, omp_num_threads: str,
+    expected: list[int]
 ) -> None:
     monkeypatch.setattr("processes.launch.num_cpu_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local_processes))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if omp_num_threads:
-        monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
+    monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
     changed: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", changed.append)
     share_cpu_cores(Process(0, 0, num_local_processes, CPU))
-    assert changed == ([expected] if expected else [])
+    assert changed == expected
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,20 +43,15 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         this_process()
 
 
-@pytest.mark.parametrize(("used", "warns"), [(None, True), ("4", True), ("8", False)])
+@pytest.mark.parametrize(("used", "num_warnings"), [("4", 1), ("8", 0)])
 def test_gpus_that_no_process_uses_are_warned_of(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, used: str | None, warns: bool
+    monkeypatch: pytest.MonkeyPatch, used: str, num_warnings: int
 ) -> None:
-    workplace.add_run()
-    run = load_run(workplace.runs_dir, "tiny")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", used or "")
-    if used is None:
-        monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    prepared = PreparedRun(run, run.train, None, None, Options("tiny"), False).for_device(CPU)
-    wanted = f"{used or 1} of the 8 GPUs of this machine are used: set --nproc_per_node to 8,"
-    assert [line.startswith(wanted) for line in prepared.warnings] == ([True] if warns else [])
+    monkeypatch.setattr(launch, "num_gpus", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", used)
+    warnings = launch.unused_gpus()
+    wanted = f"{used} of the 8 GPUs of this machine are used: set --nproc_per_node to 8,"
+    assert [line.startswith(wanted) for line in warnings] == [True] * num_warnings
 
 
 @pytest.mark.parametrize(("nodes", "local_rank", "parent_is_torchrun", "ends"), [

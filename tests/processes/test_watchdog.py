@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,9 +24,8 @@ from basics.errors import UserError, describe
 from basics.failpoints import VARIABLE
 from basics.machine import process_namespace
 from processes import watchdog as watchdog_module
-from processes.deadlines import Deadlines
 from processes.launch import Process
-from processes.peers import Peers
+from processes.signals import Deadlines
 from processes.watchdog import SMALLER, Watchdog
 from tests.support.runs import (
     SETTINGS,
@@ -36,6 +35,7 @@ from tests.support.runs import (
     with_deadlines,
     with_fault,
 )
+from tests.support.thorough import thorough_but
 from tests.support.workplace import Workplace, children_of, start_forked, succeeded
 
 NO_HANG = {"hang_timeout_seconds": 600.0, "collective_timeout_seconds": 600.0}
@@ -50,19 +50,18 @@ def train(workplace: Workplace, fault: str, deadlines: dict[str, str] | None = N
     return process
 
 
-def assert_ends(process: multiprocessing.process.BaseProcess, status: int) -> None:
+def assert_ends(process: multiprocessing.process.BaseProcess, run_dir: Path, status: int) -> None:
     """Wait for the end of a run and of all processes that it has started."""
     process.join(timeout=90)
     assert process.exitcode == status  # None if it still runs
     until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    raise AssertionError("a process is still running")
+    with suppress(ProcessLookupError):
+        while os.killpg(process.pid, 0) is None:
+            assert time.monotonic() < until, "a process is still running"
+            time.sleep(0.05)
+    summary = summary_of(run_dir)
+    assert summary["status"] == ("failed" if status == 5 else "stopped")
+    assert status == 5 or summary["reason"] == "SIGTERM"
 
 
 def workers_in_slow_step(process: multiprocessing.process.BaseProcess, run_dir: Path) -> list[int]:
@@ -83,35 +82,29 @@ def workers_in_slow_step(process: multiprocessing.process.BaseProcess, run_dir: 
     (UserError("out of order"), False, False),
 ], ids=lambda value: type(value).__name__)
 def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(
-    error: Exception, advises: bool, explains: bool, monkeypatch: pytest.MonkeyPatch,
+    error: Exception, advises: bool, explains: bool, alone: Watchdog,
     capsys: pytest.CaptureFixture
 ) -> None:
-    events = []
-    watchdog = object.__new__(Watchdog)  # without its thread
-    watchdog._peers = Peers(0, 1, None)
-    monkeypatch.setattr(watchdog, "_position", lambda: "in training", raising=False)
-    monkeypatch.setattr(watchdog, "_exit", lambda status, event: events.append(event),
-                        raising=False)
-    watchdog.fail(error)
-    assert [event.endswith(SMALLER) for event in events] == [advises]
-    assert f": {describe(error)}" in events[0]
+    with pytest.raises(Ended) as caught:
+        alone.fail(error)
+    _, event = caught.value.args
+    assert event.endswith(SMALLER) is advises and f": {describe(error)}" in event
     assert (str(error) in capsys.readouterr().err) == explains
 
 
 @pytest.mark.parametrize(("silence", "is_suspended", "hangs"), [
     (9, False, False), (11, False, True), (11, True, False)])
 def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(
-    silence: float, is_suspended: bool, hangs: bool, monkeypatch: pytest.MonkeyPatch
+    silence: float, is_suspended: bool, hangs: bool, alone: Watchdog, seconds: list[float]
 ) -> None:
-    found = []
-    watchdog = object.__new__(Watchdog)  # without its thread
-    monkeypatch.setattr(watchdog, "_diagnose_hang", found.append, raising=False)
-    watchdog._hang_seconds, watchdog._lost_seconds = 10.0, 10.0
-    watchdog._is_suspended, watchdog._store = is_suspended, SimpleNamespace(is_up=True)
-    watchdog._peers = SimpleNamespace(all_silent=lambda is_silent: False)
-    watchdog._last_heartbeat = time.monotonic() - silence
-    watchdog._check_progress()
-    assert found == (["no heartbeat for 11 s"] if hangs else [])
+    alone.expect_steps(10.0, None)
+    alone.start_hang_detection(10.0)
+    seconds[0] = silence
+    with alone.suspended() if is_suspended else nullcontext():
+        with pytest.raises(Ended, match="hung") if hangs else nullcontext():
+            alone._check()
+    reason = "5 0 rank 0 hung in startup: no heartbeat for 11 s"
+    assert alone._peers.get("failure") == (reason if hangs else "")
 
 
 @pytest.fixture
@@ -126,52 +119,36 @@ def patient_dir(workplace: Workplace) -> Path:
     return workplace.add_run(train=NO_HANG)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough), None])
 def test_a_hang_before_the_first_step_is_reported_with_status_5(
-    workplace: Workplace, run_dir: Path, rank: int
+    workplace: Workplace, rank: int | None
 ) -> None:
+    """The limit is an hour; it is never shorter than for a later step."""
+    assert Deadlines().first_step == 3600
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train=NO_HANG | {"hang_timeout_seconds": 2.0})
+    fault = "compile:hang" if rank is None else f"compile:hang:rank={rank}"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
-                                 **{VARIABLE: f"compile:hang:rank={rank}"}
-                                 | with_deadlines(first_step=3))
+                                 **{VARIABLE: fault} | with_deadlines(first_step=4))
     assert result.returncode == 5, result.stderr
-    assert re.match(r"Error: rank .* hung in compile: no heartbeat for \d+ s",
+    who = "0 and 1" if rank is None else ".*"
+    assert re.match(rf"Error: rank {who} hung in compile: no heartbeat for \d+ s",
                     last_line_of_ours(result)), result.stderr
     assert summary_of(run_dir)["status"] == "failed"
-    if rank == 0:
-        succeeded(workplace.torchrun(2, "tiny"))
 
 
-def test_a_hang_of_all_ranks_before_the_first_step_is_reported_with_status_5(
-    workplace: Workplace, patient_dir: Path
-) -> None:
-    train_path = patient_dir / "train.json"  # the limit is never shorter than for a later step
-    train_path.write_text(train_path.read_text().replace(
-        '"hang_timeout_seconds": 600.0', '"hang_timeout_seconds": 2.0'))
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
-                                 **{VARIABLE: "compile:hang"} | with_deadlines(first_step=4))
-    assert result.returncode == 5, result.stderr
-    assert re.match(r"Error: rank 0 and 1 hung in compile: no heartbeat for \d+ s",
-                    last_line_of_ours(result)), result.stderr
-    assert summary_of(patient_dir)["status"] == "failed"
-
-
-def test_the_first_step_may_take_an_hour_or_as_long_as_the_others() -> None:
-    assert Deadlines().first_step == 3600
-
-
-@pytest.mark.parametrize(("fault", "status"), [("hang", 5), ("raise", 1)])
-def test_a_failure_ends_the_run_although_its_log_is_on_a_full_disk(
-    workplace: Workplace, run_dir: Path, tmp_path: Path, fault: str, status: int
+def test_a_hang_ends_the_run_although_its_log_is_on_a_full_disk(
+    workplace: Workplace, run_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     for name in ("stdout", "stderr"):
         (folder / name).symlink_to("/dev/full")
-    assert_ends(train(workplace, f"train:{fault}:rank=1:hit=7", folder=folder), status)
-    assert summary_of(run_dir)["status"] == "failed"
+    process = train(workplace, "train:hang:rank=1:hit=7", folder=folder)
+    assert_ends(process, run_dir, 5)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", thorough_but([0], [0, 1]))
 def test_an_error_in_the_watchdog_ends_the_run(
     workplace: Workplace, run_dir: Path, rank: int
 ) -> None:
@@ -183,15 +160,13 @@ def test_an_error_in_the_watchdog_ends_the_run(
 
 
 # Rank 0 is in the slow step, rank 1 waits for it; each has a deadline of its own.
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", thorough_but([1], [0, 1]))
 def test_a_signal_in_a_slow_step_ends_all_at_the_deadline(
     workplace: Workplace, patient_dir: Path, rank: int
 ) -> None:
     process = train(workplace, "train:slow:seconds=300:hit=7:rank=0", SOON)
     os.kill(workers_in_slow_step(process, patient_dir)[rank], signal.SIGTERM)
-    assert_ends(process, 128 + signal.SIGTERM)
-    summary = summary_of(patient_dir)
-    assert (summary["status"], summary["reason"]) == ("stopped", "SIGTERM")
+    assert_ends(process, patient_dir, 128 + signal.SIGTERM)
 
 
 def test_a_second_signal_ends_all_at_once(workplace: Workplace, patient_dir: Path) -> None:
@@ -201,9 +176,7 @@ def test_a_second_signal_ends_all_at_once(workplace: Workplace, patient_dir: Pat
     for _ in range(2):
         os.kill(workers[1], signal.SIGTERM)
         time.sleep(2)  # one that comes within a second is a repeat of the first
-    assert_ends(process, 128 + signal.SIGTERM)
-    summary = summary_of(patient_dir)
-    assert (summary["status"], summary["reason"]) == ("stopped", "SIGTERM")
+    assert_ends(process, patient_dir, 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize(("seconds", "deadlines", "saved"), [
@@ -215,8 +188,7 @@ def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(
     process = train(workplace, f"save.optimizer:slow:rank=0:hit=1:seconds={seconds};"
                                "train:signal:number=15:rank=1:hit=7;train:slow:hit=7:seconds=1",
                     deadlines)
-    assert_ends(process, 128 + signal.SIGTERM)
-    assert summary_of(patient_dir)["status"] == "stopped"
+    assert_ends(process, patient_dir, 128 + signal.SIGTERM)
     found = named_as_checkpoints(patient_dir / "checkpoints")
     assert [step_of(path) for path in found] == saved
     succeeded(workplace.torchrun(2, "tiny"))
@@ -227,10 +199,9 @@ def slow_save(hit: int) -> str:
                     for place in ("meta", "weights", "optimizer", "manifest"))
 
 
-# The first save, the last one, and the last one tried again.
-@pytest.mark.parametrize("faults", [
-    slow_save(1), slow_save(3), slow_save(4) + ";save.manifest:full:hit=3",
-], ids=["first", "last", "tried again"])
+# The first save, and the last one, which is tried again.
+@pytest.mark.parametrize("faults", [slow_save(1), slow_save(4) + ";save.manifest:full:hit=3"],
+                         ids=["first", "tried again"])
 def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(
     workplace: Workplace, run_dir: Path, faults: str
 ) -> None:
@@ -265,7 +236,7 @@ def alone(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Wat
     monkeypatch.setattr(watchdog_module, "end_torchrun", lambda _: end("end torchrun"))
     monkeypatch.setattr(watchdog_module.os, "_exit", end)
     yield watchdog
-    watchdog._store.close()
+    watchdog._peers.close()
 
 
 @pytest.mark.parametrize(("timeout_seconds", "found_after"), [(None, 600), (100.0, 100),
@@ -275,31 +246,30 @@ def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compil
 ) -> None:
     if timeout_seconds is not None:
         alone.expect_steps(timeout_seconds, None)
-    alone._publish_heartbeat()
+    alone._check()
     for moment in (found_after - 6.0, found_after + 1.0):
-        assert not alone._has_failure()
+        assert alone._peers.get("failure") == ""
         seconds[0] = moment
-        alone._store.add("heartbeats/0", 1)
-        alone._publish_heartbeat()
+        alone._check()
     reason = f"rank 1 is lost in startup: its machine has not answered for {found_after} s"
-    assert alone._store.get("failure") == f"1 0 {reason}"
+    assert alone._peers.get("failure") == f"1 0 {reason}"
 
 
 def test_a_start_up_whose_store_is_out_of_reach_ends(
     alone: Watchdog, seconds: list[float]
 ) -> None:
-    alone._store.is_up = False
+    alone._peers.is_up = False
     seconds[0] = 590.0
-    alone._check_progress()
+    alone._check()
     seconds[0] = 610.0
     with pytest.raises(Ended, match="lost the others in startup: torchrun's store is down"):
-        alone._check_progress()
+        alone._check()
 
 
 def test_a_signal_in_the_start_up_ends_the_process_and_leaves_torchrun(alone: Watchdog) -> None:
     with pytest.raises(Ended, match=f"^{128 + signal.SIGTERM}$"):  # torchrun may start it again
         alone._receive(signal.SIGTERM)
-    assert alone._store.get("stop") == str(int(signal.SIGTERM))  # for the other nodes
+    assert alone._peers.get("stop") == str(int(signal.SIGTERM))  # for the other nodes
     alone.expect_steps(600.0, None)
     with pytest.raises(Ended, match="end torchrun"):
         alone._exit_for_signal()
@@ -324,14 +294,20 @@ def test_what_follows_a_closed_terminal_is_no_second_signal(
     assert alone.stop_signal == first
 
 
-def test_a_signal_after_the_death_of_another_process_is_no_stop(alone: Watchdog) -> None:
+@pytest.mark.parametrize("has_told", [False, True])
+def test_a_signal_after_the_death_of_another_process_is_no_stop(
+    alone: Watchdog, has_told: bool
+) -> None:
+    """Unless that one has told of a stop signal before: torchrun ends the others in both cases."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    alone._store.set("process/1", f"{process_namespace()} {dead.pid}")
-    with pytest.raises(Ended, match="was stopped"):
+    alone._peers.set("rank/1", json.dumps({"place": process_namespace(), "pid": dead.pid}))
+    if has_told:
+        alone._peers.set("stop", str(int(signal.SIGTERM)))
+    with pytest.raises(Ended, match="143" if has_told else "was stopped"):
         alone._receive(signal.SIGTERM)
-    assert "rank 1 is gone in startup" in alone._store.get("failure")
-    assert not alone._store.has("stop")
+    assert ("rank 1 is gone in startup" in alone._peers.get("failure")) is not has_told
+    assert bool(alone._peers.get("stop")) is has_told
 
 
 def test_a_stop_that_the_others_tell_of_is_noted_once(
@@ -342,8 +318,8 @@ def test_a_stop_that_the_others_tell_of_is_noted_once(
     seconds[0] = 12.0
     alone.note_stop(signal.SIGINT)
     assert alone.stop_signal == signal.SIGTERM
-    alone._check_deadlines()
+    alone._check()
     seconds[0] = 14.0  # the deadline of the first one is over
     alone.expect_steps(600.0, None)
     with pytest.raises(Ended, match="end torchrun"):
-        alone._check_deadlines()
+        alone._check()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.run
 
 from basics import memory_meters
-from processes import before_torch, heartbeat, run_lock, startup_agreement
+from processes import before_torch, run_lock, startup_agreement
 from processes.watchdog import Watchdog
 from tests.support.workplace import PROJECT_DIR, Workplace
 
@@ -40,8 +40,8 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
         patch.setattr(os, "_exit", _raise_exited)
         patch.setattr(torch.distributed.run, "run", _refuse_to_train)
         for name, instead in (("start", lambda watchdog: watchdog),  # without thread and signals
-                              ("stop", lambda watchdog: watchdog._store.close()),
-                              ("fail", lambda watchdog, error: watchdog._store.close()),
+                              ("stop", lambda watchdog: watchdog._peers.close()),
+                              ("fail", lambda watchdog, error: watchdog._peers.close()),
                               ("expect_steps", _refuse_to_train)):
             patch.setattr(Watchdog, name, instead)
         patch.setattr(before_torch, "end_with_torchrun", lambda: None)
@@ -60,7 +60,7 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
         except Exited as error:
             status = error.args[0]
         finally:
-            heartbeat.withdraw()
+            run_lock.withdraw()
             run_lock.release_run()
             signal.signal(signal.SIGINT, handler)
             gc.enable()

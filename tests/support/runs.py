@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 
 from basics.checkpoint_names import directory_of
 from basics.failpoints import VARIABLE
-from processes import deadlines
+from processes.signals import DEADLINES
 from reporting.metrics_file import OF_MACHINE
 from tests.support.workplace import Workplace, read_lines, succeeded
 
@@ -30,7 +30,7 @@ def with_fault(workplace: Workplace, fault: str, *arguments: str) -> CompletedPr
 
 def with_deadlines(**seconds: float) -> dict[str, str]:
     """Return the environment that changes the watchdog's deadlines."""
-    return {deadlines.VARIABLE: json.dumps(seconds)}
+    return {DEADLINES: json.dumps(seconds)}
 
 
 def train_undisturbed(root: Path, settings: dict[str, object]) -> Path:

@@ -32,8 +32,8 @@ from safetensors.numpy import save_file
 
 from basics import failpoints
 from basics.errors import STOP_SIGNALS, drop_unwritable_output
-from processes import beside, heartbeat, startup_agreement
-from processes.run_lock import PARENT_DEATH_SIGNAL, release_run
+from processes import beside, run_lock, startup_agreement
+from processes.signals import PARENT_DEATH_SIGNAL
 from reporting import charts
 from reporting.metrics_file import read_metrics
 from tests.support import odd_files
@@ -245,8 +245,8 @@ def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 os.close(int(descriptor))
-    release_run()  # nor is its lock: it is handed over
-    heartbeat._begun.clear()  # nor is its heartbeat
+    run_lock.release_run()  # nor is its lock
+    run_lock._beginning.clear()  # nor is its heartbeat
     for number in STOP_SIGNALS:  # nor are its handlers
         signal.signal(number, signal.SIG_DFL)
     for module in (startup_agreement, sys.modules.get("ddp_train")):
@@ -260,7 +260,7 @@ def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
 
 def _leave(status: int) -> None:
     """End this process as `leave` does, unless all went well: its agent waits for its return."""
-    heartbeat.withdraw()
+    run_lock.withdraw()
     drop_unwritable_output()
     if status:
         os._exit(status)
@@ -292,7 +292,7 @@ def _run_script(script: str, arguments: list[str]) -> None:
     try:
         runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
     finally:
-        heartbeat.withdraw()  # a forked process calls nothing of atexit
+        run_lock.withdraw()  # a forked process calls nothing of atexit
     # What started it waits from here on for the agent, also for one that is dead.
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:

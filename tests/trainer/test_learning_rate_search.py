@@ -25,6 +25,7 @@ from optim import set_rates
 from processes.command_line import Options
 from processes.launch import Process
 from processes.run_lock import lock_run, release_run
+from processes.signals import DEADLINES
 from processes.startup_agreement import AgreedError, Agreement
 from reporting import charts
 from run_config import Run, load_run
@@ -264,8 +265,11 @@ def test_a_run_with_too_few_steps_is_refused(tiny: Run, workplace: Workplace) ->
     assert "takes 300 steps, and the run has 299" in line and "train.json" in line
 
 
-def test_a_run_that_is_being_trained_is_refused(tiny: Run, workplace: Workplace) -> None:
+def test_a_run_that_is_being_trained_is_refused(
+    tiny: Run, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock_run(tiny.run_dir)
+    monkeypatch.setenv(DEADLINES, '{"orphans": 0}')
     try:
         assert "another launch" in refused(workplace)
     finally:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from basics.errors import UserError
-from processes.deadlines import Deadlines
+from processes.signals import Deadlines
 from reporting.clock import PhaseClock
 from run_config import TrainConfig
 from tests.support.workplace import TINY_TRAIN
