@@ -21,7 +21,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -86,28 +85,20 @@ def peak_memory_of(command: Sequence[str | Path]) -> tuple[float, int]:
     Raises:
         subprocess.CalledProcessError: the command failed.
     """
-    started, peak, is_over = time.perf_counter(), 0, threading.Event()
-    process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-    def sample() -> None:
-        nonlocal peak
-        while not is_over.wait(0.2):
+    started, peak = time.perf_counter(), 0
+    with tempfile.TemporaryFile("w+") as output:
+        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
             total = 0
-            with suppress(psutil.NoSuchProcess):
-                for each in (process, *process.children(recursive=True)):
-                    with suppress(psutil.Error, ProcessLookupError):  # it has ended
-                        total += each.memory_full_info().pss
+            for each in (process, *process.children(recursive=True)):
+                with suppress(psutil.Error, ProcessLookupError):  # it has ended
+                    total += each.memory_full_info().pss
             peak = max(peak, total)
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    output, _ = process.communicate()
-    seconds = time.perf_counter() - started
-    is_over.set()
-    sampler.join()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, output)
-    return seconds, peak
+            time.sleep(0.2)
+        if process.returncode:
+            output.seek(0)
+            raise subprocess.CalledProcessError(process.returncode, command, output.read())
+    return time.perf_counter() - started, peak
 
 
 def bare_rate(corpus: Path, num_workers: int) -> float:
