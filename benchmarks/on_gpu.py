@@ -137,8 +137,9 @@ class Call(NamedTuple):
         (run_dir / "model.json").write_text(json.dumps(self.task("ours").shape))
         (run_dir / "train.json").write_text(config(1).model_dump_json(exclude_none=True))
         return json.loads(run(
-            ["ddp_train.py", "search", "--runs-dir", str(run_dir.parent), "--find-max-microbatch",
-             "--memory-limit-gib", "40" if self.on_gpu else "0.2", "--json"], folder, seconds))
+            ["ddp_train.py", "search", "--runs-dir", str(run_dir.parent), "--nproc-per-node", "1",
+             "--find-max-microbatch", "--memory-limit-gib", "40" if self.on_gpu else "0.2",
+             "--json"], folder, seconds))
 
     def tests(self, arguments: list[str], folder: Path, seconds: float) -> Line:
         """Run tests that need a GPU and have not passed yet; each result is a line of its own."""
@@ -209,7 +210,7 @@ def page(lines: dict[str, Line], task: Task) -> str:
         [str(speeds[0]["machine"])] if speeds else [],
         speed_table(speeds, flops_per_token(task.model), [
             ORIGINAL, HUGGING_FACE.format("bf16"), NANOGPT]),
-        memory_lines(ok, task),
+        memory_lines(ok, task) if task.device == "cuda" else [],
         tabulate(kernel_rows(ok["kernels"]), "keys", tablefmt="pipe",
                  disable_numparse=True).splitlines() if "kernels" in ok else [],
         [f"- {row}: {json.dumps(line.get('seconds_by_phase', line))}" for row, line in ok.items()
@@ -224,9 +225,9 @@ def memory_lines(ok: dict[str, Line], task: Task) -> list[str]:
     """Compare the peaks of our microbatches with those that `lab plan` says."""
     found = []
     for line in (ok[row] for row in (f"ours, microbatch {size}" for size in SIZES) if row in ok):
-        size, on_gpu = line["microbatch_size"], task.device == "cuda"
+        size = line["microbatch_size"]
         train = config(size, gradient_accumulation_steps=task.global_batch_size // size)
-        planned = peak_memory(Setting(task.model, train, line["precision"], 1, on_gpu), size).total
+        planned = peak_memory(Setting(task.model, train, line["precision"], 1), size).total
         found.append(f"- microbatch {size}: {line['peak_mib'] * 2**20 / planned:.2f} of the memory"
                      " that `lab plan` says")
     return found
