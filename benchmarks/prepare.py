@@ -1,12 +1,12 @@
-"""Measure prepare_dataset.py, compared with tiktoken alone and with the original system.
+"""prepare_dataset.py beside tiktoken alone and the original's method.
 
-    uv run python benchmarks/prepare.py
+    uv run python -m benchmarks.prepare
 
-Builds a corpus in FineWeb's layout from the English text in Python's standard library (documents of
-random sentences), then measures tokens per second and peak memory, in turn and in new processes,
-of: prepare_dataset.py; one process per core that only encodes text that is already in memory; and
-the method of the original, which keeps everything in memory. The first and the last are timed from
-the start of the command to its end, and must write the same tokens.
+Builds a corpus in FineWeb's layout from the English text in Python's standard library, then gives
+tokens per second, in turn and in new processes, of: prepare_dataset.py; one process per core that
+only encodes text that is already in memory; and the method of the original, which keeps everything
+in memory. The first and the last are timed from the start of the command to its end, and must write
+the same tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,29 +34,23 @@ import pyarrow.ipc
 import pyarrow.parquet
 from safetensors.numpy import load_file
 
+from basics.machine import num_cpu_cores
+from tokens.tokenizer import load_tokenizer
+
 PROJECT_DIR = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(PROJECT_DIR))
-
-from basics.machine import num_cpu_cores  # noqa: E402
-from tokens.tokenizer import load_tokenizer  # noqa: E402
-
 MEAN_SENTENCES = 30  # FineWeb's documents have about 3,000 characters
 
 
 def prose() -> list[str]:
     """Collect the sentences of the docstrings and the reference manual in the standard library."""
     texts: list[str] = []
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" in path.parts or "test" in path.parts:
             continue
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, ValueError):
-            continue
-        long_strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)
-                        and isinstance(node.value, str) and len(node.value) > 200)
-        texts.extend(long_strings)
+        with suppress(SyntaxError, ValueError):
+            texts += [node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                      if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                      and len(node.value) > 200]
     sentences = re.split(r"(?<=[.!?])\s+", " ".join(" ".join(texts).split()))
     return [sentence for sentence in sentences if 20 < len(sentence) < 400]
 
@@ -92,42 +85,20 @@ def peak_memory_of(command: Sequence[str | Path]) -> tuple[float, int]:
     Raises:
         subprocess.CalledProcessError: the command failed.
     """
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    peak, is_over = 0, threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not is_over.wait(0.2):
-            peak = max(peak, _pss_of_tree(process.pid))
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    output, _ = process.communicate()
-    seconds = time.perf_counter() - started
-    is_over.set()
-    sampler.join()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, output)
-    return seconds, peak
-
-
-def _pss_of_tree(pid: int) -> int:
-    total = 0
-    with suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with suppress(psutil.Error, ProcessLookupError):  # it has ended
-                total += process.memory_full_info().pss
-    return total
-
-
-def dataset_rate(command: Sequence[str | Path], output: Path) -> float:
-    """Run a command that writes a dataset; return its tokens per second, from start to end."""
-    shutil.rmtree(output, ignore_errors=True)
-    started = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return count_tokens(output) / (time.perf_counter() - started)
+    started, peak = time.perf_counter(), 0
+    with tempfile.TemporaryFile("w+") as output:
+        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            total = 0
+            for each in (process, *process.children(recursive=True)):
+                with suppress(psutil.Error, ProcessLookupError):  # it has ended
+                    total += each.memory_full_info().pss
+            peak = max(peak, total)
+            time.sleep(0.2)
+        if process.returncode:
+            output.seek(0)
+            raise subprocess.CalledProcessError(process.returncode, command, output.read())
+    return time.perf_counter() - started, peak
 
 
 def bare_rate(corpus: Path, num_workers: int) -> float:
@@ -164,8 +135,7 @@ def prepare_as_the_original(corpus: Path, output: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    tokenizer = load_tokenizer("gpt2")
-    cache = output.with_name("cache.arrow")
+    tokenizer, cache = load_tokenizer("gpt2"), output.with_name("cache.arrow")
     table = pyarrow.parquet.read_table(corpus)
     with pyarrow.ipc.new_stream(cache, table.schema) as stream:
         stream.write_table(table, max_chunksize=1000)
@@ -184,55 +154,48 @@ def prepare_as_the_original(corpus: Path, output: Path) -> None:
         save_file({"tokens": torch.cat(results)}, output / f"{split}.safetensors")
 
 
-def tokens_of(output: Path, split: str) -> np.ndarray:
-    return load_file(output / f"{split}.safetensors")["tokens"]
-
-
-def count_tokens(output: Path) -> int:
-    return tokens_of(output, "train").size + tokens_of(output, "validation").size
-
-
 @click.command()
 @click.argument("corpus", type=click.Path(path_type=Path), required=False)
 @click.option("--megabytes", default=750, show_default=True,
               help="Text in the generated corpus; its parquet files have two fifths of this size.")
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--workers", default=num_cpu_cores(), show_default=True)
-@click.option("--original", "original_output", type=click.Path(path_type=Path), hidden=True)
-def main(corpus: Path | None, megabytes: int, repeats: int, workers: int,
-         original_output: Path | None) -> None:
+def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> None:
     """Measure on CORPUS, a directory of parquet files, or on a generated one."""
-    if original_output is not None:
-        prepare_as_the_original(corpus, original_output)
-        return
     with tempfile.TemporaryDirectory() as folder:
         if corpus is None:
             corpus = Path(folder) / "sample" / "10BT"
             build_corpus(corpus, megabytes * 10**6)
-        output, reference = Path(folder) / "ours", Path(folder) / "original"
-        command = [sys.executable, PROJECT_DIR / "prepare_dataset.py", corpus, output,
-                   "--workers", str(workers)]
-        reference_command = [sys.executable, __file__, corpus, "--original", reference]
+        outputs = {name: Path(folder) / name for name in ("ours", "original")}
+        as_the_original = ("import sys; from pathlib import Path; from benchmarks import prepare;"
+                           " prepare.prepare_as_the_original(*map(Path, sys.argv[1:]))")
+        commands = {"ours": [sys.executable, PROJECT_DIR / "prepare_dataset.py", corpus,
+                             outputs["ours"], "--workers", str(workers)],
+                    "original": [sys.executable, "-c", as_the_original, corpus,
+                                 outputs["original"]]}
         rates: dict[str, list[float]] = {"ours": [], "bare": [], "original": []}
-        for _ in range(repeats):
-            rates["ours"].append(dataset_rate(command, output))
-            rates["bare"].append(bare_rate(corpus, workers))
-            rates["original"].append(dataset_rate(reference_command, reference))
-        for split in ("train", "validation"):
-            assert np.array_equal(tokens_of(output, split), tokens_of(reference, split))
-        peaks = {}
-        for name, measured, directory in (("ours", command, output),
-                                          ("original", reference_command, reference)):
-            shutil.rmtree(directory)
-            _, peaks[name] = peak_memory_of(measured)
-        num_tokens = count_tokens(output)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"{num_tokens:,} tokens, {workers} workers, median of {repeats}:")
-    for name, rate in medians.items():
-        memory = f", peak {peaks[name] / 2**20:,.0f} MiB" if name in peaks else ""
-        print(f"{name:>9} {rate / 1e6:6.2f} M tokens/s{memory}")
-    print(f"ours / bare {medians['ours'] / medians['bare']:.2f},"
-          f" ours / original {medians['ours'] / medians['original']:.2f}")
+        peaks: dict[str, list[float]] = {"ours": [], "original": []}
+        for number in range(repeats + 1):  # at last the memory, whose measuring slows the command
+            tokens = []
+            for name, output in outputs.items():
+                shutil.rmtree(output, ignore_errors=True)
+                if number == repeats:
+                    peaks[name].append(peak_memory_of(commands[name])[1] / 2**20)
+                    continue
+                started = time.perf_counter()
+                subprocess.run(commands[name], check=True, capture_output=True)
+                seconds = time.perf_counter() - started
+                tokens.append(np.concatenate([load_file(output / f"{split}.safetensors")["tokens"]
+                                              for split in ("validation", "train")]))
+                rates[name].append(tokens[-1].size / seconds)
+            if tokens:
+                assert np.array_equal(*tokens)
+                rates["bare"].append(bare_rate(corpus, workers))
+    click.echo(f"{workers} workers, medians of {repeats}; peak MiB: {peaks}")
+    for name, found in rates.items():
+        rate = statistics.median(found)
+        click.echo(f"{name:>9} {rate / 1e6:6.2f} M tokens/s, ours / {name}:"
+                   f" {statistics.median(rates['ours']) / rate:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Collect 44 MB of English prose from documentation packages of Debian 12.
 
-    uv run python benchmarks/prose.py corpora/prose
+    uv run python -m benchmarks.prose corpora/prose
     uv run python prepare_dataset.py corpora/prose datasets/prose-bytes --tokenizer bytes
 
 Needs `apt-get` and `dpkg-deb`, 93 MB of download and 500 MB of temporary disk space; installs
@@ -18,37 +18,23 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import click
 
-PROJECT_DIR = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(PROJECT_DIR))
-
-from basics.errors import UserError, print_error, print_line  # noqa: E402
-from basics.files import write_atomically  # noqa: E402
+from basics.errors import UserError, print_error, print_line
+from basics.files import write_atomically
 
 # The versions that the documents' figures were measured with.
 VERSIONS = {
-    "anarchism": "15.3-3",
-    "debian-faq": "11.1",
-    "debian-policy": "4.6.2.0",
-    "debian-reference-en": "2.100",
-    "developers-reference": "12.18",
-    "dict-devil": "1.0-13.1",
-    "dict-foldoc": "20230119-1",
-    "dict-gcide": "0.48.5+nmu2",
-    "dict-jargon": "4.4.7-3.1",
-    "git-doc": "1:2.39.5-0+deb12u3",
-    "linux-doc-6.1": "6.1.192-2",
-    "perl-doc": "5.36.0-7+deb12u4",
-    "postgresql-doc-15": "15.20-0+deb12u1",
-    "python3.11-doc": "3.11.2-6+deb12u9",
-}
-DOCUMENT_CHARACTERS = 3000
-MIN_PARAGRAPH_CHARACTERS = 100
+    "anarchism": "15.3-3", "debian-faq": "11.1", "debian-policy": "4.6.2.0",
+    "debian-reference-en": "2.100", "developers-reference": "12.18", "dict-devil": "1.0-13.1",
+    "dict-foldoc": "20230119-1", "dict-gcide": "0.48.5+nmu2", "dict-jargon": "4.4.7-3.1",
+    "git-doc": "1:2.39.5-0+deb12u3", "linux-doc-6.1": "6.1.192-2", "perl-doc": "5.36.0-7+deb12u4",
+    "postgresql-doc-15": "15.20-0+deb12u1", "python3.11-doc": "3.11.2-6+deb12u9"}
+DOCUMENT_CHARACTERS, MIN_PARAGRAPH_CHARACTERS = 3000, 100
 MIN_LETTERS = 0.9  # fraction of a paragraph that is ASCII letters and spaces
 BLOCKS = frozenset("p div li dd dt td th tr h1 h2 h3 h4 h5 h6 pre table ul ol dl section hr"
                    " blockquote body title".split())
@@ -86,29 +72,19 @@ class Paragraphs(HTMLParser):
             self._parts.clear()
 
 
-def download(names: Sequence[str], folder: Path) -> list[Path]:
-    """Download and unpack packages; return one directory each. Raises: UserError."""
+def download(names: tuple[str, ...], folder: Path) -> Iterator[Path]:
+    """Download and unpack packages; yield a directory each, by name. Raises: UserError."""
     _run(["apt-get", "download", *names], folder)
-    unpacked = []
     for name in sorted(names):
-        package = next(iter(folder.glob(f"{name}_*.deb")), None)
-        if package is None:
-            raise UserError(f"apt-get download wrote no package {name}; run apt-get update")
-        unpacked.append(folder / name)
-        _run(["dpkg-deb", "-x", package, folder / name], folder)
-        warn_of_version(package)
-    return unpacked
+        package, = folder.glob(f"{name}_*.deb")
+        version = package.name.split("_")[1].replace("%3a", ":")
+        if version != VERSIONS.get(name, version):
+            print_line(f"{name} is {version}; the documents' figures are of {VERSIONS[name]}")
+        _run(["dpkg-deb", "-x", str(package), str(folder / name)], folder)
+        yield folder / name
 
 
-def warn_of_version(package: Path) -> None:
-    """Print a line if this is not the version that the figures were measured with."""
-    name, version = package.name.split("_")[:2]
-    version = version.replace("%3a", ":")
-    if version != VERSIONS.get(name, version):
-        print_line(f"{name} is {version}; the documents' figures are of {VERSIONS[name]}")
-
-
-def _run(command: Sequence[str | Path], folder: Path) -> None:
+def _run(command: list[str], folder: Path) -> None:
     try:
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     except FileNotFoundError:
@@ -166,16 +142,6 @@ def documents_of(folder: Path, seen: set[str]) -> Iterator[str]:
             yield "\n".join(document)
 
 
-def collect(names: Sequence[str]) -> list[str]:
-    """Download packages; return their documents in a random but fixed order. Raises: UserError."""
-    seen: set[str] = set()
-    with tempfile.TemporaryDirectory() as folder:
-        documents = [document for package in download(names, Path(folder))
-                     for document in documents_of(package, seen)]
-    random.Random(1).shuffle(documents)
-    return documents
-
-
 @click.command()
 @click.argument("output", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--package", "names", multiple=True, default=tuple(VERSIONS), metavar="NAME",
@@ -183,18 +149,19 @@ def collect(names: Sequence[str]) -> list[str]:
 def main(output: Path, names: tuple[str, ...]) -> None:
     """Write prose from Debian packages to OUTPUT/prose.jsonl, one document a line."""
     try:
-        documents = collect(names)
+        seen: set[str] = set()
+        with tempfile.TemporaryDirectory() as folder:
+            documents = [document for package in download(names, Path(folder))
+                         for document in documents_of(package, seen)]
+        random.Random(1).shuffle(documents)
         output.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
         write_atomically(output / "prose.jsonl", lines)
-        print_line(f"{output / 'prose.jsonl'}: {len(documents):,} documents,"
-                   f" {sum(map(len, documents)):,} characters")
-    except UserError as error:
-        print_error(error.line())
-        sys.exit(error.status)
-    except OSError as error:
-        print_error(UserError(f"{error.filename or output}: {error.strerror or error}").line())
+    except (UserError, OSError) as error:
+        print_error(UserError(str(error)).line())
         sys.exit(2)
+    print_line(f"{output / 'prose.jsonl'}: {len(documents):,} documents,"
+               f" {sum(map(len, documents)):,} characters")
 
 
 if __name__ == "__main__":

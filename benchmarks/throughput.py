@@ -1,211 +1,276 @@
-"""Training speed of this and other systems.
+"""Training speed of this trainer, Hugging Face's GPT-2, the original and nanoGPT.
 
-Run it with `uv run --group test python benchmarks/throughput.py`, or, where nothing is installed,
-with `python -m benchmarks.throughput` in the project's directory.
+    uv run --group test python -m benchmarks.throughput --nanogpt FOLDER
 
-Each row is measured in a fresh process; rows take turns, and the first one is measured again at the
-end. All rows see the same tokens from the same weights in the same global batches, and must have
-the same loss curve. Each measurement is appended to OUTPUT.jsonl when it is made, a failure with
-its reason; the same command continues such a file, so that many short calls can measure what one
-long call would. OUTPUT.json, OUTPUT.png and the table are made from that file.
-
-`--peer NAME=PATH` adds another script: it finds the shape as JSON in the environment variable
-THROUGHPUT_SHAPE, and prints its speed last, as "12345 tokens/s" or as a JSON object with
-"tokens_per_second" and other keys of a line; arguments may follow the path. `peer_nanogpt.py` and
-`peer_modded.py` are such scripts, for copies of nanoGPT and of modded-nanogpt.
+Each row is measured in fresh processes; rows take turns, and the first one is measured again at the
+end. All see the same tokens in the same global batches and, but for nanoGPT, whose head is tied,
+begin with the same weights and must have the same loss curve. A measurement is a line of OUTPUT as
+soon as it is made, a failure with its reason; the same command measures what is missing, and what
+has failed. The table is made from that file.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import signal
+import os
+import re
+import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
+import psutil
 import torch
+from tabulate import tabulate
 
-from basics.errors import describe
-from basics.machine import seconds_since_process_start
-from benchmarks import throughput_records as records
-from benchmarks.throughput_benches import MATRIX_PRODUCT, Bench, benches_of
-from benchmarks.throughput_launch import Place, RowFailed, measure_row
-from benchmarks.throughput_report import draw, reports_of, table
-from benchmarks.throughput_rows import Row
-from benchmarks.throughput_tokens import write_token_files
-from reporting.speed import flops_per_token
+from basics.errors import one_line
+from basics.files import append_whole
+from basics.machine import code_version
+from benchmarks.systems import Task
+from lab.plan.setting import GPT2_SMALL, size_name
+from preparation.token_file_writer import TokenFileWriter
+from reporting.metrics_file import read_metrics
+from reporting.speed import find_gpu, flops_per_token
 
+PROJECT_DIR = Path(__file__).parents[1]
+ORIGINAL, HUGGING_FACE, WHOLE_RUN = "original", "Hugging Face, {}, compiled", "ours, whole run"
+REFERENCE = "ours, fp32"  # the row whose loss curve all others are compared with
+LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 0.02, "fp16": 0.02}
+MIN_FALL = 0.5  # nats, from the first step to the last ones: a level curve proves nothing
+RUN_STEPS = 40  # of a whole run: four reports of the speed, of which the first is left out
 ROW_SECONDS = 600  # that a row may take
-REPORT_SECONDS = 20  # kept free before a time limit: to end processes, for the table and the chart
+Line = dict[str, Any]
+
+
+class RowFailed(Exception):
+    """A row has no result; the message is the reason."""
+
+
+def append(path: Path, line: Line) -> None:
+    """Append a measurement to a file, with the versions and the time."""
+    append_whole(path, json.dumps(line | {
+        "torch": torch.__version__, "code": code_version(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
+
+
+def read(path: Path) -> list[Line]:
+    return list(map(json.loads, path.open())) if path.exists() else []
+
+
+def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
+    """Return the rows of each shape: GPT-2 small on a GPU, on a CPU two vocabularies.
+
+    With GPT-2's vocabulary the head decides.
+
+    Args:
+        nanogpt: a copy of its repository.
+    """
+    systems = [("ours", "ours", {}), ("Hugging Face", "hugging face", {}),
+               *([("nanoGPT", "nanogpt", {"folder": str(nanogpt)})] if nanogpt else [])]
+    rows = [("ours", "ours", {}), *(
+        (f"{name}, {precision}{', compiled' * compiles}", system,
+         changes | {"precision": precision, "compile": compiles})
+        for (name, system, changes), precision, compiles in itertools.product(
+            systems, ("bf16", "fp32"), (False, True))),
+        (WHOLE_RUN, "whole run", {}), (ORIGINAL, "original", {})]
+    if device == "cuda":  # the original keeps all attention weights
+        return [Task(*row, GPT2_SMALL.model_dump(), device, 16 if row[0] == ORIGINAL else 64, 192,
+                     34) for row in rows]
+    shape = {"context_length": 256, "emb_dim": 128, "n_heads": 4, "n_layers": 4, "drop_rate": 0.0,
+             "qkv_bias": False}
+    return [Task(*row, shape | {"vocab_size": size}, device, 8, 16, num_steps)
+            for size, num_steps in ((50257, 10), (257, 40)) for row in rows]
+
+
+def write_tokens(dataset_dir: Path, task: Task) -> Path:
+    """Write a dataset for the tasks of a shape; return the path of its training split.
+
+    Ids follow Zipf's law over the whole vocabulary, as words do: the cost of an embedding's
+    gradient depends on how often ids repeat.
+    """
+    size = task.model.vocab_size
+    num_tokens = max(task.num_steps, RUN_STEPS) * task.plan.tokens_per_step + 1
+    cumulated = np.cumsum(1 / np.arange(1, size + 1))
+    draws = np.random.default_rng(0).random(num_tokens) * cumulated[-1]
+    tokens = np.searchsorted(cumulated, draws).clip(max=size - 1).astype(np.uint16)
+    dataset_dir.mkdir(parents=True)
+    for split, length in (("train", num_tokens), ("validation", task.model.context_length + 1)):
+        writer = TokenFileWriter(dataset_dir / f"{split}.safetensors")
+        writer.add(tokens[:length])
+        writer.finish({"max_token_id": str(tokens[:length].max())})
+    return dataset_dir / "train.safetensors"
+
+
+def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:
+    """Measure a row in processes of its own; `folder` keeps its output and compiled code.
+
+    Raises:
+        RowFailed: it has no speed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if task.system != "whole run":
+        printed = run(["-m", "benchmarks.systems", json.dumps(asdict(task)), str(tokens_path)],
+                      folder, seconds)
+        return json.loads(printed.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as runs_dir:
+        run_dir = Path(runs_dir) / "whole-run"
+        run_dir.mkdir()
+        (run_dir / "model.json").write_text(json.dumps(task.shape))
+        (run_dir / "train.json").write_text(json.dumps(task.train_values | {
+            "dataset": tokens_path.parent.name, "checkpoint_interval": RUN_STEPS,
+            "gradient_accumulation_steps": task.plan.gradient_accumulation_steps,
+            "min_train_tokens": RUN_STEPS * task.plan.tokens_per_step}))
+        run(["ddp_train.py", run_dir.name, "--runs-dir", runs_dir, "--nproc-per-node", "1",
+             "--datasets-dir", str(tokens_path.parents[1])], folder, seconds)
+        summary = json.loads((run_dir / "summary.json").read_text())
+        blocks = [record["tokens_per_second"] for record in read_metrics(run_dir / "metrics.jsonl")
+                  if record.get("tokens_per_second")][1:]
+    speed, machine = statistics.median(blocks), summary["machine"]
+    return {"tokens_per_second": speed, "blocks": blocks, "machine": machine, "losses": [],
+            "step_ms": task.plan.tokens_per_step / speed * 1e3,
+            "microbatch_size": task.microbatch_size, "precision": machine["precision"],
+            "peak_mib": machine["peak_memory_gib"] * 2**10, "seconds_by_phase": summary["seconds"],
+            "compile_seconds": summary["seconds"]["compile"] if machine["compiled"] else 0.0}
+
+
+def run(arguments: list[str], folder: Path, seconds: float, **environment: str) -> str:
+    """Run Python in the project's directory; return its stdout.
+
+    Args:
+        folder: for stdout, stderr and compiled code.
+
+    Raises:
+        RowFailed: it failed, or ran out of time; nothing that it has started still runs.
+    """
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")} | environment
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        process = psutil.Popen([sys.executable, *arguments], cwd=PROJECT_DIR, stdout=stdout,
+                               stderr=stderr, env=environment)
+        try:
+            process.wait(max(0.1, seconds))
+        except psutil.TimeoutExpired:
+            raise RowFailed(f"ran out of time after {seconds:,.0f} s") from None
+        finally:
+            if process.is_running():  # torchrun's processes have sessions of their own
+                tree = [process, *process.children(recursive=True)]
+                for each in tree:
+                    each.kill()
+                psutil.wait_procs(tree, timeout=10)  # only then the device's memory is free
+    if process.returncode:
+        said = (folder / "stderr").read_text(errors="replace").strip().splitlines()
+        errors = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+        raise RowFailed(one_line((errors or said or [f"status {process.returncode}"])[-1]))
+    return (folder / "stdout").read_text()
+
+
+def folder_of(row: str) -> str:
+    """Return a folder's name without spaces, which compilers would take for the end of a path."""
+    return re.sub(r"\W+", "-", row)
+
+
+def losses_off(line: Line, reference: list[float]) -> float:
+    """Return the largest difference of the losses, which may be of fewer steps."""
+    return max(abs(a - b) for a, b in zip(line["losses"], reference, strict=False))
+
+
+def differences(lines: list[Line]) -> list[str]:
+    """Compare every loss curve with the reference's; return a line for each difference."""
+    curves = [line for line in lines if line.get("losses")]
+    if not curves:
+        return []
+    reference = next((one for one in curves if one["row"] == REFERENCE), curves[0])["losses"]
+    found = [f"{line['row']}: its losses differ by {losses_off(line, reference):.4f}"
+             for line in curves  # true for NaN too
+             if not losses_off(line, reference) <= LOSS_TOLERANCE[line["precision"]]]
+    end = statistics.mean(reference[-max(1, len(reference) // 8):])
+    if not reference[0] - end >= MIN_FALL:
+        found.append(f"the loss went from {reference[0]:.3f} to {end:.3f}: too level to compare")
+    return found
+
+
+def speed_table(lines: list[Line], flops: float, against: list[str]) -> list[str]:
+    """Format measurements of one shape as Markdown: medians of the rounds, or why there are none.
+
+    Args:
+        flops: of a token.
+        against: rows to divide each speed by.
+    """
+    rows: dict[str, list[Line]] = {}
+    for line in lines:
+        rows.setdefault(line["row"], []).append(line)
+    speeds = {name: statistics.median(known) for name, measured in rows.items() if (
+        known := [line["tokens_per_second"] for line in measured if line["status"] == "ok"])}
+    reference = next((line["losses"] for line in lines if line.get("losses")), [])
+    cells = []
+    for name, measured in rows.items():
+        if name not in speeds:
+            cells.append([name, f"failed: {measured[-1]['reason']}".replace("|", "/")])
+            continue
+        one = next(line for line in measured if line["status"] == "ok")
+        gpu, off = find_gpu(one["machine"]["device"]), one["losses"] or None
+        cells.append([name, one["precision"], *(
+            "-" if value is None else format(value, form) for value, form in (
+                (one["microbatch_size"], ""), (one["peak_mib"], ",.0f"), (speeds[name], ",.0f"),
+                (gpu and speeds[name] * flops / gpu.peak(one["precision"]), ".3f"),
+                (one["compile_seconds"], ".0f"), (one.get("cpu_ms"), ".1f"),
+                (off and losses_off(one, reference), ".4f"),
+                *((speeds[name] / speeds[other] if other in speeds else None, ".2f")
+                  for other in against)))])
+    head = ["", "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s",
+            "CPU ms a step", "losses off", *(f"/ {name}" for name in against)]
+    return tabulate(cells, head, tablefmt="pipe", disable_numparse=True).splitlines()
 
 
 @click.command()
 @click.option("--device", type=click.Choice(["cuda", "cpu"]),
               default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
-@click.option("--peer", "peers", multiple=True, metavar="NAME=PATH",
-              help="Another script that trains the same shape and prints its tokens/s.")
-@click.option("--rounds", type=click.IntRange(min=1),
-              default=1, show_default=True,
-              help="Measurements of each row; the first of several rows has one more.")
-@click.option("--only", multiple=True, metavar="ROW",
-              help="Measure only these rows, and the peers.")
-@click.option("--ladder", is_flag=True, help="Compare one change at a time instead of systems.")
-@click.option("--output", type=click.Path(path_type=Path), default=Path("throughput"),
-              show_default=True, help="Where OUTPUT.jsonl, .json and .png are written.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True),
-              help="Begin no row that would end later; the same command continues.")
-@click.option("--fresh", is_flag=True, help="Start over: move OUTPUT.jsonl to OUTPUT.old.jsonl.")
-@click.option("--report-only", is_flag=True, help="Measure nothing: only the table and the chart.")
-def main(device: str, peers: tuple[str, ...], rounds: int, only: tuple[str, ...], ladder: bool,
-         output: Path, minutes: float | None, fresh: bool, report_only: bool) -> None:
-    """Measure this trainer, the original and Hugging Face's GPT-2."""
-    path = beside(output, ".jsonl")
-    end = time.monotonic() - seconds_since_process_start() + 60 * minutes if minutes else None
-    session = Session(path, device, end and end - REPORT_SECONDS)
-    if not report_only:
-        benches = [with_rows(bench, peers, only)
-                   for bench in benches_of(device, rounds, ladder=ladder)]
-        output.parent.mkdir(parents=True, exist_ok=True)
-        if fresh and path.exists():
-            path.replace(beside(output, ".old.jsonl"))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--only", multiple=True, metavar="ROW", help="Measure only this row; repeatable.")
+@click.option("--nanogpt", type=click.Path(exists=True, file_okay=False, resolve_path=True,
+                                           path_type=Path), help="A copy of its repository.")
+@click.option("--output", type=click.Path(path_type=Path), default=Path("throughput.jsonl"),
+              show_default=True, help="One file for each machine.")
+def main(device: str, rounds: int, only: tuple[str, ...], nanogpt: Path | None,
+         output: Path) -> None:
+    """Measure training speed, and print a table for each shape."""
+    tasks, is_good = tasks_of(device, nanogpt), True
+    names = {task.name for task in tasks}
+    if unknown := set(only) - names:
+        raise click.UsageError(f"--only {min(unknown)}: wanted one of: {'; '.join(sorted(names))}")
+    for shape, group in itertools.groupby(tasks, lambda task: task.model):
+        title, chosen = f"{size_name(shape)}, {device}", [
+            task for task in group if task.name in (only or names)]
+
+        def latest(title: str = title) -> dict[tuple[str, int], Line]:
+            return {(line["row"], line["round"]): line for line in read(output)
+                    if line["bench"] == title}
+
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-            for number, bench in enumerate(benches):
-                session.measure(bench, Path(folder) / str(number))
-    is_good = write_report(output)
-    for name in session.left:
-        click.echo(f"not measured for lack of time: {name}; the same command continues")
+            tokens_path = write_tokens(Path(folder) / "zipf", chosen[0])
+            for number, task in [*itertools.product(range(rounds), chosen), (rounds, chosen[0])]:
+                if latest().get((task.name, number), {}).get("status") == "ok":
+                    continue
+                line: Line = {"bench": title, "row": task.name, "round": number, "status": "ok"}
+                place = Path(folder) / folder_of(task.name)
+                try:
+                    line |= measure_row(task, tokens_path, place, ROW_SECONDS)
+                except RowFailed as error:
+                    line |= {"status": "failed", "reason": str(error)}
+                append(output, line)
+                click.echo(f"{task.name}: {line.get('reason') or line['tokens_per_second']}",
+                           err=True)
+        lines = list(latest().values())
+        wrong = differences(lines)
+        is_good &= not wrong and all(line["status"] == "ok" for line in lines)
+        click.echo("\n".join(["", title, *speed_table(
+            lines, flops_per_token(shape), [ORIGINAL, HUGGING_FACE.format("fp32")]), *wrong]))
     sys.exit(0 if is_good else 1)
-
-
-def beside(output: Path, suffix: str) -> Path:
-    return output.with_name(output.name + suffix)
-
-
-def with_rows(bench: Bench, peers: tuple[str, ...], only: tuple[str, ...]) -> Bench:
-    """Return a bench with the chosen rows, and the peers as rows."""
-    named = dict(peer.partition("=")[::2] for peer in peers)
-    if not all(named.values()):
-        raise click.UsageError("--peer: wanted NAME=PATH")
-    unknown = set(only) - {row.name for row in bench.rows}
-    if unknown:
-        names = "; ".join(row.name for row in bench.rows)
-        raise click.UsageError(f"unknown row in --only: {min(unknown)}; rows: {names}")
-    rows = tuple(row for row in bench.rows if row.name in (only or (row.name,)))
-    others = tuple(Row(name, "peer", {"path": path}) for name, path in named.items())
-    return replace(bench, rows=rows + others)
-
-
-@dataclass
-class Session:
-    """One call of the command: measures what is not in the file yet, until the time is over.
-
-    Attributes:
-        end: of time.monotonic(), or None for no limit.
-        left: measurements that were not begun.
-    """
-
-    path: Path
-    device: str
-    end: float | None = None
-    left: list[str] = field(default_factory=list)
-    num_begun: int = 0
-
-    def measure(self, bench: Bench, folder: Path) -> None:
-        """Measure the rows of a bench that the file lacks, then those that have failed before."""
-        tokens_path = write_token_files(folder / "zipf", bench.model, bench.num_tokens)
-        probe = self.record(bench, MATRIX_PRODUCT, 1, self._place(MATRIX_PRODUCT, tokens_path))
-        pending = self._pending(bench, probe)
-        for count, (row, number) in enumerate(pending, start=1):
-            if not self._fits(bench, records.device_of(probe)):
-                self.left.append(f"{row.name}, round {number}")
-                continue
-            self.num_begun += 1
-            place = self._place(row, tokens_path)
-            line = self.record(bench, row, number, place, machine=probe["machine"])
-            click.echo(f"{count}/{len(pending)} {row.name}: {said_of(line)}"
-                       f" ({line['seconds']:.0f} s)", err=True)
-
-    def record(self, bench: Bench, row: Row, number: int, place: Place,
-               machine: dict[str, Any] | None = None) -> records.Line:
-        """Measure a row once and append the result to the file, whatever it is."""
-        began = time.monotonic()
-        line = {"bench": bench.title, "row": row.name, "round": number, "machine": machine,
-                "global_batch_size": bench.global_batch_size,
-                "flops_per_token": flops_per_token(bench.model)}
-        try:
-            line |= {"status": records.OK} | measure_row(bench, row, place)
-        except RowFailed as error:
-            line |= {"status": records.FAILED, "reason": str(error)}
-        except Exception as error:  # a file that a row has left, of a form that it should not have
-            line |= {"status": records.FAILED, "reason": describe(error)}
-        line["seconds"] = time.monotonic() - began
-        records.append(self.path, line)
-        return line
-
-    def _pending(self, bench: Bench, probe: records.Line) -> list[tuple[Row, int]]:
-        """Return what is to be measured on this machine; earlier failures come last."""
-        device = records.device_of(probe)
-        known = records.latest(records.read(self.path))
-        states = {(row.name, number): known.get((bench.title, device, row.name, number))
-                  for row, number in bench.measurements()}
-        new, failed = [], []
-        for row, number in bench.measurements():
-            line = states[row.name, number]
-            if line is None:
-                new.append((row, number))
-            elif line["status"] != records.OK:
-                failed.append((row, number))
-        return [*new, *failed]
-
-    def _fits(self, bench: Bench, device: str) -> bool:
-        """Return whether a row as long as the longest so far would end in time."""
-        if self.end is None:
-            return True
-        lines = [line for line in records.read(self.path) if line["bench"] == bench.title
-                 and records.device_of(line) == device and line["status"] == records.OK]
-        longest = max((line["seconds"] for line in lines), default=0.0)
-        if not self.num_begun:  # each call makes progress
-            longest = 0.0
-        return time.monotonic() + longest < self.end
-
-    def _place(self, row: Row, tokens_path: Path) -> Place:
-        deadline = time.monotonic() + ROW_SECONDS
-        cache_dir = tokens_path.parents[1] / f"compiled-{row.name.replace(' ', '-')}"
-        return Place(self.device, tokens_path, cache_dir,
-                     deadline if self.end is None else min(deadline, self.end))
-
-
-def said_of(line: records.Line) -> str:
-    """Return a measurement as text."""
-    if line["status"] != records.OK:
-        return f"failed: {line['reason']}"
-    return f"{line['tokens_per_second']:,.0f} tokens/s"
-
-
-def write_report(output: Path) -> bool:
-    """Write what OUTPUT.jsonl says as a table and a chart; return whether all rows are sound."""
-    reports = reports_of(records.read(beside(output, ".jsonl")))
-    if not reports:
-        click.echo(f"{beside(output, '.jsonl')}: no measurements yet")
-        return False
-    for line in _lines_of(reports):
-        click.echo(line)
-    beside(output, ".json").write_text(json.dumps(reports, indent=1) + "\n")
-    draw(reports, beside(output, ".png"))
-    return not any(report["differences"] or any(row["reason"] for row in report["rows"])
-                   for report in reports)
-
-
-def _lines_of(reports: list[dict[str, Any]]) -> Iterator[str]:
-    for report in reports:
-        yield from table(report)
-        yield from report["differences"]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +17,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from benchmarks import on_gpu, on_gpu_rows
-from benchmarks import throughput_records as records
-from benchmarks.on_gpu import FIRST, RESUMED, STALL, Call, Item, page
-from benchmarks.on_gpu_rows import Work
-from benchmarks.throughput_benches import WHOLE_RUN
-from benchmarks.throughput_launch import Place, RowFailed
-from benchmarks.throughput_report import HUGGING_FACE, ORIGINAL
+from benchmarks.on_gpu import FIRST, Call, Item, page
+from benchmarks.throughput import HUGGING_FACE, ORIGINAL, WHOLE_RUN, RowFailed, read
 from lab.plan.speed_sources import SpeedSources
 from reporting.speed import find_gpu
 from tests.support.workplace import PROJECT_DIR
-from trainer.microbatch_trial import Trial
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "device_type": "cuda", "processes": 1,
         "torch": "2.11.0", "python": "3.12.3", "platform": "Linux"}
@@ -42,6 +36,7 @@ COMMON = ("torch==2.11.*", "transformers", "numpy", "pytest", "pip", "click<9", 
           "pytest-timeout", "rich", "safetensors", "tabulate", "tiktoken", "tqdm")
 
 
+
 @pytest.fixture(autouse=True)
 def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -49,76 +44,75 @@ def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call_with(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str,
-              **rows: Callable[[Place], dict[str, Any]]) -> Result:
+              **rows: Callable[..., dict[str, Any]]) -> Result:
     """Make a call that measures these rows."""
-    monkeypatch.setattr(Call, "items", lambda call: [
+    monkeypatch.setattr(Call, "items", lambda *_: [
         Item(name, 100, measure) for name, measure in rows.items()])
     return CliRunner().invoke(on_gpu.main, ["a", "--out", str(out), "--try-on-cpu", *arguments])
 
 
 def statuses(out: Path) -> list[tuple[str, str]]:
-    return [(line["row"], line["status"]) for line in records.read(out / "results.jsonl")]
+    return [(line["row"], line["status"]) for line in read(out / "results.jsonl")]
 
 
-def fail(place: Place) -> dict[str, Any]:
+def fail(*_: object) -> dict[str, Any]:
     raise RowFailed("no memory")
+
+
+def good(*_: object) -> dict[str, Any]:
+    return {"answer": 42}
 
 
 def test_a_row_that_fails_is_a_line_and_others_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {"bad": fail, "good": lambda place: {"answer": 42}}
+    rows = {"bad": fail, "good": good}
     assert call_with(monkeypatch, tmp_path, **rows).exit_code == 0
     assert statuses(tmp_path) == [("bad", "failed"), ("good", "ok")]
     with tarfile.open(tmp_path / "on-gpu.tar.gz") as archive:
-        assert set(archive.getnames()) == {
-            "on-gpu", "on-gpu/on-gpu.md", "on-gpu/results.jsonl"}
+        assert {"on-gpu/on-gpu.md", "on-gpu/results.jsonl"} <= set(archive.getnames())
         text = archive.extractfile("on-gpu/on-gpu.md").read().decode()
-    assert "bad: failed: RowFailed: no memory" in text and '- good: {"answer": 42}' in text
+    assert "bad: failed: RowFailed: no memory" in text and '"answer": 42' in text
     call_with(monkeypatch, tmp_path, **rows)
     assert len(statuses(tmp_path)) == 2
-    call_with(monkeypatch, tmp_path, "--retry", **rows | {"bad": lambda place: {}})
+    call_with(monkeypatch, tmp_path, "--retry", bad=good, good=good)
     assert statuses(tmp_path)[2:] == [("bad", "ok")]
 
 
 def test_a_call_that_is_ended_leaves_an_archive_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(place: Place) -> dict[str, Any]:
+    def end(*_: object) -> dict[str, Any]:
         raise SystemExit(143)  # as on SIGTERM
 
-    good = {"good": lambda place: {}}
-    assert call_with(monkeypatch, tmp_path, **good, slow=end).exit_code == 143
+    assert call_with(monkeypatch, tmp_path, good=good, slow=end).exit_code == 143
     assert statuses(tmp_path) == [("good", "ok")] and (tmp_path / "on-gpu.tar.gz").exists()
-    call_with(monkeypatch, tmp_path, good=fail, slow=good["good"])
+    call_with(monkeypatch, tmp_path, good=fail, slow=good)
     assert statuses(tmp_path) == [("good", "ok"), ("slow", "ok")]
-    result = call_with(monkeypatch, tmp_path / "late", "--minutes", "1", **good)
+    result = call_with(monkeypatch, tmp_path / "late", "--minutes", "1", good=good)
     assert "good: not begun" in result.output
 
 
-@pytest.mark.parametrize("is_over, is_short, has_lines, status", [
-    (True, True, False, "cut off"), (True, False, True, "cut off"), (True, False, False, "failed"),
-    (False, True, True, "failed")])
+@pytest.mark.parametrize(("name", "left", "status"), [
+    ("row", 20, "cut off"), ("row", 999, "failed"), ("tests, search", 999, "cut off")])
 def test_what_ran_out_of_time_is_measured_again_if_that_can_help(
-    tmp_path: Path, is_over: bool, is_short: bool, has_lines: bool, status: str
+    tmp_path: Path, name: str, left: int, status: str
 ) -> None:
-    def measure(place: Place) -> dict[str, Any]:
-        if has_lines:
-            on_gpu_rows.write(tmp_path / "results.jsonl", "test a")
-        return fail(place)
+    def measure(*_: object) -> dict[str, Any]:
+        raise RowFailed("ran out of time after 20 s")
 
-    place = Place("cpu", tmp_path, tmp_path, time.monotonic() + (-1 if is_over else 99))
-    Call("c", tmp_path, "cpu").record(Item("row", 9, measure), place, is_short)
-    assert statuses(tmp_path)[-1] == ("row", status)
+    Call("c", tmp_path, on_gpu=True).record(Item(name, 100, measure), left)
+    assert statuses(tmp_path) == [(name, status)]
 
 
 def test_each_row_of_the_four_calls_fits_into_nine_minutes(tmp_path: Path) -> None:
-    items = [item for name in "abcd" for item in Call(name, tmp_path, "cuda:0", tmp_path).items()]
+    items = [item for name in "abcd"
+             for item in Call(name, tmp_path, True, tmp_path).items(tmp_path / "tokens")]
     assert max(item.seconds for item in items) <= 9 * 60 - on_gpu.RESERVE_SECONDS + 5
     names = [item.name for item in items]
     assert len(names) == len(set(names))
-    assert {FIRST, RESUMED, STALL, ORIGINAL, HUGGING_FACE, WHOLE_RUN.name, on_gpu.NANOGPT,
-            on_gpu.KERNELS, "one of eight, Muon", "tried: cuDNN attention"} <= set(names)
+    assert {FIRST, "attention", ORIGINAL, HUGGING_FACE.format("bf16"), WHOLE_RUN, on_gpu.NANOGPT,
+            "kernels", "one of eight, Muon", "tried: cuDNN attention", "search"} <= set(names)
     assert (PROJECT_DIR / on_gpu.SEARCH_TEST).read_text().count("pytest.mark.gpu") == 1
 
 
@@ -130,57 +124,30 @@ def test_tests_that_passed_are_not_repeated(
                                 ("e", "call", "failed"), ("f", "setup", "skipped")):
         on_gpu_rows.pytest_runtest_logreport(SimpleNamespace(
             when=when, outcome=outcome, passed=outcome == "passed", failed=outcome == "failed",
-            nodeid=f"tests/a.py::{name}", longrepr="a\nE  off by 1", duration=1.0))
-    lines = records.read(tmp_path / "results.jsonl")
+            nodeid=f"tests/a.py::{name}", longrepr="a\nE  off by 1"))
+    lines = read(tmp_path / "results.jsonl")
     assert [(line["status"], line["outcome"]) for line in lines] == [
         ("ok", "passed"), ("failed", "failed"), ("ok", "skipped")]
     assert lines[1]["reason"] == "E  off by 1"
     asked: list[str] = []
-    place = SimpleNamespace(run=lambda command, *_, **__: asked.extend(command))
-    Call("c", tmp_path, "cpu").tests(["tests/a.py"], place)
+    monkeypatch.setattr(on_gpu, "run", lambda command, *_, **__: asked.extend(command))
+    Call("c", tmp_path, on_gpu=False).tests(["tests/a.py"], tmp_path, 9)
     assert [word for word in asked if "deselect" in word] == [
         "--deselect=tests/a.py::b[c d]", "--deselect=tests/a.py::f"]
 
 
-def test_trials_of_an_earlier_call_are_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[int] = []
-
-    def train(size: int) -> Trial:
-        tried.append(size)
-        if size == 4 and len(tried) == 2:
-            raise RuntimeError("cut off")
-        if size > 10:
-            return Trial(size, fits=False)
-        return Trial(size, fits=True, demand_gib=size, capacity_gib=10.5, tokens_per_second=size)
-
-    monkeypatch.setattr(on_gpu_rows, "try_microbatch", lambda command, size, *_, **__: train(size))
-    work = Work(torch.device("cpu"), tmp_path / "results.jsonl", tmp_path)
-    with pytest.raises(RuntimeError, match="cut off"):
-        on_gpu_rows.search(work)
-    found = on_gpu_rows.search(work)
-    assert found["largest"] == found["fastest"] == 10 and tried[:3] == [1, 4, 4]
-    assert len(tried) == len(set(tried)) + 1 == found["trials"] + 1
-
-
-def test_the_rows_of_numbers_are_measured_on_a_cpu(tmp_path: Path) -> None:
-    work = Work(torch.device("cpu"), tmp_path / "results.jsonl", tmp_path)
-    found = on_gpu_rows.precisions(work)
-    assert found["fp32_largest_difference"] == 0 < found["bf16_largest_difference"] < 0.01
-    assert found["last_loss"] < found["first_loss"]
-    kernels = on_gpu_rows.attention(work)
+def test_attention_kernels_are_compared_on_a_cpu() -> None:
+    found = on_gpu_rows.attention(torch.device("cpu"))
     for name in ("flash", "math"):
-        assert kernels[name]["not finite"] == 0 < kernels[name]["gradient off"] < 0.01
-    assert kernels["cudnn"]["failed"]
-    found = on_gpu_rows.resumed(work, deterministic=False)
-    assert found["is_equal"] and found["largest_difference"] == found["loss_difference"] == 0
-    assert on_gpu_rows.ROWS["stall"](work)["later_stall_seconds"] >= 0
+        output_off, gradient_off, num_not_finite = found[name]
+        assert 0 < max(output_off, gradient_off) < 0.01 and num_not_finite == 0
+    assert isinstance(found["cudnn"], str)
 
 
 def line_of(row: str, **values: Any) -> dict[str, Any]:
-    return records.EMPTY | {"row": row, "status": "ok", "losses": [], "precision": "bf16",
-                            "machine": H100, "time": "2026-11-30T10:00:00"} | values
+    return {"row": row, "status": "ok", "losses": [], "precision": "bf16", "machine": H100,
+            "compile_seconds": 9.0, "peak_mib": 36e3, "microbatch_size": 64,
+            "time": "2026-11-30T10:00:00"} | values
 
 
 def cells(text: str, row: str) -> list[str]:
@@ -188,41 +155,27 @@ def cells(text: str, row: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
-def test_the_page_proves_the_promises_of_one_card_and_lab_plan_reads_its_speed(
-    tmp_path: Path
-) -> None:
-    lines = [line_of(FIRST, tokens_per_second=480e3, microbatch_size=64, peak_mib=36e3,
-                     losses=[11.0, 9.0]),
-             line_of("ours, microbatch 12", tokens_per_second=400e3, microbatch_size=12,
-                     losses=[11.0, 9.01], peak_mib=9e3),
-             line_of(ORIGINAL, tokens_per_second=60e3, precision="fp16"),
-             line_of(HUGGING_FACE, status="failed", reason="out of memory"),
-             line_of(WHOLE_RUN.name, tokens_per_second=470e3,
-                     seconds_by_phase={"startup": 9.0, "compile": 40.5}),
-             line_of(RESUMED, is_equal=True), line_of(STALL, later_stall_seconds=0.25)]
-    call = Call("a", tmp_path, "cuda:0")
-    text = page({line["row"]: line for line in lines}, call.bench)
-    assert cells(text, "tokens/s, microbatch 64")[0] == "480,000"
-    assert cells(text, "MFU") == ["0.415", "0.4 or more"]
-    assert cells(text, "ours / original") == ["8.00", "7 or more"]
-    assert cells(text, f"ours / {HUGGING_FACE}")[0] == "-"
-    assert 0.5 < float(cells(text, "peak memory / `lab plan`'s")[0]) < 1.5
-    assert cells(text, "seconds to the first step")[0] == "49.5"
-    assert cells(text, "bit-identical after resuming")[0] == "True"
-    assert cells(text, "seconds that a checkpoint stops training")[0] == "0.250"
-    assert cells(text, "ours, microbatch 12")[-1] == "0.0100"
-    assert f"- {HUGGING_FACE}: failed: out of memory" in text
-    for line in lines:
-        records.append(tmp_path / "results.jsonl", line)
+def test_the_page_shows_what_was_measured_and_lab_plan_reads_its_speed(tmp_path: Path) -> None:
+    lines = [line_of(ORIGINAL, tokens_per_second=60e3, precision="fp16", losses=[11.02]),
+             line_of(FIRST, tokens_per_second=480e3, losses=[11.0, 9.0]),
+             line_of(HUGGING_FACE.format("bf16"), status="failed", reason="out of memory"),
+             line_of(WHOLE_RUN, tokens_per_second=470e3, seconds_by_phase={"checkpoint": 0.25}),
+             {"row": f"{on_gpu.RESUMED}::test_a", "status": "ok", "outcome": "passed"},
+             {"row": "search", "status": "ok", "largest": 77}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    call = Call("a", tmp_path, on_gpu=True)
     call.write()
+    text = (tmp_path / "on-gpu.md").read_text()
+    speed, mfu, *_, off, ratio, _, _ = cells(text, FIRST)[3:]
+    assert (speed, ratio, off) == ("480,000", "8.00", "0.0000") and 0.3 < float(mfu) < 0.5
+    assert cells(text, ORIGINAL)[7] == "0.0200"
+    assert "bit-identical resuming: {'passed': 1}" in text
+    assert "Hugging Face, bf16, compiled: failed: out of memory" in text
+    assert '{"checkpoint": 0.25}' in text and '"largest": 77' in text
+    assert "that `lab plan` says" in text
     sources = SpeedSources.read(tmp_path / "runs", tmp_path / "measured.json")
     assert sources.shipped[0].mfu(find_gpu(H100["device"])) == pytest.approx(0.406, abs=0.001)
-
-
-def test_a_page_of_nothing_shows_what_is_missing(tmp_path: Path) -> None:
-    text = page({}, Call("a", tmp_path, "cuda:0").bench)
-    assert "(tiny" not in text and "device: None" in text
-    assert cells(text, "ours / original")[0] == "-"
+    assert page({}, call.task("ours")).startswith("# Measurements on a GPU\n")
 
 
 def test_the_instructions_are_those_that_are_tried_without_network() -> None:
@@ -249,19 +202,17 @@ def test_all_calls_pass_without_network_on_the_lowest_pytorch(tmp_path: Path) ->
     done("uv", "pip", "uninstall", "--python", python, *WHEELS)
     command = ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", python, "-m",
                "benchmarks.on_gpu"]
-    lacking = subprocess.run([*command, "a", "--out", out], capture_output=True, text=True,
-                             cwd=PROJECT_DIR)
-    assert lacking.returncode == 2 and "bring" in lacking.stderr and not out.exists()
+    assert subprocess.run([*command, "a", "--out", out], cwd=PROJECT_DIR).returncode == 1
     done("sh", "-c", f"{python} {BRING} && {python} {UNPACK}", cwd=tmp_path)
     assert {path.name.split("-")[0] for path in tmp_path.glob("wheels/*")} == WHEELS
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path)}
     for name in "abcd":
         print(done(*command, name, "--out", out, "--try-on-cpu", "--minutes", "40",
                    cwd=PROJECT_DIR, env=environment))
-    wanted = [item.name for name in "abcd" for item in Call(name, out, "cpu").items()]
+    wanted = [item.name for name in "abcd" for item in Call(name, out, on_gpu=False).items(out)]
     with tarfile.open(out / "on-gpu.tar.gz") as archive:
         lines = archive.extractfile("on-gpu/results.jsonl").read().decode().splitlines()
-        assert "| MFU" in archive.extractfile("on-gpu/on-gpu.md").read().decode()
+        assert "MFU" in archive.extractfile("on-gpu/on-gpu.md").read().decode()
     found = {line["row"]: line for line in map(json.loads, lines)}
     bad = {row: line["reason"] for row, line in found.items() if line["status"] != "ok"}
     assert not bad and set(wanted) <= set(found)

@@ -1,261 +1,200 @@
-"""The speed benchmark keeps each measurement, and continues where it was interrupted."""
+"""The systems of the speed benchmark do equal work, and each measurement is kept."""
 
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from click.testing import CliRunner, Result
 
-from benchmarks import throughput
-from benchmarks.throughput import main
-from benchmarks.throughput_benches import MATRIX_PRODUCT, WHOLE_RUN, Bench, benches_of
-from benchmarks.throughput_launch import Place, RowFailed, measure_row, run_command
-from benchmarks.throughput_report import ORIGINAL, REFERENCE
-from benchmarks.throughput_rows import Row
+from benchmarks import systems, throughput
+from benchmarks.systems import Task, measure, time_steps
+from benchmarks.throughput import (
+    ORIGINAL,
+    REFERENCE,
+    WHOLE_RUN,
+    RowFailed,
+    differences,
+    measure_row,
+    read,
+    tasks_of,
+    write_tokens,
+)
 from run_config import ModelConfig
-from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines
+from tests.support.workplace import TINY_MODEL
 
-MODEL = ModelConfig(**TINY_MODEL | {"drop_rate": 0.0})
-ROWS = (Row("ours", "ours"), Row(REFERENCE, "ours", {"precision": "fp32"}),
-        Row(ORIGINAL, "original"))
-BENCH = Bench("tiny", MODEL, ROWS, global_batch_size=4, microbatch_size=2, num_steps=10, rounds=1)
-KEYS = {"bench", "row", "round", "status", "reason", "tokens_per_second", "blocks", "precision",
-        "microbatch_size", "is_compiled", "peak_mib", "compile_seconds", "machine", "losses"}
-MACHINE = {"device": "a test", "device_type": "cpu"}
-FALLING = [5.0 - 0.1 * step for step in range(10)]
+SHAPE = ModelConfig(**TINY_MODEL | {"drop_rate": 0.0}).model_dump()
+NANOGPT = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+import torch.nn.functional as F
 
-Measure = Callable[[Bench, Row, Place], dict[str, Any]]
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
 
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Measure the tiny bench with a stand-in; return the rows that it was asked for."""
-    asked: list[str] = []
-    measure_with(monkeypatch, asked, lambda row: None)
-    return asked
+    def configure_optimizers(self, decay, rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=rate)
 
-
-def measure_with(monkeypatch: pytest.MonkeyPatch, asked: list[str],
-                 before: Callable[[Row], object]) -> None:
-    """Let a function do something before each row's made-up result."""
-    def fake(bench: Bench, row: Row, place: Place) -> dict[str, Any]:
-        if row is MATRIX_PRODUCT:
-            return {"ceiling_flops": {"bf16": 1e9}, "machine": MACHINE}
-        asked.append(row.name)
-        before(row)
-        return {"tokens_per_second": 1000.0 + len(asked), "step_ms": 1.0, "blocks": [1.0] * 3,
-                "precision": "fp32", "machine": MACHINE, "losses": FALLING}
-
-    monkeypatch.setattr(throughput, "benches_of", lambda *_, **__: [BENCH])
-    monkeypatch.setattr(throughput, "measure_row", fake)
+    def forward(self, ids, targets):
+        logits = self.embed(ids) @ self.embed.weight.T
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
 
 
-def run(output: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["--device", "cpu", "--output", str(output), *arguments])
+def task_of(name: str, system: str, num_steps: int = 80, **changes: Any) -> Task:
+    return Task(name, system, changes, SHAPE, "cpu", 2, 4, num_steps)
 
 
-def lines_of(output: Path) -> list[dict[str, Any]]:
-    """Return the lines of all rows."""
-    lines = read_lines(output.with_name(output.name + ".jsonl"))
-    return [line for line in lines if line["row"] != MATRIX_PRODUCT.name]
+TASKS = [task_of(REFERENCE, "ours", precision="fp32"), task_of("ours", "ours"),
+         task_of(ORIGINAL, "original"),
+         task_of("Hugging Face", "hugging face", precision="fp32", compile=False)]
 
 
-def test_each_row_is_a_line_and_the_first_is_measured_again(
-    measured: list[str], tmp_path: Path
+@pytest.fixture(scope="module")
+def tokens_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("dataset") / "zipf", TASKS[0])
+
+
+@pytest.fixture(scope="module")
+def lines(tokens_path: Path) -> list[dict[str, Any]]:
+    """Measurements in this process."""
+    return [{"row": task.name, "status": "ok"} | measure(task, tokens_path) for task in TASKS]
+
+
+def test_all_systems_have_the_same_curve_and_its_speed_is_that_of_the_median_block(
+    lines: list[dict[str, Any]]
 ) -> None:
-    result = run(tmp_path / "out", "--rounds", "1")
-    assert result.exit_code == 0, result.output
-    assert measured == ["ours", REFERENCE, ORIGINAL, "ours"]
-    lines = lines_of(tmp_path / "out")
-    assert [(line["row"], line["round"]) for line in lines] == [
-        ("ours", 1), (REFERENCE, 1), (ORIGINAL, 1), ("ours", 2)]
-    assert all(line.keys() >= KEYS | {"time", "versions", "code"} for line in lines)
-    (report,) = json.loads((tmp_path / "out.json").read_text())
-    assert report["first_row_repeated"] == 1004 / 1001
-    assert (tmp_path / "out.png").stat().st_size > 5000
+    assert differences(lines) == []
+    for line in lines:
+        assert len(line["losses"]) == 80 and line["microbatch_size"] == 2
+        assert sorted(line["blocks"])[1] == line["tokens_per_second"]
 
 
-@pytest.mark.thorough  # test_throughput_rows.py trains rows in CI
-def test_a_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = (Row("broken", "ours", {"no_such_key": 1}), WHOLE_RUN, ROWS[1])
-    monkeypatch.setattr(throughput, "benches_of", lambda *_, **__: [replace(
-        BENCH, rows=rows, num_steps=80)])
-    result = run(tmp_path / "out")
-    assert result.exit_code == 1
-    lines = {(line["row"], line["round"]): line for line in lines_of(tmp_path / "out")}
-    for broken in (lines["broken", 1], lines["broken", 2]):
-        assert broken["status"] == "failed" and "ValidationError" in broken["reason"]
-        assert "no_such_key" in broken["reason"] and broken["machine"]
-    whole, ours = lines[WHOLE_RUN.name, 1], lines[REFERENCE, 1]
-    for line in (whole, ours):
-        assert line["status"] == "ok" and len(line["blocks"]) == 3 and min(line["blocks"]) > 0
-        assert line["tokens_per_second"] == pytest.approx(sorted(line["blocks"])[1])
-        assert line["microbatch_size"] == 2 and line["machine"]["device"]
-    assert whole["seconds_by_phase"]["training"] > 0 and len(ours["losses"]) == 80
-    (report,) = json.loads((tmp_path / "out.json").read_text())
-    assert report["differences"] == [] and report["ceiling_flops"]["fp32"] > 0
-
-
-def test_a_row_that_raises_is_a_line_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("defect", ["sees the future", "no attention", "another GELU"])
+def test_a_model_with_an_error_is_reported(
+    defect: str, lines: list[dict[str, Any]], tokens_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def before(row: Row) -> None:
-        if row.name == REFERENCE:
-            raise RowFailed("not compiled: no compiler")
-        if row.name == ORIGINAL:
-            raise KeyError("a defect of the benchmark")
-
-    measure_with(monkeypatch, [], before)
-    result = run(tmp_path / "out")
-    assert result.exit_code == 1
-    assert f"{REFERENCE}: failed: not compiled: no compiler" in result.stderr
-    assert "| failed: not compiled: no compiler " in result.stdout
-    assert "defect" in result.stdout
-    failed = [line for line in lines_of(tmp_path / "out") if line["status"] == "failed"]
-    assert [(line["row"], line["tokens_per_second"]) for line in failed] == [
-        (REFERENCE, None), (ORIGINAL, None)]
-    assert [line["row"] for line in lines_of(tmp_path / "out")][-1] == "ours"
+    attention = F.scaled_dot_product_attention
+    wrong = {"sees the future": lambda q, k, v, **_: attention(q, k, v),
+             "no attention": lambda q, k, v, **_: v * 0,
+             "another GELU": lambda x, **_: F.relu(x)}[defect]
+    name = "gelu" if defect == "another GELU" else "scaled_dot_product_attention"
+    monkeypatch.setattr(F, name, wrong)
+    line = {"row": defect} | measure(replace(TASKS[0], name=defect), tokens_path)
+    (difference,) = differences([*lines, line])
+    assert difference.startswith(f"{defect}: its losses differ")
 
 
-def test_a_second_call_measures_what_is_missing_and_then_what_has_failed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_curves_that_prove_nothing_are_reported(lines: list[dict[str, Any]]) -> None:
+    for losses in ([3.0] * 80, [float("nan")] * 80):
+        assert "too level" in differences([lines[0] | {"losses": losses}])[-1]
+
+
+def test_steps_are_timed_in_three_blocks_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, taken = [0.0], []
+
+    def step() -> int:
+        taken.append(0)
+        clock[0] += 9.0 if len(taken) <= 4 else 0.5 if len(taken) <= 14 else 0.1
+        return len(taken)
+
+    monkeypatch.setattr(systems.time, "perf_counter", lambda: clock[0])
+    results, speed = time_steps(step, 34, 100, torch.device("cpu"))
+    assert results == list(range(1, 35)) and speed["first_step_seconds"] == 9
+    assert speed["blocks"] == pytest.approx([200, 1000, 1000])
+    assert speed["tokens_per_second"] == pytest.approx(1000)
+
+
+def test_ids_follow_zipfs_law_over_the_whole_vocabulary(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "zipf", replace(TASKS[0], num_steps=2000))
+    counts = np.bincount(systems.TokenFile(path).read(0, 128_000))
+    assert len(counts) > 0.9 * SHAPE["vocab_size"]
+    assert counts[0] / counts[9] == pytest.approx(10, rel=0.2)
+
+
+def test_a_row_is_measured_in_a_process_of_its_own_or_says_why_not(
+    tokens_path: Path, tmp_path: Path
 ) -> None:
-    def interrupted(row: Row) -> None:
-        if row.name == "ours":
-            raise RowFailed("ran out of time after 3 s")
-        if row.name == ORIGINAL:
-            raise KeyboardInterrupt
-
-    measure_with(monkeypatch, [], interrupted)
-    run(tmp_path / "out")
-    assert [line["row"] for line in lines_of(tmp_path / "out")] == ["ours", REFERENCE]
-    with (tmp_path / "out.jsonl").open("a") as file:
-        file.write('{"row": "cut sh')
-    asked: list[str] = []
-    measure_with(monkeypatch, asked, lambda row: None)
-    assert run(tmp_path / "out").exit_code == 0
-    assert asked == [ORIGINAL, "ours", "ours"]
-    assert run(tmp_path / "out").exit_code == 0
-    assert len(asked) == 3
-    assert run(tmp_path / "out", "--fresh").exit_code == 0
-    assert len(asked) == 7 and (tmp_path / "out.old.jsonl").exists()
-
-
-def test_what_another_machine_has_measured_is_measured_again(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run(tmp_path / "out", "--only", ORIGINAL)
-    monkeypatch.setitem(MACHINE, "device", "another")
-    result = run(tmp_path / "out", "--only", ORIGINAL)
-    assert measured == [ORIGINAL] * 2
-    assert "tiny on a test," in result.stdout and "tiny on another," in result.stdout
-
-
-def test_the_report_of_an_unfinished_file(measured: list[str], tmp_path: Path) -> None:
-    run(tmp_path / "out", "--only", ORIGINAL)
-    (tmp_path / "out.json").unlink()
-    result = run(tmp_path / "out", "--report-only")
-    assert result.exit_code == 0 and measured == [ORIGINAL]
-    assert "| original " in result.stdout and (tmp_path / "out.json").exists()
-    nothing = run(tmp_path / "none", "--report-only")
-    assert nothing.exit_code == 1 and "no measurements yet" in nothing.stdout
-
-
-@pytest.mark.parametrize(("name", "ladder"), [
-    ("throughput-cpu", False), ("throughput-cpu-ladder", True)])
-def test_stored_results_have_the_names_of_the_benches(name: str, ladder: bool) -> None:
-    reports = json.loads((PROJECT_DIR / "benchmarks" / f"{name}.json").read_text())
-    for report, bench in zip(reports, benches_of("cpu", 1, ladder=ladder), strict=True):
-        assert report["title"] == bench.title
-        names = [row["name"] for row in report["rows"] if not row["name"].startswith("nanoGPT")]
-        assert names == [row.name for row in bench.rows if row != WHOLE_RUN]
-
-
-def test_a_row_that_would_end_too_late_is_not_begun(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr(throughput.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(throughput, "seconds_since_process_start", lambda: 0.0)
-    asked: list[str] = []
-
-    def before(row: Row) -> None:
-        clock[0] += 200
-
-    measure_with(monkeypatch, asked, before)
-    result = run(tmp_path / "out", "--minutes", "9")
-    assert result.exit_code == 0 and asked == ["ours", REFERENCE]
-    assert "not measured for lack of time: original, round 1;" in result.stdout
-    assert run(tmp_path / "out", "--minutes", "9").exit_code == 0
-    assert asked == ["ours", REFERENCE, ORIGINAL, "ours"]
-
-
-@pytest.mark.parametrize("only, expected", [("none", "unknown row in --only: none"),
-                                            ("ours", "wanted NAME=PATH")])
-def test_wrong_names_are_refused_before_anything_is_measured(
-    measured: list[str], tmp_path: Path, only: str, expected: str
-) -> None:
-    result = run(tmp_path / "out", "--only", only, "--peer", "x" if only == "ours" else "x=y")
-    assert result.exit_code == 2 and expected in result.stderr
-    assert not measured and not list(tmp_path.iterdir())
-
-
-def test_a_row_that_runs_out_of_time_leaves_no_process(tmp_path: Path) -> None:
-    pid_path = tmp_path / "pid"
-    code = ("import subprocess, sys, time\n"
-            "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-            f"open({str(pid_path)!r}, 'w').write(str(child.pid))\n"
-            "time.sleep(600)")
-    with pytest.raises(RowFailed, match=r"ran out of time after \d+ s"):
-        run_command([sys.executable, "-S", "-c", code], tmp_path,
-                    deadline=time.monotonic() + 5, environment={})
-    status = Path(f"/proc/{pid_path.read_text()}/status")
+    (tmp_path / "model.py").write_text(NANOGPT)
+    nanogpt = task_of("nanoGPT", "nanogpt", 7, folder=str(tmp_path), precision="bf16")
+    result = measure_row(nanogpt, tokens_path, tmp_path / "a", 200)
+    assert len(result["blocks"]) == 3 and result["losses"] == []
+    with pytest.raises(RowFailed, match="ValidationError|no_such_key"):
+        measure_row(task_of("x", "ours", no_such_key=1), tokens_path, tmp_path / "b", 200)
+    (tmp_path / "model.py").write_text(
+        "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'], start_new_session=1)\n"
+        "open(__file__ + '.pid', 'w').write(str(child.pid))\ntime.sleep(600)")
+    with pytest.raises(RowFailed, match="ran out of time after 20 s"):
+        measure_row(nanogpt, tokens_path, tmp_path / "c", 20)
+    status = Path(f"/proc/{(tmp_path / 'model.py.pid').read_text()}/status")
     assert not status.exists() or "zombie" in status.read_text()
 
 
-def test_the_reason_of_a_failed_command_is_its_last_error(tmp_path: Path) -> None:
-    code = "import sys; print('note', file=sys.stderr); raise MemoryError('CUDA out of memory')"
-    with pytest.raises(RowFailed, match="^MemoryError: CUDA out of memory$") as failed:
-        run_command([sys.executable, "-c", code], tmp_path, deadline=time.monotonic() + 60,
-                    environment={})
-    assert failed.value.is_out_of_memory
+@pytest.mark.thorough  # the tests of runs train in CI
+def test_a_whole_run_is_measured(tokens_path: Path, tmp_path: Path) -> None:
+    result = measure_row(task_of(WHOLE_RUN, "whole run"), tokens_path, tmp_path / "run", 200)
+    assert len(result["blocks"]) == 3 and result["seconds_by_phase"]["training"] > 0
 
 
-def test_a_peers_last_speed_is_read(tmp_path: Path) -> None:
-    script = tmp_path / "peer.py"
-    script.write_text("import json, os, sys\nshape = json.loads(os.environ['THROUGHPUT_SHAPE'])\n"
-                      "print('warming up: 3 tok/s')\n"
-                      "speed = shape['batch_size'] * 1000 + shape['emb_dim']\n"
-                      "print(f'{speed:,} tokens/s')\n"
-                      "if len(sys.argv) > 1: print(json.dumps({'tokens_per_second': 7.0}))\n")
-    place = Place("cpu", tmp_path / "train.safetensors", tmp_path, time.monotonic() + 60)
-    for path, expected in ((script, 4016), (f"{script} --json", 7)):
-        result = measure_row(BENCH, Row("x", "peer", {"path": str(path)}), place)
-        assert result["tokens_per_second"] == expected
-    with pytest.raises(RowFailed, match="nothing.py"):
-        measure_row(BENCH, Row("x", "peer", {"path": str(tmp_path / "nothing.py")}), place)
-
-
-def test_out_of_memory_halves_the_microbatch_unless_the_row_names_one(
+def test_a_second_call_measures_what_is_missing_or_has_failed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sizes = []
+    asked: list[str] = []
+    fails = {ORIGINAL}
 
-    def child(task: Any, place: Place, folder: Path) -> dict[str, Any]:
-        sizes.append(task.microbatch_size)
-        raise RowFailed("CUDA out of memory", is_out_of_memory=True)
+    def fake(task: Task, *_: object) -> dict[str, Any]:
+        asked.append(task.name)
+        if task.name in fails:
+            raise RowFailed("not compiled: no compiler")
+        return {"tokens_per_second": 1000.0 * len(asked), "precision": "fp32", "peak_mib": 9.0,
+                "losses": [5 - 0.1 * step for step in range(10)], "microbatch_size": 2,
+                "compile_seconds": 0.0, "machine": {"device": "a test"}}
 
-    monkeypatch.setattr("benchmarks.throughput_launch._measure_child", child)
-    place = Place("cpu", tmp_path, tmp_path, time.monotonic())
-    for row, tried in ((ROWS[0], [2, 1]), (Row("4", "ours", microbatch_size=4), [4])):
-        with pytest.raises(RowFailed, match=f"out of memory at microbatch {tried[-1]}"):
-            measure_row(BENCH, row, place)
-        assert sizes == tried
-        sizes.clear()
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(throughput.main, [
+            "--device", "cpu", "--output", str(tmp_path / "out.jsonl"), *arguments])
+
+    tasks = TASKS[:3]
+    monkeypatch.setattr(throughput, "tasks_of", lambda *_: tasks)
+    monkeypatch.setattr(throughput, "measure_row", fake)
+    first = run()
+    assert first.exit_code == 1 and asked == [REFERENCE, "ours", ORIGINAL, REFERENCE]
+    assert "| failed: not compiled: no compiler " in first.stdout
+    assert [line["status"] for line in read(tmp_path / "out.jsonl")] == ["ok", "ok", "failed", "ok"]
+    fails.clear()
+    second = run()
+    assert second.exit_code == 0 and asked[4:] == [ORIGINAL]
+    (cells,) = [line.split("|") for line in second.stdout.splitlines() if "| ours " in line]
+    assert cells[5].strip() == "2,000" and cells[10].strip() == "0.40"
+    wrong = run("--only", "none")
+    assert wrong.exit_code == 2 and "--only none: wanted one of" in wrong.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_row_divides_the_global_batch_and_has_a_name_of_its_own(device: str) -> None:
+    tasks = tasks_of(device, Path("nanogpt"))
+    assert len({(task.name, task.model) for task in tasks}) == len(tasks)
+    for task in tasks:
+        assert task.global_batch_size % task.microbatch_size == 0
+        assert Task(**json.loads(json.dumps(asdict(task)))) == task
+    assert {ORIGINAL, REFERENCE, WHOLE_RUN, "nanoGPT, bf16, compiled"} <= {
+        task.name for task in tasks}

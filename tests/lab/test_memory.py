@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.memory_model import (
-    GPT2_SMALL,
-    MANY_TOKENS,
-    MANY_WORDS,
-    WIDE,
-    peak_of_training,
-)
 from gpt import GPTModel
 from lab.plan.memory import largest_microbatch, peak_memory
 from lab.plan.optimizer_memory import step_bytes
 from lab.plan.setting import Setting, num_parameters
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
+from tests.support.training_memory import (
+    GPT2_SMALL,
+    MANY_TOKENS,
+    MANY_WORDS,
+    WIDE,
+    peak_of_training,
+)
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, forked, succeeded
 
 SHAPES = {"many tokens": MANY_TOKENS, "large vocabulary": MANY_WORDS, "wide": WIDE}

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from torch._dynamo.utils import counters
 
 import ddp_train
-from benchmarks.memory_model import peak_of_training
 from processes.launch import process_group, this_process
 from processes.startup_agreement import open_store
 from reporting import clock, loss_window
@@ -19,6 +18,7 @@ from reporting.clock import PhaseClock
 from reporting.speed import find_gpu
 from run_config import TrainConfig, load_run
 from tests.support.fake_nvml import H100, FakeNvml
+from tests.support.training_memory import peak_of_training
 from tests.support.workplace import TINY_TRAIN
 from trainer import background_saver, compilation, reports, stopping
 from trainer.reports import Reports

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
-import queue
+import json
+import os
+import re
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,6 @@ import torch
 from safetensors.numpy import save_file
 
 from basics.errors import UserError
-from benchmarks.reading import read, read_with, write_sparse_token_file
 from reporting.console import batch_arithmetic
 from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
@@ -203,18 +205,20 @@ def test_repeated_data_is_a_circle_for_every_split(workplace: Workplace, start: 
     assert line == "1 steps = 128 tokens, 2.67 times the dataset's 48"
 
 
-def test_reading_a_file_of_20_gib_needs_little_memory(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """In this process; with --thorough, in eight processes."""
-    path = tmp_path / "train.safetensors"
-    write_sparse_token_file(path, 10 * 2**30)
-    assert path.stat().st_size > 20 * 2**30
-    if request.config.getoption("--thorough"):
-        growths = [growth for _, growth in read_with(8, path)]
-        assert len(growths) == 8
-    else:
-        results = queue.SimpleQueue()
-        read(path, 0, results)
-        growths = [results.get()[1]]
-    assert max(growths) < 100 * 2**20
+def private_bytes() -> int:
+    """Return the anonymous memory of this process, in bytes: not shared, and not of a file."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"^Anonymous:\s+(\d+)", text, re.MULTILINE)[1]) * 1024
+
+
+def test_reading_a_file_of_20_gib_needs_little_memory(tmp_path: Path) -> None:
+    """The file is sparse, and its microbatches are from all of its parts."""
+    path, num_tokens = tmp_path / "train.safetensors", 10 * 2**30
+    header = json.dumps({"tokens": {"dtype": "U16", "shape": [num_tokens],
+                                    "data_offsets": [0, 2 * num_tokens]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + 2 * num_tokens)
+    before, plan = private_bytes(), replace(PLAN, microbatch_size=12, context_length=1024)
+    data = Microbatches(TokenFile(path), plan, start_token=0, vocab_size=50257)
+    assert sum(1 for _ in prefetch(data, range(0, len(data), len(data) // 200), device=CPU)) > 200
+    assert private_bytes() - before < 100 * 2**20
