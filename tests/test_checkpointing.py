@@ -13,10 +13,9 @@ import safetensors.torch
 import torch
 
 import checkpointing
-from basics.checkpoint_names import named_as_checkpoints
+from basics.checkpoint_files import MANIFEST, find_damage, named_as_checkpoints, write_manifest
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
-from basics.manifest import MANIFEST, find_damage, write_manifest
 from checkpointing import (
     LossScale,
     SnapshotBuffers,

@@ -17,8 +17,8 @@ import pytest
 import safetensors.numpy
 import torch
 
+from basics.checkpoint_files import MANIFEST, read_manifest, write_manifest
 from basics.errors import UserError
-from basics.manifest import MANIFEST, read_manifest, write_manifest
 from reporting.charts import draw_charts
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 from tests.support.in_process import assert_refused, contents, refused
