@@ -201,11 +201,7 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
 
 
 def check_run_dir(run: Run) -> None:
-    """Refuse links, pipes and other unexpected entries where a run reads and writes.
-
-    Raises:
-        UserError: names the first one.
-    """
+    """Refuse links, pipes and other unexpected entries where a run reads and writes."""
     failpoint("prepare")
     for path in (run.checkpoints_dir, run.run_dir / "set-aside", run.run_dir / COMPILED):
         check_inside(path, run.run_dir, "--runs-dir")
