@@ -1,8 +1,8 @@
 """Checkpoints: the training state of a run in memory, on disk, and back.
 
-A checkpoint is a directory of safetensors and JSON files: reading an untrusted one runs no code. On
-every file system its files are written first, and their manifest last: see
-`basics/checkpoint_names.py`. Its validation is added later.
+A checkpoint is a directory of safetensors and JSON files: reading an untrusted one runs no code.
+Its files are written first, and their manifest last: see `basics/checkpoint_files.py`. Its
+validation is added later.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +24,25 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from basics.checkpoint_names import BEST, LATEST, named_as_checkpoints, replace_link, step_of
+from basics.checkpoint_files import (
+    BEST,
+    IDENTITY,
+    LATEST,
+    MANIFEST,
+    IdentityName,
+    add_to_manifest,
+    find_damage,
+    named_as_checkpoints,
+    read_identity,
+    read_manifest,
+    replace_link,
+    step_of,
+    write_manifest,
+)
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
-from basics.manifest import MANIFEST, add_to_manifest, find_damage, read_manifest, write_manifest
-from basics.run_identity import IDENTITY, Name, read_identity
-from basics.tensor_files import header_of, read_tensors, write_tensors
+from basics.tensor_files import Header, header_of, read_tensors, write_tensors
 from basics.text import SNAPSHOT_BLOCK_BYTES
 from gpt import GPTModel
 from run_config import ModelConfig
@@ -58,7 +71,7 @@ class LossScale(_Record):
 class CheckpointMeta(_Record):
     """`meta.json`: the position in the run. All sums are over the whole run, not one launch."""
 
-    identity: Name = ""  # of the run: see `basics/run_identity.py`
+    identity: IdentityName = ""  # of the run
     global_step: int = Field(ge=0, lt=2**40)
     tokens: int = Field(ge=0, lt=2**60)
     loss: float | None  # decides `best` in runs without validation; None if not finite
@@ -316,10 +329,7 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
     parameters = dict(state.model.named_parameters())
     wanted = {f"{key}/{name}": ("F32", [] if key == "step" else list(parameter.shape))
               for name, parameter in parameters.items() for key in keys_of[parameter]}
-    try:
-        moments = read_tensors(checkpoint.path / OPTIMIZER, wanted)
-    except DAMAGE as error:
-        raise _cannot_be_loaded(checkpoint, error) from None
+    moments = _read(checkpoint, OPTIMIZER, wanted)
     for name, parameter in parameters.items():
         state.optimizer.state[parameter] = {  # "step" too: a fused optimizer wants it there
             key: moments[f"{key}/{name}"].to(parameter.device) for key in keys_of[parameter]}
@@ -330,16 +340,17 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
 
 def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
     """Load only the model's weights, in place. Raises: UserError: as `load_checkpoint`."""
-    try:
-        weights = read_tensors(checkpoint.path / WEIGHTS, header_of(model.state_dict()))
-    except DAMAGE as error:
-        raise _cannot_be_loaded(checkpoint, error) from None
+    weights = _read(checkpoint, WEIGHTS, header_of(model.state_dict()))
     model.load_state_dict(weights)
 
 
-def _cannot_be_loaded(checkpoint: Checkpoint, error: Exception) -> UserError:
-    return UserError(f"{checkpoint.path}: cannot be loaded: {first_line(error)}; restore"
-                     " model.json, name another checkpoint, or start over with --fresh")
+def _read(checkpoint: Checkpoint, file: str, wanted: Header) -> dict[str, Tensor]:
+    try:
+        return read_tensors(checkpoint.path / file, wanted)
+    except DAMAGE as error:
+        raise UserError(
+            f"{checkpoint.path}: cannot be loaded: {first_line(error)}; restore model.json, name"
+            " another checkpoint, or start over with --fresh") from None
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -376,7 +387,7 @@ def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
     those of another run move to a directory that is returned, with a copy of the records; None if
     there are none.
     """
-    checkpoints_dir = run_dir / "checkpoints"
+    checkpoints_dir, aside_dir = run_dir / "checkpoints", None
     for path in named_as_checkpoints(checkpoints_dir, partial=True):
         if _is_partly_saved(path):
             with suppress(OSError):
@@ -384,7 +395,18 @@ def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
     foreign = {found.name for found in list_checkpoints(checkpoints_dir, foreign=True)}
     chosen = [path for path in named_as_checkpoints(checkpoints_dir)
               if step_of(path) >= from_step or path.name in foreign]
-    aside_dir = _set_aside(run_dir, chosen) if chosen else None
+    if chosen:
+        now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+        aside_dir = next(place for number in count() if not (
+            place := run_dir / "set-aside" / (f"{now}-{number}" if number else now)).exists())
+        (aside_dir / "checkpoints").mkdir(parents=True)
+        for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
+            if path.is_file() and not path.is_symlink() and path.name != IDENTITY:
+                shutil.copy2(path, aside_dir / path.name)
+        for link in (LATEST, BEST):
+            (checkpoints_dir / link).unlink(missing_ok=True)
+        for path in chosen:
+            shutil.move(path, aside_dir / "checkpoints")
     with suppress(OSError):
         renew_links(checkpoints_dir)
     return aside_dir
@@ -397,21 +419,3 @@ def _is_partly_saved(path: Path) -> bool:
     except (OSError, ValueError):
         return all(file.name.startswith(".") for file in path.iterdir())
     return True
-
-
-def _set_aside(run_dir: Path, chosen: list[Path]) -> Path:
-    """Move checkpoints to a new directory, and copy the run's records there."""
-    now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
-    aside_dir, number = run_dir / "set-aside" / now, 0
-    while aside_dir.exists():
-        number += 1
-        aside_dir = aside_dir.with_name(f"{now}-{number}")
-    (aside_dir / "checkpoints").mkdir(parents=True)
-    for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
-        if path.is_file() and not path.is_symlink() and path.name != IDENTITY:
-            shutil.copy2(path, aside_dir / path.name)
-    for link in (LATEST, BEST):
-        (run_dir / "checkpoints" / link).unlink(missing_ok=True)
-    for path in chosen:
-        shutil.move(path, aside_dir / "checkpoints")
-    return aside_dir

@@ -35,19 +35,12 @@ def run_command(command: click.Command, arguments: list[str] | None = None, *,
                 name: str | None = None) -> int:
     """Run a command; return its exit status. click would print a wrong word as it is.
 
-    Args:
-        arguments: by default, those of the process.
-        name: of the program, by default that of its file.
-
-    Raises:
-        UserError: the command line is not valid.
-        click.Abort: Ctrl-C.
+    Raises: UserError: the command line is not valid; click.Abort: Ctrl-C.
     """
     try:
         status = command.main(arguments, prog_name=name, standalone_mode=False)
     except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        path = f"{context.command_path} " if context else ""
+        path = f"{context.command_path} " if (context := getattr(error, "ctx", None)) else ""
         raise UserError(f"{' '.join(error.format_message().split())} See {path}--help.") from None
     return status if isinstance(status, int) else 0
 

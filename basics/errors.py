@@ -33,15 +33,11 @@ LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
 
 
 class UserError(Exception):
-    """An error that a person can correct: printed as one line, without a traceback.
-
-    Attributes:
-        status: the process's exit status, 2 for bad input.
-    """
+    """An error that a person can correct: printed as one line, without a traceback."""
 
     def __init__(self, message: str, status: int = BAD_INPUT) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = status  # of the process
 
     def line(self) -> str:
         """Return the line to print."""

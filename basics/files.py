@@ -14,8 +14,7 @@ from basics.errors import UserError
 
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
 MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
-# What file systems answer that lack a call: links, fsync of a directory.
-REFUSALS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EINVAL}
+NO_FSYNC = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EINVAL}
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
@@ -24,11 +23,7 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 def read_regular_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read an untrusted file.
-
-    Raises:
-        OSError: it is a link, a pipe or a directory, or larger than `max_bytes`.
-    """
+    """Read an untrusted file. Raises: OSError: as `open_regular`, or it is too large."""
     with open(open_regular(path), "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise OSError(errno.EFBIG, f"has {size:,} bytes")
@@ -36,11 +31,7 @@ def read_regular_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def open_regular(path: Path) -> int:
-    """Open an untrusted file for reading.
-
-    Raises:
-        OSError: it is a link, a pipe or a directory, or cannot be read.
-    """
+    """Open an untrusted file for reading. Raises: OSError: it is a link, a pipe, a directory."""
     # Without O_NONBLOCK, a pipe that nobody writes to would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -55,11 +46,6 @@ def check_tensor_header(path: Path) -> None:
         length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER_BYTES:
         raise OSError(f"a header of {length:,} bytes")
-
-
-def is_refused(error: OSError) -> bool:
-    """Return whether a file system has answered that it lacks a call."""
-    return error.errno in REFUSALS
 
 
 def append_whole(path: Path, text: str) -> None:
@@ -79,10 +65,7 @@ def append_whole(path: Path, text: str) -> None:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` if the block succeeds, and is removed if not.
 
-    Readers see the old file or the new one, never a part.
-
-    Args:
-        durable: call fsync, so that this holds after a power loss too.
+    Readers see the old file or the new one, never a part; if `durable`, after a power loss too.
     """
     partial = partial_file(path)
     partial.unlink(missing_ok=True)  # a leftover, or a planted link to another file
@@ -116,15 +99,14 @@ def fsync(path: Path) -> None:
 
     Some file systems cannot do that for directories: these are left as they are.
     """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.fsync(descriptor)
     except OSError as error:
-        if not (is_refused(error) and path.is_dir()):
+        if not (error.errno in NO_FSYNC and path.is_dir()):
             raise
+    finally:
+        os.close(descriptor)
 
 
 def check_inside(path: Path, root: Path, option: str) -> None:

@@ -42,27 +42,24 @@ class GpuReading:
     driver_version: str | None = None
 
 
-# What NVML tells of one GPU, by field: the functions, the second one for drivers before 535 or 570;
-# their arguments after the handle; the field, made of the answer.
-READINGS: dict[str, tuple[tuple[str, ...], tuple[int, ...], Callable[[Any], Any]]] = {
-    "name": (("nvmlDeviceGetName",), (), str),
-    "uuid": (("nvmlDeviceGetUUID",), (), str),
-    "memory_used_gib": (("nvmlDeviceGetMemoryInfo",), (), lambda memory: memory.used / GIB),
-    "memory_total_gib": (("nvmlDeviceGetMemoryInfo",), (), lambda memory: memory.total / GIB),
-    "use_percent": (("nvmlDeviceGetUtilizationRates",), (), lambda use: use.gpu),
-    "temperature_c": (("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"), (CORE_SENSOR,),
-                      int),
-    "power_w": (("nvmlDeviceGetPowerUsage",), (), lambda milliwatts: milliwatts / 1000),
-    "power_limit_w": (("nvmlDeviceGetEnforcedPowerLimit",), (),
-                      lambda milliwatts: milliwatts / 1000),
-    "energy_joules": (("nvmlDeviceGetTotalEnergyConsumption",), (), lambda mj: mj / 1000),
-    "sm_clock_mhz": (("nvmlDeviceGetClockInfo",), (SM_CLOCK,), int),
-    "max_sm_clock_mhz": (("nvmlDeviceGetMaxClockInfo",), (SM_CLOCK,), int),
+# What NVML tells of one GPU, by field: the functions after "nvmlDeviceGet", the second one for
+# drivers before 535 or 570; their arguments after the handle; the field, made of the answer.
+READINGS: dict[str, tuple[str, tuple[int, ...], Callable[[Any], Any]]] = {
+    "name": ("Name", (), str),
+    "uuid": ("UUID", (), str),
+    "memory_used_gib": ("MemoryInfo", (), lambda memory: memory.used / GIB),
+    "memory_total_gib": ("MemoryInfo", (), lambda memory: memory.total / GIB),
+    "use_percent": ("UtilizationRates", (), lambda use: use.gpu),
+    "temperature_c": ("TemperatureV Temperature", (CORE_SENSOR,), int),
+    "power_w": ("PowerUsage", (), lambda milliwatts: milliwatts / 1000),
+    "power_limit_w": ("EnforcedPowerLimit", (), lambda milliwatts: milliwatts / 1000),
+    "energy_joules": ("TotalEnergyConsumption", (), lambda millijoules: millijoules / 1000),
+    "sm_clock_mhz": ("ClockInfo", (SM_CLOCK,), int),
+    "max_sm_clock_mhz": ("MaxClockInfo", (SM_CLOCK,), int),
     "throttle_reasons": (
-        ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"), (),
+        "CurrentClocksEventReasons CurrentClocksThrottleReasons", (),
         lambda mask: tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)),
-    "uncorrected_ecc_errors": (("nvmlDeviceGetTotalEccErrors",), (UNCORRECTED, SINCE_DRIVER_LOAD),
-                               int),
+    "uncorrected_ecc_errors": ("TotalEccErrors", (UNCORRECTED, SINCE_DRIVER_LOAD), int),
 }
 
 
@@ -75,19 +72,21 @@ def read_gpus(uuids: Sequence[str] | None = None) -> list[GpuReading]:
     """
     if nvml_failure() is not None:
         return []
-    driver_version = _ask(("nvmlSystemGetDriverVersion",))
+    driver_version = _ask("nvmlSystemGetDriverVersion")
     if uuids is None:
-        count = _ask(("nvmlDeviceGetCount",)) or 0
-        handles = [_ask(("nvmlDeviceGetHandleByIndex",), index) for index in range(count)]
+        handles = [_ask("nvmlDeviceGetHandleByIndex", index)
+                   for index in range(_ask("nvmlDeviceGetCount") or 0)]
     else:
-        handles = [_ask(("nvmlDeviceGetHandleByUUID",), uuid) for uuid in uuids]
+        handles = [_ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids]
     readings = []
     for handle in handles:
-        answers = {field: _ask(functions, handle, *arguments)
-                   for field, (functions, arguments, _) in READINGS.items() if handle is not None}
-        readings.append(GpuReading(driver_version=driver_version, **{
-            field: READINGS[field][2](answer) for field, answer in answers.items()
-            if answer is not None}))
+        found = {}
+        for field, (functions, arguments, made_of) in READINGS.items():
+            answers = (_ask(f"nvmlDeviceGet{name}", handle, *arguments)
+                       for name in functions.split() if handle is not None)
+            if (answer := next((each for each in answers if each is not None), None)) is not None:
+                found[field] = made_of(answer)
+        readings.append(GpuReading(driver_version=driver_version, **found))
     return readings
 
 
@@ -107,13 +106,11 @@ def nvml_failure() -> str | None:
     return None
 
 
-def _ask(functions: Sequence[str], *arguments: Any) -> Any:
-    """Return the first answer; None without one: not supported or permitted, too old, GPU lost."""
+def _ask(function: str, *arguments: Any) -> Any:
+    """Return the answer; None without one: not supported or permitted, too old, GPU lost."""
     import pynvml
 
-    for function in functions:
-        try:
-            return getattr(pynvml, function)(*arguments)
-        except (pynvml.NVMLError, AttributeError):
-            continue
-    return None
+    try:
+        return getattr(pynvml, function)(*arguments)
+    except (pynvml.NVMLError, AttributeError):
+        return None

@@ -21,32 +21,22 @@ SOURCES = ("*.py", *(f"{folder}/**/*.py" for folder in (
     "basics", "lab", "ops", "preparation", "processes", "reporting", "tokens", "trainer")))
 GIT_SECONDS = 10.0
 DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded
-NONE_FOUND = ("CUDA finds none of them",
-              "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all")
-# By a part of what torch.cuda.init() says (c10/cuda/CUDAFunctions.cpp): the cause, and the remedy.
-CAUSES = {
-    "driver on your system is too old": (
-        "the NVIDIA driver is too old for it",
-        "run ./setup_lambda.sh, which installs PyTorch for older drivers, or take a machine with"
-        " driver 580 or newer"),
-    "Found no NVIDIA driver": (
-        "there is no NVIDIA driver",
-        "install one, or start the container with --gpus all and an image for CUDA"),
-    "system not yet initialized": (  # error 802
-        "the fabric manager of its NVSwitches does not run",
-        "start nvidia-fabricmanager on the host, or take another machine: a container cannot"),
-    "unsupported display driver / cuda driver combination": (  # error 803
-        "the driver's parts are of two versions",
-        "take cuda-compat out of LD_LIBRARY_PATH, or restart the machine"),
-    "forward compatibility was attempted": (  # error 804
-        "cuda-compat does not work with this kind of GPU",
-        "take cuda-compat out of LD_LIBRARY_PATH, and run ./setup_lambda.sh"),
-    "OS call failed": (  # error 304
-        "this user may not open /dev/nvidia*",
-        "start the container with --gpus all, or join the group that owns them"),
+NONE_FOUND = "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all"
+REMEDIES = {  # by a part of what torch.cuda.init() says (c10/cuda/CUDAFunctions.cpp)
+    "driver on your system is too old": "run ./setup_lambda.sh, which installs PyTorch for older"
+    " drivers, or take a machine with driver 580 or newer",
+    "Found no NVIDIA driver": "install one, or start the container with --gpus all and an image"
+    " for CUDA",
+    "Error 802": "start nvidia-fabricmanager on the host, for its NVSwitches, or take another"
+    " machine: a container cannot",
+    "Error 803": "the driver's parts are of two versions: take cuda-compat out of LD_LIBRARY_PATH,"
+    " or restart the machine",
+    "Error 804": "take cuda-compat out of LD_LIBRARY_PATH, and run ./setup_lambda.sh",
+    "Error 304": "this user may not open /dev/nvidia*: start the container with --gpus all, or join"
+    " the group that owns them",
     "No CUDA GPUs are available": NONE_FOUND, "no CUDA-capable device": NONE_FOUND,
+    "": "see what nvidia-smi says; restart the machine, or take another one",
 }
-OTHER_REMEDY = "see what nvidia-smi says; restart the machine, or take another one"
 
 
 def num_cpu_cores() -> int:
@@ -57,26 +47,21 @@ def num_cpu_cores() -> int:
 def available_ram_gib() -> float:
     """Return the RAM that is free or can be freed, within the limit of a container."""
     available = psutil.virtual_memory().available
-    try:
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
+    with suppress(OSError, ValueError):  # no container, or no limit ("max")
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        cached = int(stat["inactive_file"]) + int(stat["active_file"])
-        available = min(available, limit - used + cached)
-    except (OSError, ValueError, KeyError):  # no container, or no limit ("max")
-        pass
+        available = min(available, limit - used + int(stat["inactive_file"])
+                        + int(stat["active_file"]))
     return available / 2**30
 
 
 def num_usable_cores() -> float:
     """Return the CPU cores that this process may use, within the quota of a container."""
-    cores = float(num_cpu_cores())
     try:
         quota, period = (CGROUP / "cpu.max").read_text().split()
-        cores = min(cores, int(quota) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):
-        pass
-    return cores
+        return min(num_cpu_cores(), int(quota) / int(period))
+    except (OSError, ValueError):  # no container, or no quota ("max")
+        return num_cpu_cores()
 
 
 def seconds_since_process_start() -> float:
@@ -115,10 +100,8 @@ def find_compiler(*, on_gpu: bool) -> tuple[str, str]:
     named = os.environ.get(variable)
     found = next(filter(None, map(shutil.which, [named] if named else names)), "")
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if found and header.is_file():
-        return found, ""
     if found:
-        return "", f"no {header}"
+        return (found, "") if header.is_file() else ("", f"no {header}")
     return "", f"{variable} is {named}, which is not there" if named else f"no {' or '.join(names)}"
 
 
@@ -138,8 +121,8 @@ def cuda_problem() -> tuple[str, str]:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         text = str(error).strip().partition("\n")[0].rpartition("already set an error? ")[2]
-        return next((cause for part, cause in CAUSES.items() if part in text),
-                    (text[:100], OTHER_REMEDY))
+        return (text.partition(". ")[0][:100],
+                next(remedy for part, remedy in REMEDIES.items() if part in text))
     return "", ""
 
 
@@ -157,13 +140,11 @@ def code_version() -> str:
     Without a repository, or without git, it is the project's version and the digest.
     """
     if (PROJECT_DIR / ".git").exists():  # else git would look for one in the directories above
-        try:
+        with suppress(OSError, subprocess.SubprocessError):
             commit = _git("rev-parse", "--short=12", "HEAD")
             # Only the product counts: the commands themselves write to runs/*/train.json.
             is_changed = _git("status", "--porcelain", "--", *(f":(glob){p}" for p in SOURCES))
             return f"{commit}+{code_digest()}" if is_changed else commit
-        except (OSError, subprocess.SubprocessError):
-            pass
     try:
         return f"{version('ddp-train')}+{code_digest()}"
     except PackageNotFoundError:  # used without being installed

@@ -7,11 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import safetensors.torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from basics.errors import as_os_error
-from basics.files import REFUSALS, check_tensor_header
+from basics.files import check_tensor_header
 
 Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it, and shape
 
@@ -47,20 +46,10 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor],
                   metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions that the umask gives other new files.
-
-    Its library makes private files, and needs calls of the file system that some lack.
+    """Write a safetensors file with the permissions of other new files; the library's are private.
     """
     path.touch()
     mode = path.stat().st_mode
-    try:
-        safetensors.torch.save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        if as_os_error(error).errno not in REFUSALS:
-            raise
-        for leftover in path.parent.glob(".tmp*"):
-            leftover.unlink()
-        path.write_bytes(safetensors.torch.save(tensors, metadata))  # takes its size in memory
-    if path.stat().st_mode != mode:
-        with suppress(OSError):  # a file system without permissions
-            path.chmod(mode)
+    safetensors.torch.save_file(tensors, path, metadata)
+    with suppress(OSError):  # a file system without permissions
+        path.chmod(mode)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from basics.checkpoint_names import BEST, CHECKPOINT_NAME, LATEST
+from basics.checkpoint_files import BEST, CHECKPOINT_NAME, LATEST
 from basics.cli import ABOVE_0, USD_PER_HOUR
 from basics.errors import UserError
 

@@ -42,15 +42,6 @@ def num_restarts(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--restarts")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many hostile inputs were refused, and the slowest of them."""
-    seconds = [report.duration for report in terminalreporter.stats.get("passed", [])
-               if report.when == "call" and "test_hostile" in report.nodeid]
-    if seconds:
-        terminalreporter.write_line(f"{len(seconds)} hostile inputs: each answered, the slowest"
-                                    f" after {max(seconds):.1f} s")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():

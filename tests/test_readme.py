@@ -53,7 +53,7 @@ COMMANDS = [
     "uv run prepare_dataset.py HuggingFaceFW/fineweb datasets/fineweb --subset sample/10BT",
 ]
 (_, TRAIN_DEMO, GENERATE, EVALUATE, COMPARE, EXPORT, PLAN_ONE_GPU, TRAIN_ONE_GPU, _, DOCTOR,
- PREFETCH, _, WATCH, WATCH_TEXT, PLAN, SEARCH, PREPARE_FILES, PREPARE_HUB) = COMMANDS
+ PREFETCH, _, WATCH, WATCH_TEXT, PLAN, SEARCH, PREPARE_FILES, _) = COMMANDS
 
 
 def blocks(language: str) -> list[str]:
@@ -170,18 +170,12 @@ def test_the_example_run_begins_with_the_download(checkout: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_the_microbatch_search_needs_a_limit_without_a_gpu(checkout: Path) -> None:
+def test_the_machine_can_be_checked_and_prepared_and_runs_can_be_watched(checkout: Path) -> None:
     result = run_in(checkout, SEARCH, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 2 and "--memory-limit-gib" in result.stderr
-
-
-def test_the_machine_can_be_checked_and_runs_can_be_watched(checkout: Path) -> None:
     assert "fit to train" in lab_in(checkout, DOCTOR.replace("8xa100m40", "demo"))
     assert "no run has been launched yet" in lab_in(checkout, WATCH_TEXT)
     assert "--port" in lab_in(checkout, f"{WATCH} --help")
-
-
-def test_everything_can_be_fetched_before_training(checkout: Path) -> None:
     result = succeeded(run_in(checkout, PREFETCH.replace("8xa100m40", "demo")))
     assert "dataset" in result.stdout
 
@@ -194,28 +188,18 @@ def test_own_files_are_prepared(checkout: Path) -> None:
     assert (checkout / "datasets/mine/validation.safetensors").is_file()
 
 
-def test_fineweb_is_prepared_from_the_hub(checkout: Path) -> None:
-    content = io.BytesIO()
-    texts = [f"document {i}" for i in range(10)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), content)
-    hub = Hub({"sample/10BT/000_00000.parquet": content.getvalue()},
-              repository="HuggingFaceFW/fineweb")
-    with serving(hub):
-        succeeded(run_in(checkout, PREPARE_HUB, HF_ENDPOINT=hub.endpoint,
-                         HF_HOME=str(checkout / "home")))
-    assert (checkout / "datasets/fineweb/train.safetensors").is_file()
-
-
 @pytest.mark.parametrize(("repository", "taken", "left_out"), [
+    ("HuggingFaceFW/fineweb", "sample/10BT/000_00000.parquet", "data/CC-MAIN-2024/0.parquet"),
     ("HuggingFaceFW/fineweb-edu", "sample/10BT/000_00000.parquet", "data/CC-MAIN-2024/0.parquet"),
     ("karpathy/climbmix-400b-shuffle", "shard_00069.parquet", "shard_00070.parquet"),
 ])
-def test_other_corpora_are_prepared_from_the_hub(
+def test_corpora_are_prepared_from_the_hub(
     repository: str, taken: str, left_out: str, checkout: Path
 ) -> None:
-    """The commands of docs/data.md, on a hub with one file of each kind."""
-    command, = re.findall(rf"^uv run prepare_dataset.py {repository} .*$",
-                          (PROJECT_DIR / "docs/data.md").read_text(), flags=re.MULTILINE)
+    """The commands of README.md and docs/data.md, on a hub with one file of each kind."""
+    command = next(found[0] for path in ("README.md", "docs/data.md") if (found := re.findall(
+        rf"^uv run prepare_dataset.py {repository} .*$", (PROJECT_DIR / path).read_text(),
+        flags=re.MULTILINE)))
     content = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a text"] * 200}), content)
     hub = Hub(dict.fromkeys((taken, left_out), content.getvalue()), repository=repository)
@@ -239,13 +223,15 @@ def is_default(shown: str, field: FieldInfo) -> bool:
     return shown == str(field.default).lower()
 
 
-@pytest.mark.parametrize("config", [ModelConfig, TrainConfig])
-def test_every_key_is_documented_once_with_its_default(config: type) -> None:
-    for key, field in config.model_fields.items():
+def test_every_key_is_documented_once_with_its_default_and_no_other() -> None:
+    known = ModelConfig.model_fields | TrainConfig.model_fields
+    for key, field in known.items():
         row, = rows_of(CONFIGURATION, key=key)
         assert is_default(row[2], field), row
         for row in rows_of(README, key=key):
             assert is_default(row[1], field), row
+    documented = re.findall(r"^\| `([a-z0-9_]+)` \|", README + CONFIGURATION, flags=re.MULTILINE)
+    assert len(documented) > len(known) and set(documented) == set(known)
 
 
 def test_the_defaults_with_muon_are_documented() -> None:
@@ -260,12 +246,6 @@ def test_the_defaults_with_muon_are_documented() -> None:
             if text[0].isdigit() else text for key, text in shown.items()} == changed
 
 
-def test_no_unknown_key_is_documented() -> None:
-    known = ModelConfig.model_fields | TrainConfig.model_fields
-    documented = re.findall(r"^\| `([a-z0-9_]+)` \|", README + CONFIGURATION, flags=re.MULTILINE)
-    assert len(documented) > len(known) and set(documented) == set(known)
-
-
 def test_the_readme_is_short_and_names_every_folder_of_code() -> None:
     assert len(README.splitlines()) <= 200
     assert not re.search(r"@[A-Z]+@|TODO|TBD", README)
@@ -274,26 +254,21 @@ def test_the_readme_is_short_and_names_every_folder_of_code() -> None:
         assert name in README, name
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(PROJECT_DIR)))
-def test_links_and_test_files_named_in_the_documents_exist(document: Path) -> None:
-    text = document.read_text()
-    for link in re.findall(r"\]\((?!https?://|#)([^)#]*)", text):
-        assert (document.parent / link).exists(), link
-    for path in re.findall(r"`((?:tests|benchmarks)/[\w/]*\.\w+)", text):
-        assert (PROJECT_DIR / path).exists(), path
+def test_links_and_test_files_named_in_the_documents_exist() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for link in re.findall(r"\]\((?!https?://|#)([^)#]*)", text):
+            assert (document.parent / link).exists(), (document, link)
+        for path in re.findall(r"`((?:tests|benchmarks)/[\w/]*\.\w+)", text):
+            assert (PROJECT_DIR / path).exists(), (document, path)
 
 
-@pytest.mark.parametrize("script", ["ddp_train.py", "prepare_dataset.py", "-m lab"])
+@pytest.mark.parametrize("script", ["ddp_train.py", "prepare_dataset.py", "lab"])
 def test_help_does_not_import_torch(script: str) -> None:
-    code = ("import runpy, sys\n"
+    code = ("import runpy, sys; sys.argv = ['x', '--help']\n"
             "try:\n"
-            "    runpy.run_{}\n"
+            f"    runpy.{'run_module' if script == 'lab' else 'run_path'}('{script}', None,"
+            " '__main__')\n"
             "except SystemExit as end:\n"
-            "    assert end.code == 0, end.code\n"
-            "assert 'torch' not in sys.modules\n")
-    is_module = script.startswith("-m")
-    run = "module('lab', run_name='__main__')" if is_module else f"path('{script}', "\
-        "run_name='__main__')"
-    result = succeeded(run_command(
-        sys.executable, "-c", "import sys; sys.argv = ['x', '--help']\n" + code.format(run)))
-    assert "Usage:" in result.stdout
+            "    assert end.code == 0 and 'torch' not in sys.modules\n")
+    assert "Usage:" in succeeded(run_command(sys.executable, "-c", code)).stdout

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from basics.checkpoint_names import named_as_checkpoints
+from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import NON_FINITE, UserError, as_os_error, why_not_written
 from basics.failpoints import failpoint
 from basics.tensor_files import first_non_finite

@@ -11,12 +11,11 @@ import torch
 from pydantic import ValidationError
 from safetensors import safe_open
 
-from basics.checkpoint_names import BEST, directory_of, named_as_checkpoints
+from basics.checkpoint_files import BEST, MANIFEST, directory_of, named_as_checkpoints
 from basics.errors import UserError, first_line, print_error
 from basics.files import check_tensor_header
 from basics.json_files import describe, read_json_object
 from basics.machine import available_ram_gib
-from basics.manifest import MANIFEST
 from basics.tensor_files import first_non_finite
 from basics.text import gib
 from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint

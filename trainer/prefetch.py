@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from basics.checkpoint_names import BEST, named_as_checkpoints
+from basics.checkpoint_files import BEST, named_as_checkpoints
 from basics.errors import FAILED, UserError, print_line
 from basics.files import check_inside
 from basics.out_of_memory import is_out_of_memory

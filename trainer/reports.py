@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from basics.checkpoint_files import Identity, write_identity
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from basics.machine import code_version, machine_up_seconds
-from basics.run_identity import Identity, write_identity
 from checkpointing import best_of, clean_up, list_checkpoints
 from optim import rates_line
 from processes.launch import device_name, gpu_uuids, machine_facts

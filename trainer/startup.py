@@ -10,12 +10,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from basics.checkpoint_names import BEST, LATEST, named_as_checkpoints
+from basics.checkpoint_files import (
+    BEST,
+    IDENTITY,
+    LATEST,
+    Identity,
+    named_as_checkpoints,
+    read_identity,
+    read_manifest,
+)
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.files import check_inside
-from basics.manifest import read_manifest
-from basics.run_identity import IDENTITY, Identity, read_identity
 from checkpointing import (
     Checkpoint,
     TrainingState,
@@ -195,11 +201,7 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
 
 
 def check_run_dir(run: Run) -> None:
-    """Refuse links, pipes and other unexpected entries where a run reads and writes.
-
-    Raises:
-        UserError: names the first one.
-    """
+    """Refuse links, pipes and other unexpected entries where a run reads and writes."""
     failpoint("prepare")
     for path in (run.checkpoints_dir, run.run_dir / "set-aside", run.run_dir / COMPILED):
         check_inside(path, run.run_dir, "--runs-dir")

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 import torch
 
+from basics.checkpoint_files import read_identity
 from basics.errors import FAILED, STOP_SIGNALS, UserError, one_line, print_line
 from basics.failpoints import failpoint
-from basics.run_identity import read_identity
 from checkpointing import best_of, list_checkpoints
 from processes.beside import NORMAL, POLL_SECONDS, Beside, end_group, environment
 from processes.launch import Process

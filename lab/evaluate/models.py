@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from basics.checkpoint_names import BEST, directory_of, named_as_checkpoints
+from basics.checkpoint_files import BEST, directory_of, named_as_checkpoints
 from basics.errors import UserError, one_line, print_error
 from checkpointing import find_checkpoint, open_checkpoint
 from run_config import Run, load_run

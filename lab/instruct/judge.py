@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from basics.checkpoint_names import CHECKPOINT_NAME
+from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.errors import UserError, one_line, visible
 from lab.compare.run_figures import Written, append_evaluation
 from lab.instruct.comparison import Comparison, Judgements, UnusableReplyError, compare

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import replace
 
-from basics.checkpoint_names import named_as_checkpoints
+from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import UserError, one_line
 from basics.gpu_readings import read_gpus
 from basics.json_files import found_object, set_number

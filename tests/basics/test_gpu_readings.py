@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pynvml
 import pytest
@@ -33,18 +32,13 @@ def test_the_gpus_of_a_run_are_read_in_its_order(install) -> None:
     assert [gpu.temperature_c for gpu in read_gpus(["GPU-3", "GPU-1"])] == [3, 1]
 
 
-def test_what_a_gpu_does_not_tell_is_none(install) -> None:
-    no_permission = {"nvmlDeviceGetPowerUsage": pynvml.NVMLError_NoPermission()}
-    install(FakeNvml({"GPU-1": {"nvmlDeviceGetName": "T4"} | no_permission}))
-    assert read_gpus() == [GpuReading(name="T4", uuid="GPU-1", driver_version="580.65.06")]
-
-
-def test_zero_is_a_value(install) -> None:
-    install(FakeNvml({"GPU-1": {"nvmlDeviceGetCurrentClocksEventReasons": 1,  # idle
+def test_what_a_gpu_does_not_tell_is_none_and_zero_is_a_value(install) -> None:
+    install(FakeNvml({"GPU-1": {"nvmlDeviceGetPowerUsage": pynvml.NVMLError_NoPermission(),
+                                "nvmlDeviceGetCurrentClocksEventReasons": 1,  # idle
                                 "nvmlDeviceGetTotalEnergyConsumption": 0,
                                 "nvmlDeviceGetTemperatureV": 0}}))
-    (gpu,) = read_gpus()
-    assert (gpu.throttle_reasons, gpu.energy_joules, gpu.temperature_c) == ((), 0, 0)
+    assert read_gpus() == [GpuReading(uuid="GPU-1", driver_version="580.65.06", throttle_reasons=(),
+                                      energy_joules=0, temperature_c=0)]
 
 
 @pytest.mark.parametrize("lacks", [True, False])
@@ -70,11 +64,6 @@ def test_without_a_driver_or_its_package_there_are_no_gpus(install) -> None:
     assert read_gpus() == [] and nvml_failure() == "Driver Not Loaded"
     install(None)
     assert read_gpus() == [] and "pynvml" in nvml_failure()
-
-
-@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine has a driver")
-def test_the_real_package_finds_no_library_here() -> None:
-    assert read_gpus() == [] and "Not Found" in nvml_failure()
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from basics.checkpoint_names import named_as_checkpoints
+from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from checkpointing import newest_whole, open_checkpoint

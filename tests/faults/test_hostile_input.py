@@ -17,14 +17,13 @@ import pytest
 import safetensors.numpy
 import torch
 
+from basics.checkpoint_files import MANIFEST, read_manifest, write_manifest
 from basics.errors import UserError
-from basics.manifest import MANIFEST, read_manifest, write_manifest
-from reporting.charts import draw_charts
-from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
-from tests.support.in_process import assert_refused, contents, refused
+from checkpointing import open_checkpoint
+from run_config import load_run
+from tests.support.in_process import LONGEST_ERROR, assert_refused, contents, refused
 from tests.support.workplace import (
     PROJECT_DIR,
-    TINY_MODEL,
     TINY_TRAIN,
     Workplace,
     read_lines,
@@ -55,42 +54,26 @@ def tokens_header(**changes: object) -> bytes:
     return header(json.dumps({"tokens": facts}).encode(), bytes(8000))
 
 
-def config(**changes: object) -> bytes:
-    return json.dumps(changes).encode()
-
-
-MODEL, TRAIN = json.dumps(TINY_MODEL).encode(), json.dumps(TINY_TRAIN).encode()
+TRAIN = json.dumps(TINY_TRAIN).encode()
 
 CONFIG_CONTENTS = {
-    "empty": b"", "no object": b"[]", "null": b"null", "a number": b"7", "cut short": MODEL[:-5],
-    "not text": b"\xff\xfe\x00", "binary": bytes(range(256)), "NaN": MODEL[:-1] + b', "x": NaN}',
-    "infinity": MODEL[:-1] + b', "x": -Infinity}', "a key twice": MODEL[:-1] + b', "emb_dim": 8}',
+    "empty": b"", "no object": b"[]", "null": b"null", "a number": b"7", "cut short": TRAIN[:-5],
+    "not text": b"\xff\xfe\x00", "binary": bytes(range(256)), "NaN": TRAIN[:-1] + b', "x": NaN}',
+    "infinity": TRAIN[:-1] + b', "x": -Infinity}', "a key twice": TRAIN[:-1] + b', "dataset": "x"}',
     "deep": b'{"a":' * 10**5, "deep lists": b"[" * 10**5 + b"]" * 10**5,
     "large": b"[" + b"0," * 10**6 + b"0]", "control characters": b'{"\\u001b[31m\\n": 1}',
     "a long key": b'{"' + b"t" * (2**20 - 10) + b'": 1}',  # slow to compare with known ones
     "many keys": b"{" + b"".join(b'"%x":1,' % number for number in range(95_000)) + b'"x":1,"x":1}',
-    "many digits": MODEL[:-1] + b', "x": ' + b"9" * 6000 + b"}",
-    "a huge exponent": MODEL.replace(b"0.1", b"1e999"),
-}
-MODEL_VALUES = {
-    "emb_dim": [0, -16, 2**70, "16", 16.5, True, None, [16], 10**9], "n_layers": [10**9, 0],
-    "context_length": [10**12], "vocab_size": [2**17, 1], "drop_rate": [-0.1, 1, "x"],
-    "init": ["../x"],
-}
-TRAIN_VALUES = {
-    "dataset": ["../secret", "/etc", "a/b/c", "tiny\n", "", "a\x1b[31m", "x" * 300, "..", 7],
-    "microbatch_size": [10**15, 0, -1, 2.0, "2"], "min_train_tokens": [10**30, 0, -7],
-    "start_train_token": [10**18, -1], "validation_batches": [10**12],
-    "learning_rate": [-1, "fast"], "random_seed": [-1, 2**64], "head_chunks": [0],
-    "precision": ["fp4"], "hang_timeout_seconds": [0, 1e30],
+    "many digits": TRAIN[:-1] + b', "x": ' + b"9" * 6000 + b"}",
+    "a huge exponent": TRAIN.replace(b"0.01", b"1e999"),
 }
 TOKEN_FILES = {
-    "empty": b"", "seven bytes": b"1234567", "zeros": bytes(100),
+    "empty": b"", "cut short": tokens_header()[:-9], "seven bytes": b"1234567",
     "a header longer than the file": struct.pack("<Q", 10**6) + b"{}",
     "a header of 2**63": struct.pack("<Q", 2**63) + b"{}", "no JSON": header(b"rubbish!"),
     "a list": header(b"[]      "), "deep": header(b'{"a":' * 10**5),
     "no tensors": header(b"{}      "), "int32": tokens_header(dtype="I32", shape=[2000]),
-    "float32": tokens_header(dtype="F32", shape=[2000]), "no dtype": tokens_header(dtype="U17"),
+    "no dtype": tokens_header(dtype="U17"),
     "2-D": tokens_header(shape=[2, 2000]), "0-D": tokens_header(shape=[], data_offsets=[0, 2]),
     "a negative shape": tokens_header(shape=[-4000]), "a huge shape": tokens_header(shape=[2**62]),
     "offsets past the end": tokens_header(data_offsets=[0, 10**9]),
@@ -122,50 +105,24 @@ def tensors(change: Callable[[dict], None]) -> Callable[[Path], None]:
     return make
 
 
-def moment(
-    change: Callable[[np.ndarray], np.ndarray], name: str = "exp_avg"
-) -> Callable[[Path], None]:
-    key = f"{name}/final_norm.weight"
-    return tensors(lambda found: found.update({key: np.asarray(change(found[key]))}))
+def meta(**changes: object) -> Callable[[Path], object]:
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a pickle of code": ("optimizer.safetensors", write_pickle),
     "an archive of code": ("optimizer.safetensors", lambda p: torch.save(RunsCode(), p)),
-    "moments of another shape": ("optimizer.safetensors", moment(lambda m: np.zeros(17, "f4"))),
-    "moments of integers": ("optimizer.safetensors", moment(lambda m: m.astype("i8"))),
-    "a step of another shape": ("optimizer.safetensors",
-                                moment(lambda m: np.ones(1, "f4"), "step")),
     "a third moment": ("optimizer.safetensors", tensors(lambda t: t.update(x=np.zeros(3)))),
-    "a parameter without moments": ("optimizer.safetensors", tensors(
-        lambda t: t.pop("exp_avg/final_norm.weight"))),
-    "a header of many moments": ("optimizer.safetensors", many_tensors),
+    "a header of many tensors": ("optimizer.safetensors", many_tensors),
     "weights of complex numbers": ("model.safetensors", tensors(lambda w: w.update(
         {"final_norm.weight": w["final_norm.weight"].astype("c8")}))),
-    "weights that are finite only in float64": ("model.safetensors", tensors(lambda w: w.update(
-        {"final_norm.weight": np.full(16, 1e300)}))),
-    "a header of many tensors": ("model.safetensors", many_tensors),
-    "seconds beyond all numbers": ("meta.json", lambda p: p.write_text(json.dumps(
-        json.loads(p.read_text()) | {"seconds": {"training": 1e308, "waiting": 1e308}}))),
-    "seconds below 0": ("meta.json", lambda p: p.write_text(json.dumps(
-        json.loads(p.read_text()) | {"seconds": {"training": -1e9}}))),
-    "a tensor less": ("model.safetensors", tensors(lambda w: w.pop("final_norm.weight"))),
-    "a tensor more": ("model.safetensors", tensors(lambda w: w.update(x=np.zeros(3)))),
-    "weights of another shape": ("model.safetensors", tensors(
-        lambda w: w.update({"final_norm.weight": np.zeros(17, np.float32)}))),
+    "seconds beyond all numbers": ("meta.json", meta(seconds={"training": 1e308})),
+    "seconds below 0": ("meta.json", meta(seconds={"training": -1e9})),
+    "a step of 10**30": ("meta.json", meta(global_step=10**30)),
+    "a negative step": ("meta.json", meta(global_step=-2)),
     "meta without end": ("meta.json", lambda p: p.write_bytes(b'{"a":' * 10**5)),
     "a large meta": ("meta.json", lambda p: p.write_bytes(b" " * 2**21 + b"{}")),
     "a meta with NaN": ("meta.json", lambda p: p.write_text('{"global_step": NaN}')),
-    "a step of 10**30": ("meta.json", lambda p: p.write_text(p.read_text().replace(
-        '"global_step": 2', '"global_step": ' + "9" * 30))),
-    "a negative step": ("meta.json", lambda p: p.write_text(p.read_text().replace(
-        '"global_step": 2', '"global_step": -2'))),
-    "an unknown tokenizer": ("meta.json", lambda p: p.write_text("{}")),
-}
-FOUND_OUT_BY = {
-    "optimizer.safetensors": ["cannot be loaded: "],
-    "meta.json": ["damaged: meta.json"],
-    "model.safetensors": ["cannot be loaded: "],
 }
 NAMES = ["../tiny", "/etc", "a/b", "", ".", "..", "tiny\n", "t\x1b[31m", "x" * 300, "tiny/", "~",
          "-tiny", "tiny\t", "\u202etiny"]
@@ -186,27 +143,19 @@ def test_valid_input_is_accepted(tiny: Workplace, under_torchrun: bool) -> None:
 
 
 @pytest.mark.parametrize("case", CONFIG_CONTENTS)
-@pytest.mark.parametrize("file", ["model.json", "train.json"])
-def test_an_invalid_config_is_refused(tiny: Workplace, file: str, case: str) -> None:
-    (tiny.runs_dir / "tiny" / file).write_bytes(CONFIG_CONTENTS[case])
-    assert file in refused(tiny, "tiny")
+def test_an_invalid_config_is_refused(tiny: Workplace, case: str) -> None:
+    (tiny.runs_dir / "tiny/train.json").write_bytes(CONFIG_CONTENTS[case])
+    with pytest.raises(UserError, match=r"tiny/train.json: ") as caught:
+        load_run(tiny.runs_dir, "tiny")
+    assert caught.value.line().isprintable() and len(caught.value.line()) <= LONGEST_ERROR
 
 
-@pytest.mark.parametrize(("file", "key", "value"), [
-    (file, key, value) for file, table in (("model", MODEL_VALUES), ("train", TRAIN_VALUES))
-    for key, values in table.items() for value in values], ids=lambda value: repr(value)[:20])
-def test_an_invalid_value_is_refused(tiny: Workplace, file: str, key: str, value: object) -> None:
-    path = tiny.runs_dir / "tiny" / f"{file}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    assert f"{file}.json" in refused(tiny, "tiny")
-
-
-@pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("case", TOKEN_FILES)
-def test_an_invalid_token_file_is_refused(tiny: Workplace, split: str, case: str) -> None:
+def test_an_invalid_token_file_is_refused(tiny: Workplace, case: str) -> None:
+    split = "validation" if case == "cut short" else "train"
     (tiny.datasets_dir / "tiny" / f"{split}.safetensors").write_bytes(TOKEN_FILES[case])
     line = refused(tiny, "tiny")
-    assert "safetensors" in line
+    assert f"{split}.safetensors" in line
     if case == "a header of many keys":  # refused for its length: parsing it takes long
         assert "(a header of 10," in line
 
@@ -233,12 +182,12 @@ def test_an_id_outside_the_vocabulary_ends_all_processes(
     assert victim.read_text() == "kept"
 
 
-@pytest.mark.parametrize("stated", ["\u00b2", "9" * 5000, "-1", "", "1e9"])
-def test_a_stated_largest_id_that_is_none_is_ignored(tiny: Workplace, stated: str) -> None:
-    write_tokens(tiny.datasets_dir / "tiny/train.safetensors", np.zeros(4000, dtype=np.uint16),
-                 {"max_token_id": stated})
-    with pytest.raises(pytest.fail.Exception, match="the input was accepted"):
-        refused(tiny, "tiny")
+def test_a_stated_largest_id_that_is_none_is_ignored(tiny: Workplace) -> None:
+    for stated in ("\u00b2", "9" * 5000, "-1", "", "1e9"):
+        write_tokens(tiny.datasets_dir / "tiny/train.safetensors", np.zeros(4000, dtype=np.uint16),
+                     {"max_token_id": stated})
+        with pytest.raises(pytest.fail.Exception, match="the input was accepted"):
+            refused(tiny, "tiny")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "endless"])
@@ -255,15 +204,16 @@ def test_a_path_that_is_no_file_is_refused(tiny: Workplace, file: str, kind: str
     assert path.parent.name in refused(tiny, "tiny")
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name)[:20])
-def test_a_run_name_that_is_no_plain_name_is_refused(tiny: Workplace, name: str) -> None:
-    assert "is not a plain name" in refused(tiny, name)
+def test_a_run_name_that_is_no_plain_name_is_refused(tiny: Workplace) -> None:
+    for name in NAMES:
+        assert "is not a plain name" in refused(tiny, name)
 
 
-@pytest.mark.parametrize("name", CHECKPOINT_NAMES, ids=lambda name: repr(name)[:20])
-def test_an_unknown_checkpoint_name_is_refused(tiny: Workplace, name: str) -> None:
-    line = refused(tiny, "tiny", name)  # with a slash it would be the directory of the datasets
-    assert re.search(": no directory of datasets|and --datasets-dir is|: no checkpoint '2026", line)
+def test_an_unknown_checkpoint_name_is_refused(tiny: Workplace) -> None:
+    for name in CHECKPOINT_NAMES:
+        line = refused(tiny, "tiny", name)  # with a slash it would be the directory of the datasets
+        assert re.search(": no directory of datasets|and --datasets-dir is|: no checkpoint '2026",
+                         line)
 
 
 @pytest.mark.parametrize("root", ["runs", "datasets"])
@@ -272,14 +222,6 @@ def test_a_link_out_of_the_directory_is_refused(tiny: Workplace, root: str) -> N
     inside.rename(outside)
     inside.symlink_to(outside)
     assert "leads out of" in refused(tiny, "tiny")
-
-
-@pytest.mark.parametrize("root", ["runs", "datasets"])
-def test_a_circular_link_is_refused(tiny: Workplace, root: str) -> None:
-    path = tiny.root / root / "tiny"
-    shutil.rmtree(path)
-    path.symlink_to(path)
-    assert "tiny" in refused(tiny, "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +260,7 @@ def test_a_hostile_checkpoint_is_refused(
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     line = refused(workplace, "tiny", under_torchrun=True)
     # The manifest fits, so only reading the file shows the error.
-    assert any(words in line for words in FOUND_OUT_BY[file])
+    assert ("damaged: meta.json" if file == "meta.json" else "cannot be loaded: ") in line
 
 
 @pytest.mark.parametrize("is_too_large", [False, True])
@@ -336,16 +278,12 @@ def test_hostile_weights_of_a_directory_are_refused(
         load_model(str(checkpoint), runs_dir=workplace.runs_dir)
 
 
-ONE_OF_EACH: dict[str, tuple[str, bytes]] = {
-    "config": ("runs/tiny/model.json", CONFIG_CONTENTS["deep"]),
-    "value": ("runs/tiny/train.json", TRAIN.replace(b'"tiny"', b'"../secret"')),
-    "token file": ("datasets/tiny/train.safetensors", TOKEN_FILES["a pickle"]),
-}
-
-
-@pytest.mark.parametrize("case", ONE_OF_EACH)
-def test_a_process_refuses_as_the_call_in_this_one_does(tiny: Workplace, case: str) -> None:
-    file, content = ONE_OF_EACH[case]
+@pytest.mark.parametrize(("file", "content"), [
+    ("runs/tiny/model.json", CONFIG_CONTENTS["deep"]),
+    ("datasets/tiny/train.safetensors", TOKEN_FILES["a pickle"])], ids=["config", "tokens"])
+def test_a_process_refuses_as_the_call_in_this_one_does(
+    tiny: Workplace, file: str, content: bytes
+) -> None:
     (tiny.root / file).write_bytes(content)
     before = contents(tiny.root)
     result = tiny.ddp_train("tiny")
@@ -354,40 +292,11 @@ def test_a_process_refuses_as_the_call_in_this_one_does(tiny: Workplace, case: s
     assert result.stderr == refused(tiny, "tiny")
 
 
-def test_a_process_of_torchrun_refuses_a_hostile_checkpoint(
-    resumable: tuple[Workplace, Path]
-) -> None:
-    workplace, checkpoint = resumable
-    write_pickle(checkpoint / "optimizer.safetensors")
-    renew_manifest(checkpoint)
-    before = contents(workplace.root)
-    result = workplace.torchrun(1, "tiny", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
-    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1 and "cannot be loaded: " in lines[0]
-    assert "exitcode  : 2" in result.stderr and 'checkpointing.py", line' not in result.stderr
-    assert contents(workplace.root) == before
-
-
 def test_a_link_is_no_checkpoint(resumable: tuple[Workplace, Path]) -> None:
     workplace, checkpoint = resumable
     elsewhere = checkpoint.rename(workplace.root / checkpoint.name)
     checkpoint.symlink_to(elsewhere)
     assert "no checkpoint" in refused(workplace, "tiny", checkpoint.name)
-
-
-@pytest.mark.parametrize("content", [b"", b"7", b"[]", b'{"seconds": "x", "global_step": 0}',
-                                     b'{"a":' * 10**5, b"\xff\xfe", b'{"global_step": 1e99}',
-                                     b'{"seconds": null, "usd": {}}', b"NaN"],
-                         ids=lambda content: repr(content)[:20])
-def test_invalid_records_are_skipped(tmp_path: Path, content: bytes) -> None:
-    metrics, summary = tmp_path / "metrics.jsonl", tmp_path / "summary.json"
-    good = b'{"global_step": 0, "seconds": 3.5}\n'
-    metrics.write_bytes(content + b"\n" + good)
-    summary.write_bytes(content)
-    assert spent_before(read_metrics(metrics), summary) == (3.5, 0.0, 0.0)
-    remove_metrics_from(metrics, 1)
-    assert read_metrics(metrics)[-1] == json.loads(good)
-    draw_charts(tmp_path, read_metrics(metrics))
 
 
 def test_a_run_resumes_with_damaged_records(resumable: tuple[Workplace, Path]) -> None:
@@ -399,23 +308,25 @@ def test_a_run_resumes_with_damaged_records(resumable: tuple[Workplace, Path]) -
     assert [r["global_step"] for r in read_lines(workplace.runs_dir / "tiny/metrics.jsonl")] == [3]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_real_files_with_random_damage(resumable: tuple[Workplace, Path], seed: int) -> None:
+def test_real_files_with_random_damage(trained: Workplace, tmp_path: Path) -> None:
     """A few bytes of any file changed, removed or inserted: the checkpoint is refused."""
-    workplace, checkpoint = resumable
-    rng = random.Random(seed)
-    path = rng.choice(sorted(checkpoint.iterdir()))
-    content = bytearray(path.read_bytes())
-    place = rng.randrange(len(content))
-    match rng.choice(["flip", "cut", "insert"]):
-        case "flip":
-            content[place] ^= 1 << rng.randrange(8)
-        case "cut":
-            del content[place : place + rng.randrange(1, 99)]
-        case "insert":
-            content[place:place] = rng.randbytes(rng.randrange(1, 99))
-    path.write_bytes(content)
-    assert "damaged: " in refused(workplace, "tiny")
+    checkpoint, rng = tmp_path / "copy", random.Random(0)
+    (whole,) = (trained.runs_dir / "tiny/checkpoints").glob("*-iteration-2")
+    for _ in range(100):
+        shutil.copytree(whole, checkpoint, dirs_exist_ok=True)
+        path = rng.choice(sorted(checkpoint.iterdir()))
+        content = bytearray(path.read_bytes())
+        place = rng.randrange(len(content))
+        match rng.choice(["flip", "cut", "insert"]):
+            case "flip":
+                content[place] ^= 1 << rng.randrange(8)
+            case "cut":
+                del content[place : place + rng.randrange(1, 99)]
+            case "insert":
+                content[place:place] = rng.randbytes(rng.randrange(1, 99))
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="damaged: "):
+            open_checkpoint(checkpoint, thoroughly=True)
 
 
 def test_no_file_of_the_project_unpickles_code() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ from basics.files import write_atomically
 from checkpointing import clean_up
 from processes.run_lock import LockedError, lock_run, release_run
 from processes.signals import DEADLINES
-from reporting import metrics_file
 from reporting.charts import draw_charts
 from reporting.metrics_file import MAX_RECORDS, check_records, read_metrics
 from tests.support.checkpoints import save
@@ -34,6 +31,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 NO_RECORDS = [
     b'{"global_step": 0, "seconds": 1e999}', b'{"global_step": 0, "usd": 1e999}',
     b'{"global_step": 0, "seconds": 1' + b"0" * 400 + b"}", b'{"global_step": 0, "seconds": -5}',
+    b"", b"7", b"[]", b"NaN", b"\xff\xfe", b'{"a":' * 10**5, b'{"global_step": 1e99}',
     b'{"global_step": 0, "skipped_steps": "y"}', b'{"global_step": 0, "skipped_steps": null}',
     b'{"global_step": 0, "train_loss": "x"}', b'{"global_step": 0, "train_loss": [1]}',
     b'{"global_step": 0, "train_loss": 1e999}', b'{"global_step": -3, "train_loss": 2.0}',
@@ -46,59 +44,37 @@ def place_in(workplace: Workplace, name: str) -> Path:
     return workplace.runs_dir / "tiny" / name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", RECORDS)
+@pytest.mark.parametrize(("file", "kind"), [
+    *((file, "pipe") for file in RECORDS), *(("metrics.jsonl", kind) for kind in KINDS)])
 def test_records_that_are_no_plain_files_are_refused(tiny: Workplace, file: str, kind: str) -> None:
     KINDS[kind](place_in(tiny, file))
     line = refused(tiny, "tiny")
     assert f"{file}: cannot be read (" in line and line.endswith(", or move it away\n")
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json"])
-def test_records_that_cannot_be_read_are_refused(
-    tiny: Workplace, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
-    """A run must not begin without what it has spent."""
-    place_in(tiny, file).write_text("{}\n")
-    read = metrics_file.read_regular_file
-
-    def read_others(path: Path, **options: int) -> str:
-        if path.name == file:
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        return read(path, **options)
-
-    monkeypatch.setattr(metrics_file, "read_regular_file", read_others)
-    assert f"{file}: cannot be read (Permission denied); m" in refused(tiny, "tiny")
-
-
 @pytest.mark.parametrize("name", ["checkpoints", "set-aside"])
-@pytest.mark.parametrize("kind", ["pipe", "a link to a file", "a file", "a link outside"])
-def test_what_is_no_directory_is_refused(tiny: Workplace, name: str, kind: str) -> None:
-    (tiny.root / "victim" / ".partial-precious").mkdir(parents=True)
+def test_what_is_no_directory_is_refused(tiny: Workplace, name: str) -> None:
     path = place_in(tiny, name)
-    if kind == "a link outside":
-        path.symlink_to(tiny.root / "victim")
-    elif kind == "a file":
-        path.write_text("x")
-    else:
-        KINDS[kind](path)
-    words = "leads out of" if kind == "a link outside" else "is not a directory; move it away"
-    assert f"{name}: {words}" in refused(tiny, "tiny")
+    path.write_text("x")
+    assert f"{name}: is not a directory; move it away" in refused(tiny, "tiny")
+    path.unlink()
+    (tiny.root / "victim").mkdir()
+    path.symlink_to(tiny.root / "victim")
+    assert f"{name}: leads out of" in refused(tiny, "tiny")
 
 
-@pytest.mark.parametrize("content", [b"{}\n" * (MAX_RECORDS + 1), b"\x0b" * (2**27 + 1)],
-                         ids=["many lines", "many bytes"])
-def test_records_that_are_too_large_are_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"metrics.jsonl: .* move it away"):
-        check_records(tmp_path / "metrics.jsonl")
+def test_records_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    for content in (b"{}\n" * (MAX_RECORDS + 1), b"\x0b" * (2**27 + 1)):
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+        with pytest.raises(UserError, match=r"metrics.jsonl: .* move it away"):
+            check_records(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("line", NO_RECORDS, ids=lambda line: repr(line[:40]))
-def test_records_with_invalid_numbers_are_skipped(tmp_path: Path, line: bytes) -> None:
+def test_records_with_invalid_numbers_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(line + b'\n{"global_step": 1, "train_loss": null}\n')
-    assert read_metrics(path) == [{"global_step": 1, "train_loss": None}]
+    for line in NO_RECORDS:
+        path.write_bytes(line + b'\n{"global_step": 1, "train_loss": null}\n')
+        assert read_metrics(path) == [{"global_step": 1, "train_loss": None}], line[:40]
 
 
 def test_a_run_trains_with_hostile_numbers_in_its_records(tiny: Workplace) -> None:
@@ -128,9 +104,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         "metrics.jsonl"]
 
 
-def test_a_read_only_checkpoints_directory_is_refused(
-    tiny: Workplace,
-) -> None:
+def test_a_read_only_checkpoints_directory_is_refused(tiny: Workplace) -> None:
     place_in(tiny, "checkpoints").mkdir()
     before = contents(tiny.root)
     with read_only(place_in(tiny, "checkpoints")):

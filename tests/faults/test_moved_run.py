@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from basics.checkpoint_names import named_as_checkpoints, step_of
+from basics.checkpoint_files import named_as_checkpoints, step_of
 from basics.failpoints import VARIABLE
 from checkpointing import list_checkpoints
 from tests.support.runs import (

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from basics.checkpoint_names import directory_of, named_as_checkpoints
+from basics.checkpoint_files import directory_of, find_damage, named_as_checkpoints
 from basics.failpoints import VARIABLE
-from basics.manifest import find_damage
 from checkpointing import list_checkpoints
 from tests.support import odd_files
 from tests.support.runs import (

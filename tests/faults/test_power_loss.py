@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 
 import checkpointing
-from basics import files, manifest
+from basics import checkpoint_files, files
 from checkpointing import (
     SnapshotBuffers,
     Validation,
@@ -73,7 +73,7 @@ class Recorder:
             self.note("write", files.partial_file(path), text.encode())
             write_atomically(path, text, **options)
 
-        for module in (checkpointing, manifest):
+        for module in (checkpointing, checkpoint_files):
             monkeypatch.setattr(module, "write_atomically", watched_write)
 
 

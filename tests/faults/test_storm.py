@@ -15,8 +15,8 @@ from typing import IO
 
 import pytest
 
+from basics.checkpoint_files import find_damage
 from basics.failpoints import VARIABLE
-from basics.manifest import find_damage
 from checkpointing import list_checkpoints
 from processes.run_lock import read_heartbeat
 from reporting.summary import FINISHED, has_status

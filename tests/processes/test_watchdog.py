@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics.checkpoint_names import named_as_checkpoints, step_of
+from basics.checkpoint_files import named_as_checkpoints, step_of
 from basics.errors import UserError, describe
 from basics.failpoints import VARIABLE
 from basics.machine import process_namespace

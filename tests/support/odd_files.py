@@ -1,6 +1,4 @@
 """A directory on a file system that lacks calls, as some network file systems do: os says no there.
-
-`python -m tests.support.odd_files MODULE ARGUMENT...` runs a module with it.
 """
 
 from __future__ import annotations
@@ -8,8 +6,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,9 +49,3 @@ def install() -> None:
     if root := os.environ.get(VARIABLE):
         for owner, name, replacement in patches(Path(root)):
             setattr(owner, name, replacement)
-
-
-if __name__ == "__main__":
-    install()
-    sys.argv = sys.argv[1:]
-    runpy.run_module(sys.argv[0], run_name="__main__")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from basics.checkpoint_names import directory_of
+from basics.checkpoint_files import directory_of
 from basics.failpoints import VARIABLE
 from processes.signals import DEADLINES
 from reporting.metrics_file import OF_MACHINE

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from basics.checkpoint_names import named_as_checkpoints
+from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import NON_FINITE, UserError
 from checkpointing import (
     Checkpoint,

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from basics.checkpoint_files import Identity, write_identity
 from basics.errors import UserError
-from basics.run_identity import Identity, write_identity
 from processes.launch import Process
 from run_config import Run, load_run
 from tests.support.checkpoints import ONE_PROCESS, save

@@ -163,6 +163,11 @@ def test_checkpoints_of_the_original_system_load(
         (tmp_path / "model.json").write_text(json.dumps(config))
     save_file(weights, directory / "model.safetensors")
     assert torch.equal(load(directory)(tokens_for(model)), model(tokens_for(model)))
+    for name in [name for name in weights if name.endswith(("tok_emb.weight", "out_head.weight"))]:
+        del weights[name]
+    save_file(weights, directory / "model.safetensors")
+    with pytest.raises(UserError, match="has no weights (tok_emb|out_head).weight"):
+        load(directory)
 
 
 def test_an_option_that_gpt2_lacks_is_refused_by_name() -> None:

@@ -1,22 +1,86 @@
-"""The identity of a run: which checkpoints belong to it, wherever they come from."""
+"""Checkpoints on file systems without links; which checkpoints are of the run."""
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
+from basics.checkpoint_files import (
+    IDENTITY,
+    Identity,
+    directory_of,
+    find_damage,
+    named_as_checkpoints,
+    read_identity,
+    write_identity,
+)
 from basics.errors import UserError
-from basics.run_identity import IDENTITY, Identity, read_identity, write_identity
-from checkpointing import SnapshotBuffers, best_of, clean_up, find_checkpoint, list_checkpoints
-from checkpointing import save_checkpoint as save_snapshot
+from checkpointing import (
+    SnapshotBuffers,
+    Validation,
+    add_validation,
+    best_of,
+    clean_up,
+    find_checkpoint,
+    list_checkpoints,
+    prune,
+    renew_links,
+    save_checkpoint,
+)
 from processes.command_line import Options
 from run_config import Run, load_run
-from tests.support.checkpoints import describe, state
+from tests.support import odd_files
+from tests.support.checkpoints import describe, save, state
 from tests.support.workplace import Workplace
 from trainer.startup import PreparedRun, choose_checkpoint
 
+NAME = "20260101Z000000-iteration-3"
 A, B = Identity(name="aa"), Identity(name="bb")
+
+
+def test_without_links_checkpoints_are_saved_named_pruned_and_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for patch in odd_files.patches(tmp_path):
+        monkeypatch.setattr(*patch)
+    checkpoints_dir = tmp_path / "checkpoints"
+    saved = [save(checkpoints_dir, step, loss) for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0))]
+    assert [found.path for found in list_checkpoints(checkpoints_dir)] == [
+        one.path for one in saved]
+    for link, wanted in (("latest", saved[2]), ("best", saved[1])):
+        path = checkpoints_dir / link
+        assert not path.is_symlink() and path.read_text() == f"{wanted.name}\n"
+        assert directory_of(path) == wanted.path
+        assert find_checkpoint(checkpoints_dir, link).name == wanted.name
+    validated = add_validation(saved[2], Validation(loss=0.5))
+    assert not find_damage(validated.path, thoroughly=True)
+    renew_links(checkpoints_dir)
+    assert directory_of(checkpoints_dir / "best") == saved[2].path
+    prune(checkpoints_dir, keep=1, protected=[])
+    assert [found.name for found in list_checkpoints(checkpoints_dir)] == [saved[2].name]
+    aside_dir = clean_up(tmp_path, from_step=0)
+    assert not list(checkpoints_dir.iterdir())
+    assert not find_damage(aside_dir / "checkpoints" / saved[2].name, thoroughly=True)
+
+
+def test_a_plain_file_that_names_no_checkpoint_is_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "latest"
+    for content in (b"", b"../../etc\n", b"\0" * 200):
+        link.write_bytes(content)
+        assert directory_of(link) == link
+    assert save(tmp_path, 1).path == link.resolve()
+
+
+def test_only_directories_with_a_manifest_are_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    (tmp_path / f"{NAME}-1").symlink_to(NAME)
+    (tmp_path / "mine-iteration-3").mkdir()
+    assert not named_as_checkpoints(tmp_path)
+    assert [path.name for path in named_as_checkpoints(tmp_path, partial=True)] == [NAME]
+    (tmp_path / NAME / "manifest.json").touch()
+    assert [path.name for path in named_as_checkpoints(tmp_path)] == [NAME]
 
 
 @pytest.fixture
@@ -25,10 +89,10 @@ def run(workplace: Workplace) -> Run:
     return load_run(workplace.runs_dir, "tiny")
 
 
-def save(run: Run, identity: Identity, *steps: int, loss: float = 1.0) -> None:
+def save_as(run: Run, identity: Identity, *steps: int, loss: float = 1.0) -> None:
     for step in steps:
         meta = describe(step, loss).model_copy(update={"identity": identity.name})
-        save_snapshot(run.checkpoints_dir, SnapshotBuffers().take(state(step)), meta)
+        save_checkpoint(run.checkpoints_dir, SnapshotBuffers().take(state(step)), meta)
 
 
 def launch(run: Run, *, checkpoint: str | None = None, fresh: bool = False) -> tuple[int, list]:
@@ -48,6 +112,11 @@ def steps(run: Run) -> list[int]:
     return [found.meta.global_step for found in list_checkpoints(run.checkpoints_dir)]
 
 
+def name_at(run: Run, step: int, *, foreign: bool = False) -> str:
+    return next(found.name for found in list_checkpoints(run.checkpoints_dir, foreign=foreign)
+                if found.meta.global_step == step)
+
+
 def bring_back(run: Run) -> None:
     """Put everything that was set aside back, as a copy that never deletes does."""
     for path in run.run_dir.glob("set-aside/*/checkpoints/*"):
@@ -59,7 +128,7 @@ def test_a_run_goes_on_as_what_it_is(run: Run) -> None:
     assert launch(run) == (-1, [])
     identity = read_identity(run.run_dir)
     assert launch(run) == (-1, []) and read_identity(run.run_dir) == identity  # nothing saved yet
-    save(run, identity, 9, 19)
+    save_as(run, identity, 9, 19)
     for named in (None, "latest"):
         assert launch(run, checkpoint=named) == (19, [])
         assert read_identity(run.run_dir) == identity
@@ -69,11 +138,11 @@ def test_a_run_goes_on_as_what_it_is(run: Run) -> None:
 
 def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(run: Run) -> None:
     write_identity(run.run_dir, A)
-    save(run, A, 9, 19, 39, loss=0.1)
+    save_as(run, A, 9, 19, 39, loss=0.1)
     assert launch(run, fresh=True) == (-1, []) and steps(run) == []
     identity = read_identity(run.run_dir)
     assert identity.name != A.name
-    save(run, identity, 4)
+    save_as(run, identity, 4)
     bring_back(run)
     assert best_of(list_checkpoints(run.checkpoints_dir)).meta.global_step == 4
     assert find_checkpoint(run.checkpoints_dir, "latest").meta.global_step == 4
@@ -84,7 +153,7 @@ def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(r
 
 def test_a_kill_after_fresh_does_not_bring_the_old_checkpoints_back(run: Run) -> None:
     write_identity(run.run_dir, B)  # it came before they were set aside
-    save(run, A, 9)
+    save_as(run, A, 9)
     step, (warning,) = launch(run)
     assert step == -1 and "-iteration-9 is not of the present run" in warning
     assert steps(run) == [] and len(list(run.run_dir.glob("set-aside/*/checkpoints/*"))) == 1
@@ -92,21 +161,20 @@ def test_a_kill_after_fresh_does_not_bring_the_old_checkpoints_back(run: Run) ->
 
 def test_a_step_back_keeps_what_was_before_and_leaves_what_came_after(run: Run) -> None:
     write_identity(run.run_dir, A)
-    save(run, A, 9, 19, 29)
-    nineteen = list_checkpoints(run.checkpoints_dir)[1].name
-    assert launch(run, checkpoint=nineteen) == (19, []) and steps(run) == [9, 19]
+    save_as(run, A, 9, 19, 29)
+    assert launch(run, checkpoint=name_at(run, 19)) == (19, []) and steps(run) == [9, 19]
     identity = read_identity(run.run_dir)
     assert identity.name != A.name and identity.earlier == {A.name: 19}
     bring_back(run)
+    save_as(run, A, 39)  # the rest comes later
     assert launch(run)[0] == 19 and read_identity(run.run_dir) == identity
-    save(run, identity, 24, 29)
+    save_as(run, identity, 24, 29)
     assert launch(run) == (29, []) and steps(run) == [9, 19, 24, 29]
-    nine = list_checkpoints(run.checkpoints_dir)[0].name
-    assert launch(run, checkpoint=nine) == (9, [])
+    assert launch(run, checkpoint=name_at(run, 9)) == (9, [])
     assert read_identity(run.run_dir).earlier == {A.name: 9}
 
 
-def test_two_steps_back_keep_the_whole_line(run: Run) -> None:
+def test_two_steps_back_keep_the_whole_line() -> None:
     line = A.after_step_back(A.name, 19)
     again = line.after_step_back(line.name, 39)
     assert again.earlier == {A.name: 19, line.name: 39}
@@ -119,57 +187,39 @@ def test_two_steps_back_keep_the_whole_line(run: Run) -> None:
     assert aside.earlier == {A.name: 25} and not aside.includes(line.name, 21)
 
 
-def test_a_step_back_with_nothing_later_here_leaves_what_is_elsewhere(run: Run) -> None:
-    write_identity(run.run_dir, A)
-    save(run, A, 9)  # all that was brought back
-    nine = list_checkpoints(run.checkpoints_dir)[0].name
-    assert launch(run, checkpoint=nine) == (9, [])
-    save(run, read_identity(run.run_dir), 14)
-    save(run, A, 39)  # the rest comes later
-    assert launch(run)[0] == 14 and steps(run) == [9, 14]
-
-
 def test_another_runs_checkpoint_is_used_if_it_is_named(run: Run) -> None:
     write_identity(run.run_dir, B)
-    save(run, A, 9)
-    save(run, B, 4)
-    name = list_checkpoints(run.checkpoints_dir, foreign=True)[0].name
-    assert launch(run, checkpoint=name) == (9, []) and steps(run) == [9]
+    save_as(run, A, 9)
+    save_as(run, B, 4)
+    assert launch(run, checkpoint=name_at(run, 9, foreign=True)) == (9, []) and steps(run) == [9]
 
 
-def test_damage_of_the_newest_checkpoint_is_no_step_back(run: Run) -> None:
+def test_a_damaged_or_partial_newest_checkpoint_is_no_step_back(run: Run) -> None:
     write_identity(run.run_dir, A)
-    save(run, A, 9, 19)
-    weights = list_checkpoints(run.checkpoints_dir)[1].path / "model.safetensors"
+    save_as(run, A, 9, 19, 29)
+    damaged, partial = (run.checkpoints_dir / name_at(run, step) for step in (19, 29))
+    weights = damaged / "model.safetensors"
     weights.write_bytes(bytes(len(weights.read_bytes())))
-    step, (warning,) = launch(run, checkpoint="latest")
-    assert step == 9 and "is used instead" in warning and read_identity(run.run_dir) == A
-
-
-def test_what_a_kill_left_is_ignored_in_one_line_and_removed(run: Run) -> None:
-    write_identity(run.run_dir, A)
-    save(run, A, 9, 19)
-    partial = list_checkpoints(run.checkpoints_dir)[1].path
     (partial / "manifest.json").unlink()
-    step, (warning,) = launch(run)
-    assert step == 9 and warning.startswith(f"{partial}: has no manifest, ")
-    assert not partial.exists()
+    step, warnings = launch(run, checkpoint="latest")
+    assert step == 9 and read_identity(run.run_dir) == A and not partial.exists()
+    assert any("is used instead" in warning for warning in warnings)
+    assert any(warning.startswith(f"{partial}: has no manifest, ") for warning in warnings)
 
 
 def test_checkpoints_of_one_run_are_enough_and_those_of_several_are_refused(run: Run) -> None:
-    save(run, A, 9, 19)
+    save_as(run, A, 9, 19)
     assert launch(run) == (19, []) and read_identity(run.run_dir) == A
     (run.run_dir / IDENTITY).unlink()
-    save(run, B, 4)
+    save_as(run, B, 4)
     with pytest.raises(UserError, match="has checkpoints of 2 runs; restore identity.json"):
         launch(run)
-    four = list_checkpoints(run.checkpoints_dir)[0].name
-    assert launch(run, checkpoint=four) == (4, []) and steps(run) == [4]
+    assert launch(run, checkpoint=name_at(run, 4)) == (4, []) and steps(run) == [4]
 
 
-@pytest.mark.parametrize("content", ["", "{}}", '{"name": "../up"}', '{"name": 3}', "[" * 10**5])
-def test_a_damaged_identity_is_refused(run: Run, content: str) -> None:
-    save(run, A, 9)
-    (run.run_dir / IDENTITY).write_text(content)
-    with pytest.raises(UserError, match="identity.json: cannot be read .damaged.; restore it"):
-        launch(run)
+def test_a_damaged_identity_is_refused(run: Run) -> None:
+    save_as(run, A, 9)
+    for content in ("", "{}}", '{"name": "../up"}', '{"name": 3}', "[" * 10**5):
+        (run.run_dir / IDENTITY).write_text(content)
+        with pytest.raises(UserError, match="identity.json: cannot be read .damaged.; restore it"):
+            launch(run)

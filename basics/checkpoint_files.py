@@ -1,0 +1,195 @@
+"""Checkpoints as files: their names, manifests and links, and which of them are of the run.
+
+A checkpoint's manifest has the sizes and SHA-256 digests of its files. It is written last and
+removed first, so a directory without one is partial: it is being written or removed, or a kill has
+left it. `latest` and `best` are links, or plain files that hold a name where links are refused.
+
+`identity.json` of a run directory has a random name for what is trained there. It is drawn anew
+when a run starts over (--fresh) or goes on from an earlier checkpoint; each checkpoint's
+`meta.json` has the one that it was saved under. So a checkpoint that the run has left stays left,
+wherever it comes back from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, cannot_be_written
+from basics.files import partial_file, read_regular_file, write_atomically
+
+CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
+LATEST, BEST = "latest", "best"
+MANIFEST, IDENTITY = "manifest.json", "identity.json"
+
+PlainName = Annotated[str, Field(pattern=r"^[a-z][a-z._-]{0,63}$")]
+IdentityName = Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileFacts(_Record):
+    """Expected size and digest of a file."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileFacts:
+        return cls(bytes=path.stat().st_size, sha256=_sha256(path))
+
+
+class Manifest(_Record):
+    """The files beside the manifest, as they were when it was written."""
+
+    version: int = Field(default=1, ge=1, le=1)
+    global_step: int
+    tokens: int
+    files: dict[PlainName, FileFacts]
+
+    def write(self, directory: Path) -> None:
+        write_atomically(directory / MANIFEST, self.text(), durable=True)
+
+    def text(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
+
+
+def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
+    """Write the manifest of a directory's files. Call fsync on each of them first."""
+    files = {path.name: FileFacts.of(path) for path in sorted(directory.iterdir())}
+    Manifest(global_step=global_step, tokens=tokens, files=files).write(directory)
+
+
+def add_to_manifest(directory: Path, name: str) -> None:
+    """Add one more file to a directory's manifest. Call fsync on the file before.
+
+    Raises: OSError: the manifest could not be replaced; the old one is still whole.
+    """
+    manifest = read_manifest(directory)
+    files = manifest.files | {name: FileFacts.of(directory / name)}
+    manifest.model_copy(update={"files": files}).write(directory)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read a directory's manifest. Raises: OSError or ValueError if missing or damaged."""
+    text = read_regular_file(directory / MANIFEST)
+    manifest = Manifest.model_validate_json(text)
+    if text != manifest.text():
+        raise ValueError("not the text that was written")
+    return manifest
+
+
+def find_damage(directory: Path, *, thoroughly: bool = False) -> str:
+    """Compare a directory with its manifest; return the first difference, empty if none.
+
+    Args:
+        thoroughly: compare digests too, about a second per GB; else only sizes.
+    """
+    name = MANIFEST
+    try:
+        for name, facts in read_manifest(directory).files.items():
+            size = (directory / name).lstat().st_size  # of a link: another one
+            if size != facts.bytes:
+                return f"{name} has {size:,} bytes, not {facts.bytes:,}"
+            if thoroughly and _sha256(directory / name) != facts.sha256:
+                return f"{name} has changed since it was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (OSError, ValueError) as error:
+        return f"{name} cannot be read ({getattr(error, 'strerror', None) or 'damaged'})"
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def named_as_checkpoints(checkpoints_dir: Path, *, partial: bool = False) -> list[Path]:
+    """Return the directories with a checkpoint's name and a manifest, by global step.
+
+    Args:
+        partial: instead those without a manifest.
+    """
+    paths = [path for path in checkpoints_dir.glob("*-iteration-*")
+             if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+             and (path / MANIFEST).exists() != partial]
+    return sorted(paths, key=lambda path: (step_of(path), path.name))
+
+
+def step_of(path: Path) -> int:
+    """Return the global step in a checkpoint's name."""
+    return int(CHECKPOINT_NAME.fullmatch(path.name)[1])  # type: ignore[index]
+
+
+def replace_link(link: Path, target: str) -> None:
+    """Let `latest` or `best` name a checkpoint. Raises: OSError."""
+    temporary = partial_file(link)
+    temporary.unlink(missing_ok=True)
+    try:
+        temporary.symlink_to(target)
+        temporary.replace(link)
+    except OSError:  # the file system may have no links
+        write_atomically(link, f"{target}\n")
+
+
+def directory_of(place: Path) -> Path:
+    """Return the checkpoint that a path names, also where `latest` and `best` are plain files."""
+    if place.name in (LATEST, BEST) and place.is_file():
+        with suppress(OSError):
+            name = read_regular_file(place).removesuffix("\n")
+            if CHECKPOINT_NAME.fullmatch(name):
+                return place.with_name(name)
+    return place
+
+
+class Identity(_Record):
+    """The identity of a run; of those that it goes on from, the last step that belongs to it."""
+
+    name: IdentityName = Field(default_factory=lambda: uuid.uuid4().hex[:12])
+    earlier: dict[IdentityName, Annotated[int, Field(ge=0, lt=2**40)]] = {}
+
+    def includes(self, name: str, global_step: int) -> bool:
+        """Return whether a checkpoint belongs to the run, by the name that it was saved under."""
+        return name == self.name or global_step <= self.earlier.get(name, -1)
+
+    def after_step_back(self, name: str, global_step: int) -> Identity:
+        """Return a new identity that goes on from a checkpoint."""
+        is_known = name == self.name or name in self.earlier
+        branch = min(global_step, self.earlier.get(name, global_step)) if is_known else 0
+        before = {known: last for known, last in self.earlier.items()
+                  if last < branch and known != name}
+        return Identity(earlier=before | {name: global_step})
+
+
+def read_identity(run_dir: Path) -> Identity | None:
+    """Return the identity of a run; None if it has none yet. Raises: UserError: it is damaged."""
+    path = run_dir / IDENTITY
+    try:
+        return Identity.model_validate_json(read_regular_file(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
+        raise UserError(f"{path}: cannot be read ({reason or 'damaged'}); restore it, or remove"
+                        " it and name a checkpoint",
+                        FAILED if number in TRANSIENT else BAD_INPUT) from None
+
+
+def write_identity(run_dir: Path, identity: Identity) -> bool:
+    """Write the identity of a run; return whether it had another one. Raises: UserError."""
+    before = read_identity(run_dir)
+    if identity != before:
+        try:
+            write_atomically(run_dir / IDENTITY, identity.model_dump_json() + "\n", durable=True)
+        except OSError as error:
+            raise cannot_be_written(run_dir, error) from None
+    return before not in (None, identity)
