@@ -1,9 +1,9 @@
 """Output head and cross-entropy: the mean loss of a microbatch, whole or in chunks of its tokens.
 
 Shapes as in `gpt.py`, and: N tokens in a microbatch, n in a chunk, V' padded vocabulary size.
-Where code is compiled, the softmax is written out so that the compiler fuses it with what reads it,
-and padded columns are masked by their index, since slicing (N, V') would copy it. Eager code has
-PyTorch's softmax, which is one pass instead of six.
+Compiled code has the softmax written out, so that the compiler fuses it with what reads it; it
+masks padded columns by their index, since slicing (N, V') would copy it. Eager code has PyTorch's
+softmax, which is one pass instead of six.
 """
 
 from __future__ import annotations
@@ -37,15 +37,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
     if torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):
-        if chunk_tokens is not None and torch.is_grad_enabled():
-            return _ChunkedCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple)
-        head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
         if chunk_tokens is not None:
-            chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-            losses = [_chunk(part @ head.T, part_targets, vocab_size, differentiate=False)[0]
-                      for part, part_targets in chunks]
-            return sum(losses) / len(x)  # type: ignore[return-value]
-        logits = F.linear(x, head)
+            return _ChunkedCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple,
+                                              torch.is_grad_enabled())
+        logits = F.linear(x, pad_rows(weight.to(x.dtype), multiple))
         if torch.compiler.is_compiling():
             return _WholeCrossEntropy.apply(logits, targets, vocab_size)
         return F.cross_entropy(logits[:, :vocab_size].float(), targets)
@@ -74,28 +69,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
-                multiple: int) -> Tensor:
+                multiple: int, differentiate: bool) -> Tensor:
         head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
         x_grads, losses = [], []
-        head_grad = torch.zeros_like(head, dtype=torch.float32)
+        head_grad = torch.zeros_like(head, dtype=torch.float32) if differentiate else head
         for part, part_targets in zip(x.split(chunk_tokens), targets.split(chunk_tokens),
                                       strict=True):
-            loss, grad = _chunk(part @ head.T, part_targets, len(weight), differentiate=True)
+            loss, grad = _chunk(part @ head.T, part_targets, len(weight), differentiate)
             losses.append(loss)
-            x_grads.append(grad @ head)
-            head_grad += token_sum(grad, part)
+            if differentiate:
+                x_grads.append(grad @ head)
+                head_grad += token_sum(grad, part)
             del grad  # before the next chunk's logits are allocated
-        ctx.save_for_backward(torch.cat(x_grads), head_grad[: len(weight)])
+        if differentiate:
+            ctx.save_for_backward(torch.cat(x_grads), head_grad[: len(weight)])
         return sum(losses) / len(x)  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         scale = loss_grad / len(x_grad)
-        return x_grad * scale, weight_grad * scale, None, None, None
+        return x_grad * scale, weight_grad * scale, None, None, None, None
 
 
-def _chunk(logits: Tensor, targets: Tensor, vocab_size: int, *,
+def _chunk(logits: Tensor, targets: Tensor, vocab_size: int,
            differentiate: bool) -> tuple[Tensor, Tensor | Any]:
     """Return the summed loss of logits (n, V'), of which V columns count, and its gradients.
 
@@ -130,8 +127,8 @@ class _WholeCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, largest, total = ctx.saved_tensors
-        scale = loss_grad / len(logits)
-        grad = _gradients(logits, targets, largest, total, ctx.vocab_size) * scale
+        grad = (_gradients(logits, targets, largest, total, ctx.vocab_size)
+                * (loss_grad / len(logits)))
         return grad.to(logits.dtype), None, None
 
 
@@ -160,8 +157,5 @@ def _gradients(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor,
 
 def _masked(logits: Tensor, vocab_size: int) -> Tensor:
     """Return the logits in float32, with -inf in padded columns."""
-    logits = logits.float()
-    if logits.shape[1] == vocab_size:
-        return logits
     columns = torch.arange(logits.shape[1], device=logits.device)  # (V',)
-    return torch.where(columns < vocab_size, logits, -math.inf)
+    return torch.where(columns < vocab_size, logits.float(), -math.inf)
