@@ -137,18 +137,14 @@ def test_too_few_tokens_are_refused_before_training(
         opened(workplace, train=train, world_size=2)
 
 
-@pytest.mark.parametrize(("metadata", "vocab_size", "name"), [
-    ({"tokenizer": "bytes"}, 300, "bytes"),
-    (None, 257, "bytes"),
-    (None, 50257, "gpt2"),
-    (None, 300, None),
-])
 def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(
-    workplace: Workplace, metadata: dict | None, vocab_size: int, name: str | None
+    workplace: Workplace
 ) -> None:
-    write_tokens(workplace.add_dataset() / "train.safetensors", np.zeros(4000, dtype=np.uint16),
-                 metadata)
-    assert opened(workplace, model={"vocab_size": vocab_size}).tokenizer_name == name
+    path = workplace.add_dataset() / "train.safetensors"
+    for metadata, vocab_size, name in (({"tokenizer": "bytes"}, 300, "bytes"), (None, 257, "bytes"),
+                                       (None, 50257, "gpt2"), (None, 300, None)):
+        write_tokens(path, np.zeros(4000, dtype=np.uint16), metadata)
+        assert opened(workplace, model={"vocab_size": vocab_size}).tokenizer_name == name
 
 
 @pytest.mark.parametrize(("tokenizer", "num_ids"), [("own", 300), ("bytes", 257),

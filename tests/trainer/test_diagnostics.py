@@ -70,6 +70,8 @@ def test_gradients_and_updates_are_those_of_the_step(tie_weights: bool) -> None:
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     before = {name: weight.detach() for name, weight in model.named_parameters()}
     [found] = take(step, microbatches())
+    lists = {name for name, value in found.items() if isinstance(value, list)}
+    assert lists == set(BY_LAYER) and found.keys() - lists <= set(NUMBERS)  # as the reader checks
     with torch.no_grad():  # of the last microbatch, on the weights before the update
         loss = F.cross_entropy(model(microbatch[1])[0], microbatch[2][0], reduction="none")
     assert found["token_loss_max"] == pytest.approx(loss.max().item(), rel=1e-4)
@@ -84,14 +86,7 @@ def test_gradients_and_updates_are_those_of_the_step(tie_weights: bool) -> None:
         assert found[f"head_{name}"] == pytest.approx(head, rel=1e-4)
 
 
-def test_every_value_has_a_key_that_the_reader_of_metrics_checks() -> None:
-    [found] = take(step_of(), microbatches())
-    lists = {name for name, value in found.items() if isinstance(value, list)}
-    assert lists == set(BY_LAYER) and found.keys() - lists <= set(NUMBERS)
-    assert all(len(found[name]) == 2 for name in lists)
-
-
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "muon"},
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"optimizer": "muon"},
                                      {"activation_checkpointing": True}], ids=str)
 def test_the_training_is_the_same_bit_for_bit(changes: dict) -> None:
     trained = []
