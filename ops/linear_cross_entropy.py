@@ -37,10 +37,15 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
     if torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
     with torch.autocast(device_type, enabled=False):
+        if chunk_tokens is not None and torch.is_grad_enabled():
+            return _ChunkedCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple)
+        head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
         if chunk_tokens is not None:
-            return _ChunkedCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple,
-                                              torch.is_grad_enabled())
-        logits = F.linear(x, pad_rows(weight.to(x.dtype), multiple))
+            chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+            losses = [_chunk(part @ head.T, part_targets, vocab_size, differentiate=False)[0]
+                      for part, part_targets in chunks]
+            return sum(losses) / len(x)  # type: ignore[return-value]
+        logits = F.linear(x, head)
         if torch.compiler.is_compiling():
             return _WholeCrossEntropy.apply(logits, targets, vocab_size)
         return F.cross_entropy(logits[:, :vocab_size].float(), targets)
@@ -69,30 +74,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
-                multiple: int, differentiate: bool) -> Tensor:
+                multiple: int) -> Tensor:
         head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
         x_grads, losses = [], []
-        head_grad = torch.zeros_like(head, dtype=torch.float32) if differentiate else head
+        head_grad = torch.zeros_like(head, dtype=torch.float32)
         for part, part_targets in zip(x.split(chunk_tokens), targets.split(chunk_tokens),
                                       strict=True):
-            loss, grad = _chunk(part @ head.T, part_targets, len(weight), differentiate)
+            loss, grad = _chunk(part @ head.T, part_targets, len(weight), differentiate=True)
             losses.append(loss)
-            if differentiate:
-                x_grads.append(grad @ head)
-                head_grad += token_sum(grad, part)
+            x_grads.append(grad @ head)
+            head_grad += token_sum(grad, part)
             del grad  # before the next chunk's logits are allocated
-        if differentiate:
-            ctx.save_for_backward(torch.cat(x_grads), head_grad[: len(weight)])
+        ctx.save_for_backward(torch.cat(x_grads), head_grad[: len(weight)])
         return sum(losses) / len(x)  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         scale = loss_grad / len(x_grad)
-        return x_grad * scale, weight_grad * scale, None, None, None, None
+        return x_grad * scale, weight_grad * scale, None, None, None
 
 
-def _chunk(logits: Tensor, targets: Tensor, vocab_size: int,
+def _chunk(logits: Tensor, targets: Tensor, vocab_size: int, *,
            differentiate: bool) -> tuple[Tensor, Tensor | Any]:
     """Return the summed loss of logits (n, V'), of which V columns count, and its gradients.
 
