@@ -51,11 +51,9 @@ class ForwardOptions:
 class CausalSelfAttention(nn.Module):
     """Multi-head attention of each token to itself and the tokens before it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kernel: str) -> None:
         super().__init__()
-        self.n_heads = config.n_heads
-        self.drop_rate = config.drop_rate
-        self.options = ForwardOptions()
+        self.n_heads, self.drop_rate, self.kernel = config.n_heads, config.drop_rate, kernel
         self.qkv = nn.Linear(config.emb_dim, 3 * config.emb_dim, bias=config.qkv_bias)
         self.output = nn.Linear(config.emb_dim, config.emb_dim)
 
@@ -63,7 +61,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.project(x)  # (B, H, T, D) each
         drop_rate = self.drop_rate if self.training else 0.0
-        y = attend(q, k, v, drop_rate, self.options.attention)  # (B, H, T, D)
+        y = attend(q, k, v, drop_rate, self.kernel)  # (B, H, T, D)
         return self.output(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,10 +101,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then MLP, each on a normalised input and added to the residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kernel: str) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.emb_dim)
-        self.attention = CausalSelfAttention(config)
+        self.attention = CausalSelfAttention(config, kernel)
         self.mlp_norm = nn.LayerNorm(config.emb_dim)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.drop_rate)
@@ -116,34 +114,22 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # (B, T, C)
 
 
-def run_block(block: Block, x: Tensor) -> Tensor:
-    """Run one layer, (B, T, C) to (B, T, C)."""
-    return block(x)
-
-
 class GPTModel(nn.Module):
     """A GPT-2-class language model."""
 
     def __init__(self, config: ModelConfig, options: ForwardOptions | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.options = config, options or ForwardOptions()
         self.token_embedding = nn.Embedding(config.vocab_size, config.emb_dim)
         self.position_embedding = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.drop_rate)
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
-            Block(config) for _ in range(config.n_layers))
+            Block(config, self.options.attention) for _ in range(config.n_layers))
         self.final_norm = nn.LayerNorm(config.emb_dim)
         if not config.tie_weights:
             self.head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
         if config.init != "torch":
             self._init_weights()
-        self.use(options or ForwardOptions())
-
-    def use(self, options: ForwardOptions) -> None:
-        """Set how the forward pass is computed from now on."""
-        self.options = options
-        for block in self.blocks:
-            block.attention.options = options
 
     def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute the logits, or with `targets` the mean cross-entropy in nats per token.
@@ -158,10 +144,7 @@ class GPTModel(nn.Module):
         x = self.transform(self.embed(token_ids))
         if targets is None:
             weight = pad_rows(self.head_weight, self.options.head_multiple)
-            logits = F.linear(self.final_norm(x), weight)
-            if len(weight) == self.config.vocab_size:
-                return logits
-            return logits[..., : self.config.vocab_size]  # zero logits would enter the softmax
+            return F.linear(self.final_norm(x), weight)[..., : self.config.vocab_size]
         return self.loss(x, targets)
 
     def embed(self, token_ids: Tensor, *, first_position: int = 0) -> Tensor:
@@ -172,9 +155,8 @@ class GPTModel(nn.Module):
         x = self.dropout(x)
         return x if self.options.residual_dtype is None else x.to(self.options.residual_dtype)
 
-    def transform(
-        self, x: Tensor, run: Callable[[Block, Tensor], Tensor] = run_block
-    ) -> Tensor:
+    def transform(self, x: Tensor,
+                  run: Callable[[Block, Tensor], Tensor] = lambda block, x: block(x)) -> Tensor:
         """Run all layers, (B, T, C) to (B, T, C), each one through `run`."""
         recomputes = self.options.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:

@@ -36,7 +36,7 @@ def command(source: str, output: Path, **options: Any) -> None:
     # Imported here so that --help is fast.
     from preparation.planning import check_output_dir
     from preparation.sources import SourceOptions, find_source
-    from tokens.tokenizer_file import MAX_ENTRIES
+    from tokens.tokenizer import MAX_ENTRIES
 
     vocab_size, max_megabytes = options.pop("vocab_size"), options.pop("max_megabytes")
     if not SMALLEST <= vocab_size <= MAX_ENTRIES:

@@ -1,9 +1,9 @@
 """Output head and cross-entropy: the mean loss of a microbatch, whole or in chunks of its tokens.
 
 Shapes as in `gpt.py`, and: N tokens in a microbatch, n in a chunk, V' padded vocabulary size.
-Where code is compiled, the softmax is written out so that the compiler fuses it with what reads it,
-and padded columns are masked by their index, since slicing (N, V') would copy it. Eager code has
-PyTorch's softmax, which is one pass instead of six.
+Compiled code has the softmax written out, so that the compiler fuses it with what reads it; it
+masks padded columns by their index, since slicing (N, V') would copy it. Eager code has PyTorch's
+softmax, which is one pass instead of six.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class _WholeCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, largest, total = ctx.saved_tensors
-        scale = loss_grad / len(logits)
-        grad = _gradients(logits, targets, largest, total, ctx.vocab_size) * scale
+        grad = (_gradients(logits, targets, largest, total, ctx.vocab_size)
+                * (loss_grad / len(logits)))
         return grad.to(logits.dtype), None, None
 
 
@@ -160,8 +160,5 @@ def _gradients(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor,
 
 def _masked(logits: Tensor, vocab_size: int) -> Tensor:
     """Return the logits in float32, with -inf in padded columns."""
-    logits = logits.float()
-    if logits.shape[1] == vocab_size:
-        return logits
     columns = torch.arange(logits.shape[1], device=logits.device)  # (V',)
-    return torch.where(columns < vocab_size, logits, -math.inf)
+    return torch.where(columns < vocab_size, logits.float(), -math.inf)

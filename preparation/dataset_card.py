@@ -8,8 +8,7 @@ from basics.text import escaped
 from preparation.documents import Source
 from preparation.journal import Origin, Progress, Request
 from preparation.progress_display import left_out
-from tokens.tokenizer import end_of_text_of, file_beside
-from tokens.tokenizer_file import TOKENIZER_FILE
+from tokens.tokenizer import TOKENIZER_FILE, end_of_text_of, file_beside
 
 SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"),
          (10**7, "1M<n<10M"), (10**8, "10M<n<100M"), (10**9, "100M<n<1B"),

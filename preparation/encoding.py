@@ -22,8 +22,7 @@ import tiktoken
 from basics.errors import UserError
 from preparation.cutting import BadFile, BadShard, Piece, joined
 from preparation.tasks import Task
-from tokens.tokenizer import END_OF_TEXT, Tokenizer
-from tokens.tokenizer_file import FileTokenizer
+from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
 TASKS_PER_WORKER = 3

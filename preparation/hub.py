@@ -37,7 +37,7 @@ from preparation.documents import FileShard, Shard, Source, kind_of
 from preparation.journal import ShardFacts
 from preparation.parquet import count_rows, text_bytes
 from preparation.tasks import Task
-from tokens.tokenizer_file import TOKENIZER_FILE
+from tokens.tokenizer import TOKENIZER_FILE
 
 QUERY_PAUSES = (1, 5)  # seconds before each further attempt
 DOWNLOAD_PAUSES = (1, 5, 20, 60)  # in addition to the attempts of huggingface_hub itself

@@ -30,8 +30,13 @@ from preparation.planning import (
 from preparation.progress_display import ProgressDisplay
 from preparation.readers import TASK_BYTES, uncut
 from preparation.tasks import Task
-from tokens.tokenizer import ChosenTokenizer, choose_tokenizer, file_beside, load_tokenizer
-from tokens.tokenizer_file import parse_tokenizer
+from tokens.tokenizer import (
+    ChosenTokenizer,
+    choose_tokenizer,
+    file_beside,
+    load_tokenizer,
+    parse_tokenizer,
+)
 
 
 def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Progress:

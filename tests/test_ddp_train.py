@@ -279,9 +279,9 @@ def no_dataset(workplace: Workplace) -> None:
     (workplace.datasets_dir / "tiny/train.safetensors").unlink()
 
 
-def stated_id(workplace: Workplace) -> None:
+def smaller_vocabulary(workplace: Workplace) -> None:
     write_tokens(workplace.datasets_dir / "tiny/train.safetensors", np.zeros(4000, np.uint16),
-                 {"max_token_id": "300"})
+                 {"tokenizer": "gpt2"})
 
 
 def checkpoint_elsewhere(workplace: Workplace) -> None:
@@ -295,7 +295,7 @@ BAD_INPUTS: dict[str, tuple[str, Callable[[Workplace], object], str]] = {
     "mistyped key": ("tiny", lambda w: change(w, "train", lerning_rate=1), '"learning_rate"'),
     "no token file": ("tiny", no_dataset, "no dataset there"),
     "too few tokens": ("tiny", lambda w: change(w, "train", min_train_tokens=10**6), "lower"),
-    "outside the vocabulary": ("tiny", stated_id, "outside the model's vocabulary"),
+    "outside the vocabulary": ("tiny", smaller_vocabulary, "has 50,257 entries"),
     "no checkpoint's name": ("tiny nix", nothing, "'nix': no directory of datasets and"),
     "a checkpoint's path": ("tiny {root}/20260101Z000000-iteration-4", checkpoint_elsewhere,
                             "no directory of datasets"),

@@ -48,25 +48,21 @@ def accumulation_steps_of(run: Run, *, world_size: int) -> int:
     Raises:
         UserError: `global_batch_size` is not divisible; names the nearest sizes that are.
     """
-    train, wanted = run.train, run.train.global_batch_size
+    size, wanted = run.train.microbatch_size, run.train.global_batch_size
     if wanted is None:
-        return train.gradient_accumulation_steps
+        return run.train.gradient_accumulation_steps
+    problem = f"{run.train_path}: global_batch_size {wanted} is not divisible by"
     per_process, rest = divmod(wanted, world_size)
     if rest or not per_process:
         fits = max(1, per_process) * world_size
-        raise UserError(
-            f"{run.train_path}: global_batch_size {wanted} is not divisible by {world_size}"
-            f" processes; change the number of processes, or make it {fits} or {fits + world_size}"
-        )
-    if per_process % train.microbatch_size:
-        below, above = nearest_divisors(per_process, train.microbatch_size)
-        nearest = below if above is None else f"{below} or {above}"
-        raise UserError(
-            f"{run.train_path}: global_batch_size {wanted} is not divisible by microbatch_size"
-            f" {train.microbatch_size} x {world_size} processes; the nearest microbatch_size that"
-            f" divides is {nearest}"
-        )
-    return per_process // train.microbatch_size
+        raise UserError(f"{problem} {world_size} processes; change the number of processes, or make"
+                        f" it {fits} or {fits + world_size}")
+    if per_process % size:
+        below, above = nearest_divisors(per_process, size)
+        raise UserError(f"{problem} microbatch_size {size} x {world_size} processes; the nearest"
+                        f" microbatch_size that divides is {below}"
+                        + (f" or {above}" if above else ""))
+    return per_process // size
 
 
 def nearest_divisors(number: int, wanted: int) -> tuple[int, int | None]:
@@ -88,32 +84,24 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
         UserError: the token file (of `file_tokens` tokens) is too short, or `global_batch_size` is
             not divisible by the microbatches of all processes.
     """
-    train, path = run.train, run.train_path
+    train, path, context_length = run.train, run.train_path, run.model.context_length
     accumulation_steps = accumulation_steps_of(run, world_size=world_size)
-    step_tokens = (train.microbatch_size * accumulation_steps * world_size
-                   * run.model.context_length)
-    if train.start_train_token >= file_tokens:
+    step_tokens = train.microbatch_size * accumulation_steps * world_size * context_length
+    found, epoch_tokens = file_tokens - train.start_train_token, None
+    if found <= 0:
         raise UserError(f"{path}: start_train_token {train.start_train_token} is past the end of"
                         f" {train.dataset}, which has {file_tokens} training tokens; lower it")
-    usable_tokens, epoch_tokens = file_tokens - train.start_train_token - 1, None
-    if train.repeat_data and usable_tokens >= run.model.context_length:
-        epoch_tokens = usable_tokens // run.model.context_length * run.model.context_length
-        usable_tokens = 2**62
-    usable_steps = usable_tokens // step_tokens
-    wanted_steps = -(-train.min_train_tokens // step_tokens)
-    num_steps = usable_steps if train.min_train_tokens == -1 else wanted_steps
+    usable_steps = (found - 1) // step_tokens
+    if train.repeat_data and found > context_length:
+        epoch_tokens = (found - 1) // context_length * context_length
+        usable_steps = 2**62
+    num_steps = -(-train.min_train_tokens // step_tokens)
+    if train.min_train_tokens == -1:
+        num_steps = usable_steps
     if not 1 <= num_steps <= usable_steps:
-        needed = max(num_steps, 1) * step_tokens + 1
         raise UserError(
-            f"{path}: wanted {needed} training tokens from token {train.start_train_token} on"
-            f" (batches of {step_tokens}), but {train.dataset} has"
-            f" {file_tokens - train.start_train_token}; lower min_train_tokens, or set repeat_data"
-        )
-    return BatchPlan(
-        microbatch_size=train.microbatch_size,
-        gradient_accumulation_steps=accumulation_steps,
-        world_size=world_size,
-        context_length=run.model.context_length,
-        num_steps=num_steps,
-        epoch_tokens=epoch_tokens,
-    )
+            f"{path}: wanted {max(num_steps, 1) * step_tokens + 1} training tokens from token"
+            f" {train.start_train_token} on (batches of {step_tokens}), but {train.dataset} has"
+            f" {found}; lower min_train_tokens, or set repeat_data")
+    return BatchPlan(train.microbatch_size, accumulation_steps, world_size, context_length,
+                     num_steps, epoch_tokens)

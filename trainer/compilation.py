@@ -1,6 +1,6 @@
-"""The training and validation loss in the form that is fastest on a device: dtypes, compiling.
+"""The form of a model that is fastest on a device, compiling it, and where compiled code is kept.
 
-Compiled code is kept in PyTorch's cache, and in the run directory, so that it goes where the run
+It is in PyTorch's cache on the machine, and in the run directory, so that it goes where the run
 goes.
 """
 
@@ -12,9 +12,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from basics.errors import UserError, describe, print_line
 from basics.files import read_regular_bytes, write_atomically
 from basics.machine import find_compiler
 from basics.out_of_memory import is_out_of_memory
-from gpt import ForwardOptions, GPTModel, run_block
+from gpt import Block, ForwardOptions, GPTModel
 from ops.sizes import head_chunk_tokens
 from processes.launch import Process, device_name
 from run_config import ModelConfig, TrainConfig
@@ -34,9 +32,8 @@ COMPILED = "compiled"  # the directory of a run's portable cache
 DIGEST_BYTES = 32  # SHA-256 of the rest, which each file in it begins with
 
 
-def choose_forward_options(
-    model: ModelConfig, train: TrainConfig, device: torch.device
-) -> ForwardOptions:
+def choose_forward_options(model: ModelConfig, train: TrainConfig,
+                           device: torch.device) -> ForwardOptions:
     """Return how the forward pass is computed on a device.
 
     Args:
@@ -64,6 +61,18 @@ def keep_compiled_code() -> None:
         os.environ.setdefault(CACHE_VARIABLE, str(Path.home() / ".cache/ddp-train/inductor"))
 
 
+def compiled(function: Callable, model: GPTModel) -> Callable:
+    """Compile for fixed shapes. The settings are part of the cache's key, so all set them here."""
+    if model.config.drop_rate > 0:  # as eager code: inductor's masks depend on how graphs are cut
+        torch._inductor.config.fallback_random = True
+    # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
+    # watchdog's thread would wait as well. Triton's launcher releases it.
+    torch._inductor.config.use_static_cuda_launcher = False
+    if torch.are_deterministic_algorithms_enabled():  # do not measure which kernel is fastest
+        torch._inductor.config.deterministic = True
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
 class ByLayer(nn.Module):
     """A model's training loss for DistributedDataParallel, with each layer compiled separately.
 
@@ -77,28 +86,12 @@ class ByLayer(nn.Module):
         torch._dynamo.config.optimize_ddp = False  # do not cut a layer's graph at DDP's buckets
         self.model = model
         self._embed, self._run_block, self._loss = (
-            _compiled(function, model) for function in (GPTModel.embed, run_block, GPTModel.loss))
+            compiled(function, model)
+            for function in (GPTModel.embed, Block.forward, GPTModel.loss))
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         x = self.model.transform(self._embed(self.model, token_ids), self._run_block)
         return self._loss(self.model, x, targets)
-
-
-class Whole(nn.Module):
-    """A model's training loss, compiled as one graph."""
-
-    def __init__(self, model: GPTModel) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = _compiled(_training_loss, model)
-
-    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        return self._loss(self.model, token_ids, targets)
-
-
-def compiled_validation_loss(model: GPTModel) -> Callable[..., Tensor]:
-    """Return a model's loss as a function of (token_ids, targets), compiled for validation."""
-    return partial(_compiled(_validation_loss, model), model)
 
 
 def compile_now(work: Callable[[], object], device: torch.device) -> None:
@@ -125,56 +118,17 @@ def compile_now(work: Callable[[], object], device: torch.device) -> None:
         raise UserError(f'compiling failed: {reason}; {advice}, or set "compile": false') from None
 
 
-class Recompilations:
-    """Tells once why something was compiled again after `begin`: that stalls a step."""
+def recompilation() -> str:
+    """Return what was compiled again since the last call, and why; empty if nothing was."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes long
+        return ""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
-    def __init__(self) -> None:
-        self._is_looking: bool | None = None  # not yet
-
-    def begin(self) -> None:
-        """Look from now on: after the first validation all should be compiled."""
-        if self._is_looking is None:
-            self._is_looking = True
-            self._take()
-
-    def line(self) -> str:
-        """Return what was compiled again, and why; empty if nothing was, or all is told."""
-        found = self._take() if self._is_looking else ""
-        self._is_looking = self._is_looking and not found
-        return found
-
-    def _take(self) -> str:
-        """Return the first recompilation since the last call, as dynamo has recorded it."""
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes long
-            return ""
-        from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
-
-        found = [f"{each.co_name}, because {' '.join(each.recompile_reason.split())[:160]};"
-                 " TORCH_LOGS=recompiles shows all"
-                 for each in get_compilation_metrics() if each.recompile_reason]
-        clear_compilation_metrics()
-        return found[0] if found else ""
-
-
-# Dynamo caches by code object: two functions keep training and validation apart.
-def _training_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Tensor:
-    return model(token_ids, targets)
-
-
-def _validation_loss(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Tensor:
-    return model(token_ids, targets)
-
-
-def _compiled(function: Callable, model: GPTModel) -> Callable:
-    """Compile for fixed shapes. The settings are part of the cache's key, so all set them here."""
-    if model.config.drop_rate > 0:  # as eager code: inductor's masks depend on how graphs are cut
-        torch._inductor.config.fallback_random = True
-    # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
-    # watchdog's thread would wait as well. Triton's launcher releases it.
-    torch._inductor.config.use_static_cuda_launcher = False
-    if torch.are_deterministic_algorithms_enabled():  # do not measure which kernel is fastest
-        torch._inductor.config.deterministic = True
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    found = [f"{each.co_name}, because {' '.join(each.recompile_reason.split())[:160]};"
+             " TORCH_LOGS=recompiles shows all"
+             for each in get_compilation_metrics() if each.recompile_reason]
+    clear_compilation_metrics()
+    return found[0] if found else ""
 
 
 @contextmanager
@@ -193,30 +147,18 @@ def compiled_code_of_run(run_dir: Path, train: TrainConfig, process: Process) ->
              device_name(process), sorted(torch.cpu.get_capabilities().items())]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     path = run_dir / COMPILED / f"{key}-{process.local_rank}.bin"
-    loaded = _load(path)
+    try:
+        content = read_regular_bytes(path, max_bytes=2**30)
+        if hashlib.sha256(content[DIGEST_BYTES:]).digest() != content[:DIGEST_BYTES]:
+            raise OSError("is damaged")
+        torch.compiler.load_cache_artifacts(content[DIGEST_BYTES:])
+    except FileNotFoundError:
+        pass
+    except Exception as error:  # PyTorch raises errors of any type
+        print_line(f"warning: {path}: not used ({describe(error)}), all is compiled anew")
     yield
     if process.rank == process.local_rank:
         with suppress(Exception):  # nothing was compiled, PyTorch cannot, or the disk is full
-            artifacts, info = torch.compiler.save_cache_artifacts()  # type: ignore[misc]
-            if not _parts(info) <= loaded:
-                path.parent.mkdir(exist_ok=True)
-                write_atomically(path, hashlib.sha256(artifacts).digest() + artifacts)
-
-
-def _load(path: Path) -> set[str]:
-    """Put a file's code into PyTorch's cache on this machine; return the names of its parts."""
-    try:
-        content = read_regular_bytes(path, max_bytes=2**30)
-        artifacts = content[DIGEST_BYTES:]
-        if hashlib.sha256(artifacts).digest() != content[:DIGEST_BYTES]:
-            raise OSError("is damaged")
-        return _parts(torch.compiler.load_cache_artifacts(artifacts))
-    except FileNotFoundError:
-        return set()
-    except Exception as error:  # PyTorch raises errors of any type
-        print_line(f"warning: {path}: not used ({describe(error)}), all is compiled anew")
-        return set()
-
-
-def _parts(info: Any) -> set[str]:
-    return {name for names in info.artifacts.values() for name in names}
+            artifacts, _ = torch.compiler.save_cache_artifacts()  # type: ignore[misc]
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, hashlib.sha256(artifacts).digest() + artifacts)

@@ -6,6 +6,7 @@ Shapes as in `gpt.py`. Each statistic is () float32, or (n_layers,) if its name 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,52 +31,46 @@ MAX_SORTED = 2**20  # logits whose percentiles are computed: those of evenly spa
 
 
 class Probe:
-    """What a global step shows for measuring; this one measures nothing."""
+    """Measures one global step, and waits for the device; one without a step measures nothing.
 
-    def see(self, microbatch: Microbatch) -> None:
-        """Keep a microbatch of the step."""
-
-    def before_update(self, model: GPTModel) -> None:
-        """Measure the averaged gradients before they are clipped, and the weights."""
-
-    def after_update(self, model: GPTModel) -> None:
-        """Measure how the weights have changed."""
-
-
-NO_PROBE = Probe()
-
-
-class StepProbe(Probe):
-    """Measures one global step, and waits for the device. It changes no number of the training.
+    It changes no number of the training.
 
     Attributes:
         numbers: what it has measured.
         seconds: what measuring took.
     """
 
-    def __init__(self, global_step: int, precision: Precision | None) -> None:
+    def __init__(self, global_step: int | Any = None, precision: Precision | None = None) -> None:
         self.global_step, self._precision = global_step, precision
         self.numbers: Numbers = {}
         self.seconds = 0.0
 
     def see(self, microbatch: Microbatch) -> None:
-        self._microbatch = microbatch
+        """Keep a microbatch of the step."""
+        if self.global_step is not None:
+            self._microbatch = microbatch
 
     def before_update(self, model: GPTModel) -> None:
+        """Measure the averaged gradients before they are clipped, and the weights."""
+        if self.global_step is None:
+            return
         _, token_ids, targets = self._microbatch
         del self._microbatch
         self._device = token_ids.device
-        began = Moment(self._device)
+        began, parts = Moment(self._device), parts_of(model)
         with autocast(self._precision, self._device):
             statistics = forward_statistics(model, token_ids[:1], targets[:1])
-        self._before = [[weight.detach().clone() for weight in part] for part in parts_of(model)]
+        self._before = [[weight.detach().clone() for weight in part] for part in parts]
         statistics |= _by_layer("grad_norm", [
             get_total_norm([weight.grad for weight in part])  # type: ignore[misc]
-            for part in parts_of(model)])
+            for part in parts])
         self._read(statistics, began)
 
     @torch.no_grad()
     def after_update(self, model: GPTModel) -> None:
+        """Measure how the weights have changed."""
+        if self.global_step is None:
+            return
         ratios, began = [], Moment(self._device)
         for before, after in zip(self._before, parts_of(model), strict=True):
             changes = [new - old for new, old in zip(after, before, strict=True)]
@@ -90,6 +85,9 @@ class StepProbe(Probe):
         self.seconds += Moment(self._device).seconds_since(began)
 
 
+NO_PROBE = Probe()
+
+
 class Diagnostics:
     """Measures every `diagnostics_interval`-th step on rank 0, and no step on other ranks.
 
@@ -100,16 +98,16 @@ class Diagnostics:
     def __init__(self, train: TrainConfig, process: Process) -> None:
         self._interval = train.diagnostics_interval if process.is_main else None
         self._precision = train.precision
-        self._probes: list[StepProbe] = []
+        self._probes: list[Probe] = []
 
     def probe(self, global_step: int) -> Probe:
         """Return what measures this step, if one is due."""
         if self._interval is None or (global_step + 1) % self._interval:
             return NO_PROBE
-        self._probes.append(StepProbe(global_step, self._precision))
+        self._probes.append(Probe(global_step, self._precision))
         return self._probes[-1]
 
-    def measured(self, up_to: int) -> Iterator[StepProbe]:
+    def measured(self, up_to: int) -> Iterator[Probe]:
         """Yield what has measured steps since the last call, up to `up_to`."""
         while self._probes and self._probes[0].global_step <= up_to:
             yield self._probes.pop(0)
@@ -118,10 +116,9 @@ class Diagnostics:
 def parts_of(model: GPTModel) -> list[list[nn.Parameter]]:
     """Return the parameters by layer, then those before the layers, then those after them."""
     embedding = [*model.token_embedding.parameters(), *model.position_embedding.parameters()]
-    head = [*model.final_norm.parameters()]
-    if not model.config.tie_weights:
-        head += model.head.parameters()
-    return [*([*block.parameters()] for block in model.blocks), embedding, head]
+    head = [] if model.config.tie_weights else [*model.head.parameters()]
+    return [*([*block.parameters()] for block in model.blocks), embedding,
+            [*model.final_norm.parameters(), *head]]
 
 
 def _by_layer(name: str, values: list[Tensor]) -> Statistics:
@@ -148,14 +145,13 @@ def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> S
     was_training = model.training
     model.eval()
     x = model.embed(token_ids)
-    norms, largest, entropies = [x.float().norm(dim=-1).mean()], [], []
+    norms, attention = [x.float().norm(dim=-1).mean()], []
     for block in model.blocks:
         q, k, _ = block.attention.project(block.attention_norm(x))
-        largest_logit, entropy = attention_statistics(q, k)
+        attention.append(attention_statistics(q, k))
         x = block(x)
         norms.append(x.float().norm(dim=-1).mean())
-        largest.append(largest_logit)
-        entropies.append(entropy)
+    largest, entropies = zip(*attention, strict=True)
     statistics = _head_statistics(model, model.final_norm(x).flatten(0, 1), targets.flatten())
     model.train(was_training)
     return {"embedding_activation_norm": norms[0], "layer_activation_norm": torch.stack(norms[1:]),
@@ -179,17 +175,15 @@ def attention_statistics(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _head_statistics(model: GPTModel, x: Tensor, targets: Tensor) -> Statistics:
     """Measure logits and losses of x (N, C), after the final norm; targets (N,)."""
-    V = len(model.head_weight)
-    chunk_tokens = max(1, CACHED_LOGITS // V)
-    largest, losses = [], []
-    for x_chunk, chunk_targets in zip(x.split(chunk_tokens), targets.split(chunk_tokens),
-                                      strict=True):
+    V, largest, losses = len(model.head_weight), [], []
+    n = max(1, CACHED_LOGITS // V)
+    for x_chunk, chunk_targets in zip(x.split(n), targets.split(n), strict=True):
         logits = F.linear(x_chunk, model.head_weight).float()  # (n, V)
         largest.append(logits.amax())
         losses.append(F.cross_entropy(logits, chunk_targets, reduction="none"))  # (n,)
-    every = -(-len(x) * V // MAX_SORTED)
+    some = x[:: -(-len(x) * V // MAX_SORTED)]
     statistics = {"logit_max": torch.stack(largest).amax()}
-    for name, values in (("logit", F.linear(x[::every], model.head_weight).float()),
+    for name, values in (("logit", F.linear(some, model.head_weight).float()),
                          ("token_loss", torch.cat(losses))):
         ordered = values.flatten().sort().values
         statistics |= {f"{name}_p{percent}": ordered[round(percent / 100 * (len(ordered) - 1))]

@@ -12,7 +12,6 @@ from torch.amp import GradScaler
 from tqdm import tqdm
 
 from basics.failpoints import failpoint
-from basics.out_of_memory import is_out_of_memory
 from checkpointing import TrainingState
 from gpt import GPTModel
 from optim import build_optimizer
@@ -22,13 +21,12 @@ from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatches, prefetch
 from trainer.compilation import (
     ByLayer,
-    Whole,
     choose_forward_options,
     compile_now,
-    compiled_validation_loss,
+    compiled,
     keep_compiled_code,
 )
-from trainer.precision import autocast, cudnn_version, kernel_name, set_matmul_precision
+from trainer.precision import autocast, kernel_name, set_matmul_precision
 
 
 def build_training_state(
@@ -64,37 +62,40 @@ class Losses:
         share_cpu_cores(process)
         set_matmul_precision(train.precision)
         self.model, self.train, self.process = model, train, process
-        self.training: nn.Module = model
+        self.training: nn.Module | Any = model
         self._compiled_validation: Callable[..., Tensor] | None = None
-        # The shape of a microbatch's token ids and targets, stacked.
-        self._shape = 2, train.microbatch_size, model.config.context_length
         with long_waits(process) as group:  # the ranks compile for different times
             failpoint("compile")  # every rank has begun, so rank 0 has said what it resumes from
             if train.compile:
-                self.training = (Whole if process.world_size == 1 else ByLayer)(model)
+                # Dynamo caches by code object: each of these functions has its own.
+                self.training = (ByLayer(model) if process.world_size > 1
+                                 else compiled(lambda *batch: model(*batch), model))
                 compile_now(self._try_training, process.device)
                 if train.validates and (process.is_main or train.validate_on == "all"):
-                    self._compile_validation()
+                    compile_now(self._compile_validation, process.device)
             if group is not None:
                 dist.barrier(group)
 
+    def _zeros(self) -> Tensor:
+        """Return the token ids and the targets of a microbatch, stacked."""
+        shape = 2, self.train.microbatch_size, self.model.config.context_length
+        return torch.zeros(shape, dtype=torch.int64, device=self.process.device)
+
     def _try_training(self) -> None:
         """Compile the training loss by running it once, before DDP wraps it."""
-        tokens = torch.zeros(self._shape, dtype=torch.int64, device=self.process.device)
         try:
             with autocast(self.train.precision, self.process.device):
-                value = self.training(*tokens)
+                value = self.training(*self._zeros())
             value.backward()
         finally:
             self.model.zero_grad()
 
+    @torch.inference_mode()
     def _compile_validation(self) -> None:
         """Compile the validation loss now: signals wait while something compiles."""
-        self._compiled_validation = compiled_validation_loss(self.model)
+        self._compiled_validation = compiled(lambda *batch: self.model(*batch), self.model)
         self.model.eval()
-        with torch.inference_mode():
-            tokens = torch.zeros(self._shape, dtype=torch.int64, device=self.process.device)
-            compile_now(lambda: self.validation(*tokens), self.process.device)
+        self.validation(*self._zeros())
         self.model.train()
 
     def validation(self, token_ids: Tensor, targets: Tensor) -> Tensor:
@@ -103,9 +104,13 @@ class Losses:
         Call it in evaluation mode, without gradients. Any rank.
         """
         with autocast(self.train.precision, self.process.device):
-            if self._compiled_validation and len(token_ids) == self.train.microbatch_size:
+            if self._compiled_validation is None:
+                return self.model(token_ids, targets)
+            if len(token_ids) == self.train.microbatch_size:
                 return self._compiled_validation(token_ids, targets)
-            return mean_loss_in_parts(self.model, token_ids, targets)
+            # Not compiled, which needs more memory: one sequence at a time.
+            sequences = zip(token_ids.split(1), targets.split(1), strict=True)
+            return torch.stack([self.model(*sequence) for sequence in sequences]).mean()
 
     def attention_kernel(self) -> str:
         """Return the name of the kernel that computes this model's attention in training."""
@@ -116,7 +121,6 @@ class Losses:
         return {
             "compiled": self.train.compile,
             "attention": self.attention_kernel(),
-            "cudnn": cudnn_version(self.process.device),
             "deterministic": self.train.deterministic,
             "head_chunk_tokens": self.model.options.head_chunk_tokens,
         }
@@ -155,20 +159,3 @@ def validate(losses: Losses, data: Microbatches, watchdog: Watchdog, *,
         dist.all_reduce(total)
     loss_sum, num_sequences = total.tolist()
     return loss_sum / num_sequences if num_sequences == data.num_sequences else None
-
-
-def mean_loss_in_parts(loss: Callable[[Tensor, Tensor], Tensor], token_ids: Tensor,
-                       targets: Tensor) -> Tensor:
-    """Return the mean loss of a microbatch, (), by halves if memory does not suffice for all.
-
-    Code that is not compiled needs more memory than the compiled code of a whole microbatch.
-    """
-    try:
-        return loss(token_ids, targets)
-    except RuntimeError as error:
-        if len(token_ids) == 1 or not is_out_of_memory(error):
-            raise
-    half = len(token_ids) // 2  # outside of the except clause, which holds the error's tensors
-    first = mean_loss_in_parts(loss, token_ids[:half], targets[:half]) * half
-    rest = mean_loss_in_parts(loss, token_ids[half:], targets[half:]) * (len(token_ids) - half)
-    return (first + rest) / len(token_ids)

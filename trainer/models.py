@@ -22,21 +22,23 @@ from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, ope
 from gpt import GPTModel
 from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
-from tokens.tokenizer import END_OF_TEXT_IDS, Tokenizer, file_beside, load_tokenizer
-from tokens.tokenizer_file import (
+from tokens.tokenizer import (
+    END_OF_TEXT_IDS,
     TOKENIZER_FILE,
+    Tokenizer,
+    file_beside,
+    load_tokenizer,
     name_of,
     parse_tokenizer,
     read_tokenizer_file,
     short_name,
 )
 from trainer.resuming import FREE_TO_CHANGE
-from trainer.weight_formats import Gpt2Config, Weights, drop_zero_biases, from_gpt2, from_original
+from trainer.weight_formats import Gpt2Config, Weights, from_gpt2, from_original
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 DOWNLOADED = [*WEIGHT_FILES, TOKENIZER_FILE]
-NEEDED_BY = "a directory of weights"
 TRIES = 10  # to read a checkpoint of a run that saves and removes checkpoints meanwhile
 
 
@@ -85,9 +87,17 @@ def load_model(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
         loaded = _of_run(name, runs_dir, checkpoint_name)
     else:
         place = directory_of(Path(name))
-        loaded = _of_directory(name, place if place.is_dir() else _download(name))
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            loaded = _of_directory(name, place if place.is_dir() else _download(name))
+        except KeyError as error:
+            raise UserError(f"{name}: has no weights {error.args[0]}; give a GPT-2 whose tensors"
+                            " are named as in transformers") from None
+        except ValidationError as error:  # a trained model cannot be changed
+            advice = describe(error).removesuffix("; change it")
+            raise UserError(f"{name}: not a GPT-2: {advice}") from None
+        except DAMAGE as error:
+            raise UserError(f"{name}: not a GPT-2: {first_line(error)}") from None
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.model.to(device).eval()
     with torch.inference_mode():
         if not model(torch.zeros(1, 1, dtype=torch.int64, device=device)).isfinite().all():
@@ -166,37 +176,24 @@ def _of_directory(name: str, directory: Path) -> LoadedModel:
     if (directory / MANIFEST).exists():
         found = open_checkpoint(directory, thoroughly=True)
         return _of_checkpoint(name, found, found.meta.model)
-    weights = _map_weights(directory)
-    try:
-        if weights.keys() & {"pos_emb.weight", "model.pos_emb.weight"}:
-            config, end_of_text, convert = _original_config(directory), None, from_original
-        else:
-            gpt2 = _gpt2_config(directory / "config.json")
-            config, end_of_text, convert = gpt2.as_model_config(), gpt2.eos_token_id, from_gpt2
-        shapes = convert({key: weight.to("meta") for key, weight in weights.items()}, config)
-        for key, wanted in _on_meta(directory, config).state_dict().items():
-            if not shapes[key].is_floating_point():
-                raise UserError(f"{directory}: not a GPT-2: {key} holds {shapes[key].dtype};"
-                                " wanted floating-point numbers")
-            if shapes[key].shape != wanted.shape:
-                raise UserError(f"{directory}: not a GPT-2: {key} has shape"
-                                f" {tuple(shapes[key].shape)}; its config needs"
-                                f" {tuple(wanted.shape)}")
-        ours = {key: weight.float() for key, weight in convert(weights, config).items()}
-        if broken := first_non_finite(ours):
-            raise UserError(f"{directory}: {broken} holds a number that is not finite in float32;"
-                            " download or export it again")
-        if convert is from_gpt2:
-            ours, config = drop_zero_biases(ours, config)
-        model = _on_meta(directory, config)
-        model.load_state_dict(ours, assign=True)
-    except KeyError as error:
-        raise UserError(f"{directory}: has no weights {error.args[0]}; give a GPT-2 whose tensors"
-                        " are named as in transformers") from None
-    except ValidationError as error:
-        raise UserError(f"{directory}: not a GPT-2: {_first_error(error)}") from None
-    except DAMAGE as error:
-        raise UserError(f"{directory}: not a GPT-2: {first_line(error)}") from None
+    weights, end_of_text = _map_weights(directory), None
+    if weights.keys() & {"pos_emb.weight", "model.pos_emb.weight"}:
+        ours, config = from_original(weights, _original_config(directory))
+    else:
+        gpt2 = Gpt2Config.model_validate(_json(directory / "config.json"))
+        ours, config = from_gpt2(weights, gpt2.as_model_config())
+        end_of_text = gpt2.eos_token_id
+    model = _on_meta(directory, config)
+    for key, wanted in model.state_dict().items():
+        if not ours[key].is_floating_point() or ours[key].shape != wanted.shape:
+            raise UserError(f"{directory}: not a GPT-2: {key} holds {ours[key].dtype} of shape"
+                            f" {tuple(ours[key].shape)}; its config needs floating-point numbers"
+                            f" of shape {tuple(wanted.shape)}")
+        ours[key] = ours[key].float().contiguous()
+    if broken := first_non_finite(ours):
+        raise UserError(f"{directory}: {broken} holds a number that is not finite in float32;"
+                        " download or export it again")
+    model.load_state_dict(ours, assign=True)
     tokenizer_name, path = _tokenizer_of(directory, config, end_of_text)
     return LoadedModel(name, model, tokenizer_name, tokenizer_path=path)
 
@@ -216,43 +213,40 @@ def _map_weights(directory: Path) -> Weights:
     """Map `model.safetensors`, or the files that its index lists; nothing is read before use."""
     index_path, names = directory / "model.safetensors.index.json", ["model.safetensors"]
     if index_path.exists():
-        weight_map = read_json_object(index_path, needed_by=NEEDED_BY).get("weight_map")
+        weight_map = _json(index_path).get("weight_map")
         if not isinstance(weight_map, dict):
             raise UserError(f"{index_path}: has no weight_map; download the directory again")
         names = sorted(set(map(str, weight_map.values())))
-        for name in names:
-            if not re.fullmatch(r"model-[\w-]+\.safetensors", name):
-                raise UserError(f"{index_path}: lists {name[:60]!r}, which is not a weight file in"
-                                " the same directory; download the directory again")
     weights: Weights = {}
     for name in names:
+        path = directory / name
+        if not re.fullmatch(r"model(-[\w-]+)?\.safetensors", name):
+            raise UserError(f"{index_path}: lists {name[:60]!r}, which is not a weight file in the"
+                            " same directory; download the directory again")
         try:
-            if (directory / name).exists() and not (directory / name).is_file():
+            if path.exists() and not path.is_file():
                 raise OSError("is not a file")  # reading a pipe could block forever
-            check_tensor_header(directory / name)
-            with safe_open(directory / name, framework="pt") as file:
+            check_tensor_header(path)
+            with safe_open(path, framework="pt") as file:
                 weights |= {key: file.get_tensor(key) for key in file.keys()}
         except FileNotFoundError:
-            raise UserError(f"{directory / name}: no such file; {NEEDED_BY} needs it (pickled"
+            raise UserError(f"{path}: no such file; a directory of weights needs it (pickled"
                             " weights such as pytorch_model.bin are not read)") from None
         except DAMAGE as error:
-            raise UserError(f"{directory / name}: not a whole safetensors file"
-                            f" ({first_line(error)}); download or export it again") from None
+            raise UserError(f"{path}: not a whole safetensors file ({first_line(error)}); download"
+                            " or export it again") from None
     return weights
 
 
-def _gpt2_config(path: Path) -> Gpt2Config:
-    try:
-        return Gpt2Config.model_validate(read_json_object(path, needed_by=NEEDED_BY))
-    except ValidationError as error:
-        raise UserError(f"{path}: not a GPT-2: {_first_error(error)}") from None
+def _json(path: Path) -> dict[str, Any]:
+    return read_json_object(path, needed_by="a directory of weights")
 
 
 def _original_config(directory: Path) -> ModelConfig:
     """Read the config of an original checkpoint: from its run, or from its published config."""
     path = directory / "config.json"
     if path.exists():
-        return ModelConfig.model_validate(read_json_object(path, needed_by=NEEDED_BY).get("cfg"))
+        return ModelConfig.model_validate(_json(path).get("cfg"))
     above = directory.parent.parent / "model.json"
     return load_config(above if above.exists() else directory / "model.json", ModelConfig)
 
@@ -260,13 +254,12 @@ def _original_config(directory: Path) -> ModelConfig:
 def _tokenizer_of(directory: Path, config: ModelConfig,
                   end_of_text: int | None) -> tuple[str | None, Path | None]:
     """Return the name of a directory's tokenizer, and its file unless it is a known tokenizer."""
-    by_end: dict[int | None, str] = {
-        token_id: name for name, token_id in END_OF_TEXT_IDS.items()
-              if token_id < config.vocab_size}  # vocabularies may be padded
-    known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or by_end.get(end_of_text)
-    path = directory / TOKENIZER_FILE
+    known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size)
+    for name, token_id in END_OF_TEXT_IDS.items():
+        if token_id == end_of_text and token_id < config.vocab_size:  # vocabularies may be padded
+            known = known or name
     try:
-        content = read_tokenizer_file(path)
+        content = read_tokenizer_file(directory / TOKENIZER_FILE)
     except UserError:  # it is missing, or none that this project can use
         return known, None
     if known:
@@ -275,7 +268,7 @@ def _tokenizer_of(directory: Path, config: ModelConfig,
                 theirs.decode_single_token_bytes(each) == ours.decode_single_token_bytes(each)
                 for each in range(ours.n_vocab)):
             return known, None
-    return name_of(content), path
+    return name_of(content), directory / TOKENIZER_FILE
 
 
 def _download(repository: str) -> Path:
@@ -287,12 +280,8 @@ def _download(repository: str) -> Path:
     hide_progress_bars()
     config_path = Path(ask_hub(repository, lambda: hf_hub_download(repository, "config.json"),
                                pauses=()))
-    if "cfg" not in read_json_object(config_path, needed_by=NEEDED_BY):
-        _gpt2_config(config_path)  # refuse other architectures before downloading gigabytes
+    if "cfg" not in (config := _json(config_path)):
+        Gpt2Config.model_validate(config)  # refuse other architectures before their gigabytes
     print_error(f"{repository}: loading the weights from the Hugging Face hub or its cache")
     return Path(ask_hub(repository, lambda: snapshot_download(
         repository, revision=config_path.parent.name, allow_patterns=DOWNLOADED)))
-
-
-def _first_error(error: ValidationError) -> str:
-    return describe(error).removesuffix("; change it")  # a trained model cannot be changed

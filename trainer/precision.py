@@ -15,6 +15,7 @@ from gpt import KERNELS, ForwardOptions, attend
 from run_config import ModelConfig, Precision, TrainConfig
 
 DTYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # any of these makes bf16 fast
 
 
 def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
@@ -32,14 +33,13 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
         # It finds errors, and is slow.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     on_gpu, precision = device.type == "cuda", train.precision
-    if precision is None:  # the fastest one that is safe on the device
-        if not train.use_amp:
-            precision = "fp32"
-        elif on_gpu:
+    if precision is None and train.use_amp:  # the fastest one that is safe on the device
+        if on_gpu:
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            precision = "bf16" if has_bf16 else "fp16"
         else:
-            precision = "bf16" if _cpu_has_bf16() else "fp32"
+            has_bf16 = any(map(torch.cpu.get_capabilities().get, CPU_BF16))
+        precision = "bf16" if has_bf16 else "fp16" if on_gpu else "fp32"
+    precision = precision or "fp32"
     residual_dtype = train.residual_dtype or (
         "bf16" if on_gpu and precision == "bf16" else "fp32")
     if residual_dtype == "bf16" and precision != "bf16":
@@ -53,11 +53,6 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
         "compile": on_gpu if train.compile is None else train.compile})
 
 
-def _cpu_has_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
 def set_matmul_precision(precision: Precision | None) -> None:
     """Allow TF32 in float32 matrix products, unless the precision is fp32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
@@ -65,8 +60,8 @@ def set_matmul_precision(precision: Precision | None) -> None:
 
 def autocast(precision: Precision | None, device: torch.device) -> torch.autocast:
     """Return the autocast context of a precision; for fp32 and tf32 it does nothing."""
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype=dtype, enabled=precision in ("bf16", "fp16"))
+    return torch.autocast(device.type, dtype=DTYPES.get(precision, torch.bfloat16),
+                          enabled=precision in DTYPES)
 
 
 def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
@@ -81,8 +76,7 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
     if train.attention not in KERNELS:
         return
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # several lines on why each kernel cannot run
+        with warnings.catch_warnings(action="ignore"):  # lines on why each kernel cannot run
             q, k, v = _zeros(model, train, device)
             attend(q, k, v, model.drop_rate, train.attention).sum().backward()
             if device.type == "cuda":
@@ -107,14 +101,6 @@ def kernel_name(model: ModelConfig, train: TrainConfig, device: torch.device,
     return SDPBackend(chosen).name.split("_")[0].lower()
 
 
-def attention_line(kernel: str, device: torch.device) -> str:
-    """Return a line for the log that names the kernel, and cuDNN's version on a GPU."""
-    if kernel == "blocks":
-        return "attention: blocks (this project's own code for CPUs)"
-    version = cudnn_version(device)
-    return f"attention: {kernel}" + (f" (cuDNN {version})" if version else "")
-
-
 def remedy(kernel: str) -> str:
     """Return what to change where gradients stop being finite, as the end of a sentence."""
     others = "with a lower learning_rate, or with precision bf16 or fp32"
@@ -124,20 +110,8 @@ def remedy(kernel: str) -> str:
             f" batches; if that does not help, {others}")
 
 
-def cudnn_version(device: torch.device) -> str | None:
-    """Return cuDNN's version, such as "9.10.2"; None without a GPU."""
-    number = torch.backends.cudnn.version() if device.type == "cuda" else None
-    if number is None:
-        return None
-    major, rest = divmod(number, 10_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
 def _zeros(model: ModelConfig, train: TrainConfig, device: torch.device) -> tuple[Tensor, ...]:
-    """Return queries, keys and values of two sequences, (2, H, T, D), as a training step has them.
-
-    They have its dtype and its strides.
-    """
+    """Return queries, keys and values, (2, H, T, D), of a training step's dtype and strides."""
     shape = (2, model.context_length, 3, model.n_heads, model.emb_dim // model.n_heads)
     qkv = torch.zeros(shape, dtype=DTYPES.get(train.precision, torch.float32), device=device,
                       requires_grad=True)

@@ -29,8 +29,7 @@ from reporting.summary import FINISHED, has_status
 from reporting.tracker import check_tracker
 from run_config import Run, load_run
 from tokens.batches import RunData, open_run_data
-from tokens.tokenizer import load_tokenizer
-from tokens.tokenizer_file import TOKENIZER_FILE
+from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.compilation import CACHE_VARIABLE, compiled_code_of_run, keep_compiled_code
 from trainer.losses import Losses, build_training_state
 from trainer.models import initial_model

@@ -23,10 +23,10 @@ from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
 from trainer.background_saver import BackgroundSaver
-from trainer.compilation import Recompilations
+from trainer.compilation import recompilation
 from trainer.diagnostics import Diagnostics
 from trainer.losses import Losses
-from trainer.precision import attention_line, autocast, remedy
+from trainer.precision import autocast, remedy
 from trainer.side_processes import SideProcesses
 from trainer.startup import PreparedRun
 from trainer.user_commands import after_checkpoint_failed
@@ -57,7 +57,7 @@ class Reports:
                                     watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
         self._reports_speed = self._warns_of_cudnn = True
-        self._recompilations = Recompilations()
+        self._watches_compiler = False  # from the first validation on: all is compiled by then
         self._has_ended = False  # the full summary is on disk
         self.code = ""  # its version, on rank 0 from `begin` on
 
@@ -93,7 +93,7 @@ class Reports:
     def report_step(self, losses: Losses, sharing: str) -> None:
         """Say which attention kernel runs, and how the ranks share Muon's work, if they do."""
         self.losses = losses
-        self.console.say(attention_line(losses.attention_kernel(), self.process.device))
+        self.console.say(f"attention: {losses.attention_kernel()}")
         if sharing:
             self.console.say(sharing)
 
@@ -131,7 +131,8 @@ class Reports:
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
         self._report_windows(self.window.take(waits=waits or says_speed))
         self.warn_of_failed_write()
-        self.console.warn("a step compiled again", self._recompilations.line())
+        if self._watches_compiler:
+            self.console.warn("a step compiled again", recompilation())
         self.beside.warn()
         self._reports_speed = self._reports_speed and not says_speed
         if says_speed and self.process.is_main:
@@ -200,7 +201,9 @@ class Reports:
 
     def write_samples(self, global_step: int) -> None:
         """Continue the run's `sample_prompts` with the model, after a validation. Rank 0."""
-        self._recompilations.begin()
+        if not self._watches_compiler:
+            recompilation()  # forget what came before
+            self._watches_compiler = True
         if prompts := self.run.train.sample_prompts:
             precision = self.losses.train.precision
             with self.clock.phase(VALIDATION), autocast(precision, self.process.device):

@@ -14,7 +14,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from basics.errors import UserError
 from run_config import MAX_VOCAB_SIZE, ModelConfig
 
 Weights = dict[str, Tensor]
@@ -34,8 +33,6 @@ INNER = {
     "attention.qkv": ("attn.c_attn", "att.W_qkv"),  # the original has three: query, key, value
 }
 NORM_PARTS = {"weight": "scale", "bias": "shift"}  # in the original system
-SUPPORTED = {"vocab_size", "context_length", "emb_dim", "n_heads", "n_layers", "drop_rate",
-             "qkv_bias", "tie_weights", "init"}  # options that GPT-2 has or does not need
 
 
 class Gpt2Config(BaseModel):
@@ -75,15 +72,11 @@ class Gpt2Config(BaseModel):
 
 
 def gpt2_config(model: ModelConfig, end_of_text: int | None) -> dict[str, Any]:
-    """Return `config.json` for `transformers`. Raises: UserError for an option GPT-2 lacks.
+    """Return `config.json` for `transformers`.
 
     Args:
         end_of_text: the id of the tokenizer's end-of-text token, None if it is not known.
     """
-    for option, value in model.model_dump().items():
-        if option not in SUPPORTED and value != type(model).model_fields[option].default:
-            raise UserError(f"model.json: {option} is {value}, which a GPT-2 does not support; only"
-                            " a model without it can be exported")
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
         "vocab_size": model.vocab_size, "n_positions": model.context_length,
@@ -102,43 +95,44 @@ def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
     if not model.qkv_bias:
         for layer in range(model.n_layers):
             ours[f"blocks.{layer}.attention.qkv.bias"] = torch.zeros(3 * model.emb_dim)
-    theirs = {f"transformer.{gpt2}": _transposed(ours[name], transpose)
+    theirs = {f"transformer.{gpt2}": ours[name].t().contiguous() if transpose else ours[name]
               for name, gpt2, _, transpose in _names(model.n_layers)}
     return theirs if model.tie_weights else theirs | {"lm_head.weight": ours["head.weight"]}
 
 
-def from_gpt2(weights: Weights, model: ModelConfig) -> Weights:
-    """Convert GPT-2's weights. Raises: KeyError: one is missing; ValueError: wrong sizes."""
+def from_gpt2(weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig]:
+    """Convert GPT-2's weights. Raises: KeyError: one is missing; ValueError: wrong sizes.
+
+    Its files always have query, key and value biases; if these are zero, they are left out, and
+    the config returned has none.
+    """
     theirs = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     if f"h.{model.n_layers}.ln_1.weight" in theirs:
         raise ValueError(f"it has more layers than n_layer, {model.n_layers}")
-    ours = {name: _transposed(theirs[gpt2], transpose)
+    ours = {name: theirs[gpt2].t() if transpose else theirs[gpt2]
             for name, gpt2, _, transpose in _names(model.n_layers)}
-    return ours if model.tie_weights else ours | {"head.weight": theirs["lm_head.weight"]}
+    if not model.tie_weights:
+        ours["head.weight"] = theirs["lm_head.weight"]
+    biases = [name for name in ours if name.endswith("qkv.bias")]
+    if not any(ours[name].any() for name in biases):
+        ours = {name: weight for name, weight in ours.items() if name not in biases}
+        model = model.model_copy(update={"qkv_bias": False})
+    return ours, model
 
 
-def drop_zero_biases(weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig]:
-    """Drop query, key and value biases that are all zero: GPT-2's files always have them."""
-    biases = {name: weight for name, weight in weights.items() if name.endswith("qkv.bias")}
-    if any(weight.any() for weight in biases.values()):
-        return weights, model
-    return ({name: weight for name, weight in weights.items() if name not in biases},
-            model.model_copy(update={"qkv_bias": False}))
-
-
-def from_original(weights: Weights, model: ModelConfig) -> Weights:
+def from_original(weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig]:
     """Convert the original system's weights; its masks are left out. Raises: KeyError."""
     theirs = {name.removeprefix("model."): weight for name, weight in weights.items()}
     if model.tie_weights and "tok_emb.weight" not in theirs:  # files keep one of the two names
         theirs["tok_emb.weight"] = theirs["out_head.weight"]
-    ours = {}
+    ours = {} if model.tie_weights else {"head.weight": theirs["out_head.weight"]}
     for name, _, original, _ in _names(model.n_layers):
         if ".qkv." not in name:
             ours[name] = theirs[original]
         elif name.endswith("weight") or model.qkv_bias:
             parts = [theirs[original.replace("qkv", part)] for part in ("query", "key", "value")]
             ours[name] = torch.cat(parts)
-    return ours if model.tie_weights else ours | {"head.weight": theirs["out_head.weight"]}
+    return ours, model
 
 
 def _names(n_layers: int) -> Iterator[tuple[str, str, str, bool]]:
@@ -153,7 +147,3 @@ def _names(n_layers: int) -> Iterator[tuple[str, str, str, bool]]:
             yield (f"{ours}.{part}", f"{gpt2}.{part}",
                    f"{original}.{NORM_PARTS[part] if is_norm else part}",
                    part == "weight" and ours.startswith("blocks.") and not is_norm)
-
-
-def _transposed(weight: Tensor, transpose: bool) -> Tensor:
-    return weight.t().contiguous() if transpose else weight

@@ -18,10 +18,9 @@ from basics.errors import UserError
 from gpt import GPTModel
 from lab.evaluate.intervals import Interval, add_by_block, exp, of_ratio, pair_sums, rounded
 from lab.evaluate.sharing import Share
-from tokens.batches import TOKENIZERS_BY_VOCABULARY, check_token_ids
+from tokens.batches import TOKENIZERS_BY_VOCABULARY, byte_lengths, check_token_ids
 from tokens.token_file import TokenFile
-from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer
-from tokens.tokenizer_file import short_name
+from tokens.tokenizer import file_beside, load_tokenizer, short_name
 from trainer.models import LoadedModel
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results

@@ -20,7 +20,7 @@ from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
 from lab.publish.plain_files import read_charts
 from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
-from tokens.tokenizer_file import read_named_tokenizer
+from tokens.tokenizer import read_named_tokenizer
 from trainer.models import LoadedModel
 from trainer.weight_formats import gpt2_config, to_gpt2
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from basics.errors import UserError, first_line
-from tokens.tokenizer_file import TOKENIZER_FILE, byte_letters, parse_tokenizer
+from tokens.tokenizer import BYTE_LETTERS, TOKENIZER_FILE, parse_tokenizer
 from trainer.models import LoadedModel
 from trainer.weight_formats import to_gpt2
 
@@ -166,6 +166,6 @@ def _difference_from_gpt2(content: bytes) -> str:
                    "end_of_word_suffix"):
         if model.get(option):
             return f"has {option}"
-    if missing := set(byte_letters()) - model["vocab"].keys():
+    if missing := set(BYTE_LETTERS) - model["vocab"].keys():
         return f"has no entry for {len(missing)} of the 256 bytes"
     return ""

@@ -18,7 +18,7 @@ from lab.publish.dataset_facts import LANGUAGE_CODE, LICENCE_NAME, declared_of
 from lab.publish.measurements import measurements
 from reporting.summary import is_training
 from run_config import MUON_DEFAULTS, ModelConfig, TrainConfig
-from tokens.tokenizer_file import TOKENIZER_FILE
+from tokens.tokenizer import TOKENIZER_FILE
 from trainer.models import HUB_NAME, LoadedModel
 
 CARD = """---

@@ -6,8 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokens.tokenizer import END_OF_TEXT, END_OF_TEXT_IDS, gpt2_file
-from tokens.tokenizer_file import TOKENIZER_FILE, byte_letters, parse_tokenizer
+from tokens.tokenizer import (
+    BYTE_LETTERS,
+    END_OF_TEXT,
+    END_OF_TEXT_IDS,
+    TOKENIZER_FILE,
+    gpt2_file,
+    parse_tokenizer,
+)
 
 
 def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_length: int) -> None:
@@ -24,7 +30,7 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
         (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]),
                                               encoding="utf-8")
     else:
-        vocabulary, merges = {letter: byte for byte, letter in enumerate(byte_letters())}, []
+        vocabulary, merges = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}, []
     write_json(directory / "tokenizer.json",
                 _pipeline(vocabulary, merges, END_OF_TEXT_IDS[tokenizer_name],
                           splits_words=tokenizer_name == "gpt2"))

@@ -24,7 +24,7 @@ from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run
 from tokens.token_file import TokenFile
-from tokens.tokenizer_file import TOKENIZER_FILE
+from tokens.tokenizer import TOKENIZER_FILE
 from trainer.models import HUB_NAME, TRIES, is_run, load_model
 
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")

@@ -166,7 +166,7 @@ def test_an_invalid_token_file_is_refused(tiny: Workplace, case: str) -> None:
 def test_an_id_outside_the_vocabulary_ends_all_processes(
     tiny: Workplace, split: str, position: int, where: str
 ) -> None:
-    dataset_dir, victim = tiny.add_dataset(states_largest_id=False), tiny.root / "victim"
+    dataset_dir, victim = tiny.add_dataset(), tiny.root / "victim"
     tokens = np.zeros(4000, dtype=np.uint16)
     tokens[position] = 300
     write_tokens(dataset_dir / f"{split}.safetensors", tokens)
@@ -180,14 +180,6 @@ def test_an_id_outside_the_vocabulary_ends_all_processes(
     assert f"{split}.safetensors: token {position} has id 300, outside the model's" in line
     assert "exitcode  : 2" in result.stderr and 'batches.py", line' not in result.stderr
     assert victim.read_text() == "kept"
-
-
-def test_a_stated_largest_id_that_is_none_is_ignored(tiny: Workplace) -> None:
-    for stated in ("\u00b2", "9" * 5000, "-1", "", "1e9"):
-        write_tokens(tiny.datasets_dir / "tiny/train.safetensors", np.zeros(4000, dtype=np.uint16),
-                     {"max_token_id": stated})
-        with pytest.raises(pytest.fail.Exception, match="the input was accepted"):
-            refused(tiny, "tiny")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "endless"])

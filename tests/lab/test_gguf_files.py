@@ -21,7 +21,7 @@ from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.models import random_model
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace
-from tokens.tokenizer_file import name_of
+from tokens.tokenizer import name_of
 from trainer.models import LoadedModel
 
 gguf = pytest.importorskip("gguf")

@@ -26,8 +26,8 @@ from tests.support.preparation import corrupt, write_parquet, write_source
 from tests.support.tokenizers import TEXTS
 from tests.support.workplace import Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
-from tokens.tokenizer import byte_lengths, choose_tokenizer
-from tokens.tokenizer_file import FileTokenizer
+from tokens.batches import byte_lengths
+from tokens.tokenizer import FileTokenizer, choose_tokenizer
 from trainer.models import LoadedModel, load_model
 
 WORDS = ["the cat sat", "on the mat", "naïve 🎉 café", "and the hat", "它是它的", "it's 1234"]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.block_attention import block_attention
-from ops.sizes import BLOCK_ROWS, attention_blocks
+from ops.sizes import BLOCK_ROWS
 
 
 def output_and_gradients(attention, length: int, dtype: torch.dtype) -> list[Tensor]:
@@ -37,9 +37,3 @@ def test_dropout_scales_the_remaining_weights() -> None:
     output = block_attention(q, k, v, drop_rate=0.25)
     assert output.mean().item() == pytest.approx(1.0, abs=0.05)
     assert output[:, :, 0].unique().tolist() == pytest.approx([0.0, 1 / 0.75])
-
-
-@pytest.mark.parametrize("length", [1, 127, 128, 129, 1000])
-def test_the_blocks_cover_every_query_once(length: int) -> None:
-    queries = [i for start, stop in attention_blocks(length) for i in range(start, stop)]
-    assert queries == list(range(length))

@@ -93,14 +93,13 @@ class Workplace:
         return run_dir
 
     def add_dataset(self, name: str = "tiny", *, num_tokens: int = 4000,
-                    vocab_size: int = 257, states_largest_id: bool = True) -> Path:
+                    vocab_size: int = 257) -> Path:
         """Write a dataset of tokens that can be learnt: noisy steps upwards."""
         generator = np.random.default_rng(0)
         for split, length in (("train", num_tokens), ("validation", 500)):
             steps = generator.integers(1, 4, size=length)
             tokens = (np.cumsum(steps) % vocab_size).astype(np.uint16)
-            write_tokens(self.datasets_dir / name / f"{split}.safetensors", tokens,
-                         {"max_token_id": str(tokens.max())} if states_largest_id else None)
+            write_tokens(self.datasets_dir / name / f"{split}.safetensors", tokens)
         return self.datasets_dir / name
 
     def arguments(self, *arguments: str) -> list[str]:

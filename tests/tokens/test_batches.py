@@ -103,18 +103,6 @@ def test_missing_damaged_and_other_token_files(
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_last_validation_microbatch_may_be_smaller(tmp_path: Path) -> None:
-    path = tmp_path / "t.safetensors"
-    write_tokens(path, np.arange(41, dtype=np.uint16))
-    plan = BatchPlan(microbatch_size=4, gradient_accumulation_steps=1, world_size=1,
-                     context_length=8, num_steps=1)
-    data = Microbatches(TokenFile(path), plan, start_token=0, vocab_size=99, num_sequences=5)
-    assert len(data) == 2 and data.num_tokens == 40
-    shapes = [tuple(batch.token_ids.shape) for batch in prefetch(data, range(2), device=CPU)]
-    assert shapes == [(4, 8), (1, 8)]
-    assert data[1].tolist() == list(range(32, 41))  # the file's last token is the last target
-
-
 def opened(workplace: Workplace, *, world_size: int = 1, model: dict | None = None,
            train: dict | None = None) -> RunData:
     """Open the dataset of a new run."""
@@ -127,15 +115,18 @@ def opened(workplace: Workplace, *, world_size: int = 1, model: dict | None = No
 SEQUENCES = {"validation_batches": None, "microbatch_size": 7}
 
 
-def test_validation_sequences_need_not_fill_microbatches(workplace: Workplace) -> None:
+def test_the_last_validation_microbatch_may_be_smaller(workplace: Workplace) -> None:
     workplace.add_dataset()  # 500 validation tokens: 31 sequences of 16 and a target
-    data = opened(workplace, train=SEQUENCES | {"validation_sequences": 31})
-    assert data.validation.num_tokens == 31 * 16
+    data = opened(workplace, train=SEQUENCES | {"validation_sequences": 31}).validation
+    assert len(data) == 5 and data.num_tokens == 31 * 16
+    shapes = [tuple(batch.token_ids.shape) for batch in prefetch(data, range(5), device=CPU)]
+    assert shapes == [(7, 16)] * 4 + [(3, 16)]
+    assert data[4].tolist() == data.token_file.read(28 * 16, 31 * 16 + 1).tolist()
 
 
 @pytest.mark.parametrize(("train", "message"), [
-    (SEQUENCES | {"validation_sequences": 32}, "validation_sequences is 32, .* has 31 sequences"),
-    ({"start_val_token": 450}, "validation_batches is 3 .*, but .* has 3 sequences"),
+    (SEQUENCES | {"validation_sequences": 32}, "validation_sequences is 32, .* has 31 from"),
+    ({"start_val_token": 450}, "validation_batches is 3, which are 6 seq.*, but .* has 3 from"),
     ({"min_train_tokens": 10**6}, "or set repeat_data"),
     ({"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
     ({"repeat_data": True, "start_train_token": 3990}, "; lower min_train"),
@@ -148,27 +139,14 @@ def test_too_few_tokens_are_refused_before_training(
         opened(workplace, train=train, world_size=2)
 
 
-def test_a_stated_id_outside_the_vocabulary_is_refused_before_training(
+def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(
     workplace: Workplace
 ) -> None:
-    write_tokens(workplace.add_dataset() / "validation.safetensors",
-                 np.zeros(4000, dtype=np.uint16), {"max_token_id": "257"})
-    with pytest.raises(UserError, match="validation.safetensors: states ids up to 257, outside"):
-        opened(workplace)
-
-
-@pytest.mark.parametrize(("metadata", "vocab_size", "name"), [
-    ({"tokenizer": "bytes"}, 300, "bytes"),
-    (None, 257, "bytes"),
-    (None, 50257, "gpt2"),
-    (None, 300, None),
-])
-def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(
-    workplace: Workplace, metadata: dict | None, vocab_size: int, name: str | None
-) -> None:
-    write_tokens(workplace.add_dataset() / "train.safetensors", np.zeros(4000, dtype=np.uint16),
-                 metadata)
-    assert opened(workplace, model={"vocab_size": vocab_size}).tokenizer_name == name
+    path = workplace.add_dataset() / "train.safetensors"
+    for metadata, vocab_size, name in (({"tokenizer": "bytes"}, 300, "bytes"), (None, 257, "bytes"),
+                                       (None, 50257, "gpt2"), (None, 300, None)):
+        write_tokens(path, np.zeros(4000, dtype=np.uint16), metadata)
+        assert opened(workplace, model={"vocab_size": vocab_size}).tokenizer_name == name
 
 
 @pytest.mark.parametrize(("tokenizer", "num_ids"), [("own", 300), ("bytes", 257),

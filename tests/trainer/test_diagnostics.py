@@ -21,12 +21,10 @@ from tests.support.steps import microbatches
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
 from trainer import diagnostics
-from trainer.compilation import ByLayer, Whole
+from trainer.compilation import ByLayer, compiled
 from trainer.diagnostics import (
     NO_PROBE,
     Diagnostics,
-    Statistics,
-    StepProbe,
     attention_statistics,
     forward_statistics,
 )
@@ -72,6 +70,11 @@ def test_gradients_and_updates_are_those_of_the_step(tie_weights: bool) -> None:
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     before = {name: weight.detach() for name, weight in model.named_parameters()}
     [found] = take(step, microbatches())
+    lists = {name for name, value in found.items() if isinstance(value, list)}
+    assert lists == set(BY_LAYER) and found.keys() - lists <= set(NUMBERS)  # as the reader checks
+    with torch.no_grad():  # of the last microbatch, on the weights before the update
+        loss = F.cross_entropy(model(microbatch[1])[0], microbatch[2][0], reduction="none")
+    assert found["token_loss_max"] == pytest.approx(loss.max().item(), rel=1e-4)
     updates = {name: weight.detach() - before[name]
                for name, weight in step.state.model.named_parameters()}
     grad_norms = [norm(part) for part in by_layer(gradients)]  # before they are clipped
@@ -83,23 +86,7 @@ def test_gradients_and_updates_are_those_of_the_step(tie_weights: bool) -> None:
         assert found[f"head_{name}"] == pytest.approx(head, rel=1e-4)
 
 
-def test_the_forward_pass_is_on_the_weights_before_the_update() -> None:
-    step, batches = step_of(drop_rate=0.0), list(zip(microbatches(), range(2), strict=False))
-    model, (_, token_ids, targets) = step.state.model, batches[1][0]
-    with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(model(token_ids)[0], targets[0], reduction="none")
-    [found] = take(step, (batch for batch, _ in batches))
-    assert found["token_loss_max"] == pytest.approx(loss.max().item(), rel=1e-4)
-
-
-def test_every_value_has_a_key_that_the_reader_of_metrics_checks() -> None:
-    [found] = take(step_of(), microbatches())
-    lists = {name for name, value in found.items() if isinstance(value, list)}
-    assert lists == set(BY_LAYER) and found.keys() - lists <= set(NUMBERS)
-    assert all(len(found[name]) == 2 for name in lists)
-
-
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "muon"},
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"optimizer": "muon"},
                                      {"activation_checkpointing": True}], ids=str)
 def test_the_training_is_the_same_bit_for_bit(changes: dict) -> None:
     trained = []
@@ -113,12 +100,14 @@ def test_the_training_is_the_same_bit_for_bit(changes: dict) -> None:
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", [Whole, ByLayer])
-def test_nothing_is_compiled_again(layout: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_nothing_is_compiled_again(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo decides what is compiled; a compiler that takes long is not needed for that."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     step, batches = step_of(compile=False), microbatches()
-    step.parallel_loss = layout(step.state.model)
+    model = step.state.model
+    step.parallel_loss = ByLayer(model) if by_layer else compiled(
+        lambda *batch: model(*batch), model)
     for _ in range(2):
         step.take(batches, num_microbatches=2, learning_rate=0.01)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -147,8 +136,7 @@ def test_only_every_so_many_steps_are_measured_and_only_on_rank_0() -> None:
     train = TrainConfig(**TINY_TRAIN | {"diagnostics_interval": 4})
     ranks = [Diagnostics(train, Process(rank, rank, 2, CPU)) for rank in range(2)]
     probes = [[rank.probe(global_step) for global_step in range(9)] for rank in ranks]
-    assert [place for place, probe in enumerate(probes[0]) if isinstance(probe, StepProbe)] == [
-        3, 7]
+    assert [place for place, probe in enumerate(probes[0]) if probe is not NO_PROBE] == [3, 7]
     assert probes[1] == [NO_PROBE] * 9
 
 
@@ -241,33 +229,21 @@ def test_every_layer_is_measured_without_dropout(model: GPTModel, tokens) -> Non
     torch.testing.assert_close(found["layer_attention_entropy"], entropies)
 
 
-def ranked(found: Statistics, name: str) -> list[float]:
-    return [found[f"{name}_{part}"].item() for part in ("p1", "p50", "p99", "max")]
-
-
 @pytest.mark.parametrize("cached_logits", [2**23, 5 * V])
 def test_logits_and_losses_are_ranked(model: GPTModel, tokens, cached_logits: int,
                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics, "CACHED_LOGITS", cached_logits)
-    found = forward_statistics(model, *tokens)
+    found = {name: value.tolist() for name, value in forward_statistics(model, *tokens).items()}
     with torch.no_grad():
         logits = model.eval()(tokens[0])[0]
     losses = F.cross_entropy(logits, tokens[1][0], reduction="none").sort().values.tolist()
-    ordered = logits.flatten().sort().values.tolist()
-    assert ranked(found, "token_loss") == pytest.approx(
+    assert [found[f"token_loss_{part}"] for part in ("p1", "p50", "p99", "max")] == pytest.approx(
         [losses[0], losses[8], losses[15], losses[15]])
-    n = T * V - 1
-    assert ranked(found, "logit") == pytest.approx(
-        [ordered[round(0.01 * n)], ordered[round(0.5 * n)], ordered[round(0.99 * n)], ordered[-1]])
-
-
-def test_of_many_logits_those_of_some_tokens_are_ranked(
-    model: GPTModel, tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diagnostics, "MAX_SORTED", 4 * V)
+    ordered, n = logits.flatten().sort().values.tolist(), T * V - 1
+    assert [found[f"logit_{part}"] for part in ("p1", "p50", "p99", "max")] == pytest.approx(
+        [ordered[round(share * n)] for share in (0.01, 0.5, 0.99, 1)])
+    monkeypatch.setattr(diagnostics, "MAX_SORTED", 4 * V)  # of many logits, those of some tokens
     found = forward_statistics(model, *tokens)
-    with torch.no_grad():
-        logits = model.eval()(tokens[0])[0]
     median = logits[::4].flatten().sort().values[round((4 * V - 1) / 2)]
     assert found["logit_p50"].item() == pytest.approx(median.item())
-    assert found["logit_max"].item() == pytest.approx(logits.max().item())  # of all
+    assert found["logit_max"].item() == pytest.approx(ordered[-1])  # of all

@@ -12,7 +12,7 @@ from gpt import GPTModel
 from run_config import ModelConfig, load_run
 from tests.support.in_process import run_in_process
 from tests.support.models import add_dataset_with_tokenizer, export
-from tests.support.workplace import TINY_MODEL, Workplace, read_lines, succeeded
+from tests.support.workplace import TINY_MODEL, Workplace, succeeded
 from trainer.models import initial_model
 
 STANDING_STILL = {"learning_rate": 1e-12, "min_train_tokens": 64, "validation_interval": 1,
@@ -29,11 +29,7 @@ def test_a_run_starts_from_another_runs_weights(workplace: Workplace) -> None:
     succeeded(workplace.torchrun(1, "first"))
     second = workplace.add_run("second", train=STANDING_STILL | {"init_from": "first"})
     succeeded(workplace.torchrun(2, "second"))
-    for name, weight in weights_of(second).items():
-        torch.testing.assert_close(weight, weights_of(first)[name], rtol=0, atol=1e-6)
-    losses = [[r["validation_loss"] for r in read_lines(run / "metrics.jsonl")
-               if "validation_loss" in r] for run in (first, second)]
-    assert losses[1][0] == pytest.approx(losses[0][-1], abs=1e-4)
+    torch.testing.assert_close(weights_of(second), weights_of(first), rtol=0, atol=1e-6)
 
 
 def test_a_resumed_run_does_not_start_again(workplace: Workplace) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.runs import last_line_of_ours, metrics_of, summary_of, weights_of
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
-from trainer.compilation import Recompilations
 from trainer.reports import Reports
 
 SETTINGS = {"min_train_tokens": 31 * 128, "validation_interval": 25,
@@ -49,10 +48,10 @@ def test_skipped_steps_end_a_late_run_too(workplace: Workplace) -> None:
 
 def stub(monkeypatch: pytest.MonkeyPatch) -> Reports:
     reports = Reports.__new__(Reports)
-    for name in ("console", "window", "prepared", "beside", "clock", "saver", "process", "run",
-                 "_recompilations"):
+    for name in ("console", "window", "prepared", "beside", "clock", "saver", "process", "run"):
         monkeypatch.setattr(reports, name, MagicMock(), raising=False)
-    reports._reports_speed, reports.prepared.first_step = False, 0
+    reports._reports_speed = reports._watches_compiler = False
+    reports.prepared.first_step = 0
     monkeypatch.setattr(reports, "_report_windows", lambda _: None)
     monkeypatch.setattr(reports, "warn_of_failed_write", lambda: None)
     return reports
@@ -62,16 +61,16 @@ def test_a_recompilation_after_the_first_validation_is_one_warning(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports = stub(monkeypatch)
-    reports._recompilations, reports.run.train.sample_prompts = Recompilations(), None
-    monkeypatch.setattr(Recompilations, "_take", lambda _: "f, because g")
+    reports.run.train.sample_prompts = None
+    found = ["before the validation", "", "f, because g"]
+    monkeypatch.setattr("trainer.reports.recompilation", lambda: found.pop(0))
     for validates in (False, True, True):
         reports.write(10, 0.1, waits=False)
         if validates:
             reports.write_samples(10)
     reports.write(20, 0.1, waits=False)
-    assert [call.args for call in reports.console.warn.call_args_list] == [
-        ("a step compiled again", line) for line in (
-            "", "", "f, because g", "")]
+    assert not found and [call.args[1] for call in reports.console.warn.call_args_list] == [
+        "", "f, because g"]
 
 
 def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(

@@ -19,7 +19,6 @@ from reporting.clock import PhaseClock
 from tests.support.fake_time import FakeTime
 from tests.support.steps import microbatches, step_of
 from tokens.batches import dropout_seed
-from trainer.losses import mean_loss_in_parts
 
 
 @pytest.mark.parametrize(("optimizer", "precision"), [
@@ -137,41 +136,15 @@ def test_the_random_state_is_set_only_where_dropout_draws() -> None:
     assert draws(step_of(drop_rate=0.1)) and not draws(step_of(drop_rate=0.0))
 
 
-def sequences(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randint(0, 257, (2, count, 16), generator=generator))
-
-
-@pytest.mark.parametrize("fitting", [1, 2, 3])
-def test_a_partial_microbatch_that_does_not_fit_is_halved(fitting: int) -> None:
-    model, sizes = step_of(drop_rate=0.0, precision="fp32").state.model, []
-
-    def loss(token_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(token_ids))
-        if len(token_ids) > fitting:
-            raise torch.AcceleratorError("CUDA error: out of memory")
-        return model(token_ids, targets)
-
-    found = mean_loss_in_parts(loss, *sequences(5))
-    torch.testing.assert_close(found, model(*sequences(5)))
-    assert sizes[0] == 5 and sum(size for size in sizes if size <= fitting) == 5
-
-
-@pytest.mark.parametrize(("error", "calls"), [
-    (torch.OutOfMemoryError("CUDA out of memory"), [3, 1]),  # not even one sequence fits
-    (RuntimeError("shapes cannot be multiplied"), [3])])
-def test_an_error_that_smaller_parts_do_not_mend_is_raised(
-    error: Exception, calls: list[int]
-) -> None:
-    tried = []
-
-    def loss(token_ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        tried.append(len(token_ids))
-        raise error
-
-    with pytest.raises(type(error)):
-        mean_loss_in_parts(loss, *sequences(3))
-    assert tried == calls
+def test_a_partial_microbatch_of_a_compiled_run_is_validated_by_sequences() -> None:
+    """Code that is not compiled needs more memory, and would be compiled for each size."""
+    losses = step_of(drop_rate=0.0, precision="fp32", microbatch_size=8).losses
+    tokens = torch.randint(0, 257, (2, 5, 16), generator=torch.Generator().manual_seed(0))
+    wanted, sizes = losses.validation(*tokens), []
+    losses._compiled_validation = None.__eq__  # anything: it is not called
+    losses.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    torch.testing.assert_close(losses.validation(*tokens), wanted)
+    assert sizes == [1] * 5
 
 
 def test_the_wait_for_a_microbatch_is_booked_as_waiting(
