@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import torch
 
-from basics.memory_meters import keep_freed_memory
+from basics.cpu_settings import keep_freed_memory
 from checkpointing import CheckpointMeta, TrainingState
 from lab.plan.setting import GPT2_SMALL
 from processes.launch import Process

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from basics.memory_meters import keep_freed_memory
+from basics.cpu_settings import keep_freed_memory
 from benchmarks.memory_model import GPT2_SMALL, MANY_TOKENS
 from ddp_train import TrainingStep
 from processes.launch import Process

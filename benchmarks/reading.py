@@ -43,13 +43,13 @@ def read(path: Path, rank: int, results) -> None:
     """Read microbatches as training does, in one of the processes."""
     import torch
 
-    from tokens.batches import prefetch
+    from tokens.batches import read_ahead
     from tokens.token_file import TokenFile
 
     before, started = private_bytes(), time.perf_counter()
     data = microbatches(TokenFile(path))
     seconds = None
-    for _ in prefetch(data, range(rank, len(data), len(data) // 200),
+    for _ in read_ahead(data, range(rank, len(data), len(data) // 200),
                       device=torch.device("cpu")):
         seconds = seconds or time.perf_counter() - started
     results.put((seconds, private_bytes() - before))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from basics.memory_meters import keep_freed_memory
+from basics.cpu_settings import keep_freed_memory
 from benchmarks.throughput_models import SEED, NaiveGPT, hugging_face_model, initial_model
 from benchmarks.throughput_tokens import as_in_a_plain_loop, as_in_a_run
 from ddp_train import TrainingStep

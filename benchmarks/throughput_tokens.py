@@ -17,7 +17,7 @@ from preparation.token_file_writer import TokenFileWriter
 from processes.launch import Process
 from run_config import ModelConfig
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatch, Microbatches, prefetch
+from tokens.batches import Microbatch, Microbatches, read_ahead
 from tokens.token_file import TokenFile
 
 SEED = 0
@@ -48,7 +48,7 @@ def as_in_a_run(tokens_path: Path, plan: BatchPlan, vocab_size: int,
                 process: Process) -> Iterator[Microbatch]:
     """Yield a process's microbatches as `ddp_train.py` reads them: uint16, pinned, in advance."""
     data = Microbatches(TokenFile(tokens_path), plan, start_token=0, vocab_size=vocab_size)
-    return prefetch(data, microbatch_indices(plan, process.rank, first_step=0),
+    return read_ahead(data, microbatch_indices(plan, process.rank, first_step=0),
                     device=process.device)
 
 

@@ -17,7 +17,7 @@ from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace, write_tokens
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatches, RunData, open_run_data, prefetch
+from tokens.batches import Microbatches, RunData, open_run_data, read_ahead
 from tokens.token_file import TokenFile
 from tokens.tokenizer import choose_tokenizer
 
@@ -50,7 +50,7 @@ def test_other_tokens_have_another_fingerprint(tmp_path: Path) -> None:
     assert found[0] == found[1] != found[2]
 
 
-def test_prefetch_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Path) -> None:
+def test_read_ahead_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t.safetensors", np.arange(41, dtype=np.uint16))
     data = microbatches(tmp_path / "t.safetensors")
     reads, second_read = [], threading.Event()
@@ -63,7 +63,7 @@ def test_prefetch_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Path)
         return original(start, stop)
 
     data.token_file.read = watched
-    batches = prefetch(data, [4, 0, 2], device=CPU)
+    batches = read_ahead(data, [4, 0, 2], device=CPU)
     first = next(batches)
     assert second_read.wait(timeout=10), "the second microbatch is not read while the first is used"
     found = [first, *batches]
@@ -78,7 +78,7 @@ def test_a_reading_error_reaches_the_caller(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t.safetensors", tokens)
     data = microbatches(tmp_path / "t.safetensors", vocab_size=999)
     with pytest.raises(UserError, match="token 20 has id 999, outside the model's vocabulary of"):
-        list(prefetch(data, [0, 1, 2], device=CPU))
+        list(read_ahead(data, [0, 1, 2], device=CPU))
 
 
 @pytest.mark.parametrize(("tensors", "message"), [
@@ -108,7 +108,7 @@ def test_the_last_validation_microbatch_may_be_smaller(tmp_path: Path) -> None:
                      context_length=8, num_steps=1)
     data = Microbatches(TokenFile(path), plan, start_token=0, vocab_size=99, num_sequences=5)
     assert len(data) == 2 and data.num_tokens == 40
-    shapes = [tuple(batch.token_ids.shape) for batch in prefetch(data, range(2), device=CPU)]
+    shapes = [tuple(batch.token_ids.shape) for batch in read_ahead(data, range(2), device=CPU)]
     assert shapes == [(4, 8), (1, 8)]
     assert data[1].tolist() == list(range(32, 41))  # the file's last token is the last target
 
