@@ -122,11 +122,12 @@ def test_a_tokenizer_of_ones_own_and_weights_in_a_directory(workplace: Workplace
 
 def test_what_is_downloaded_is_verified(workplace: Workplace, hub: Hub) -> None:
     workplace.add_run(train=SHORT | {"dataset": "someone/tiny", "init_from": "someone/tiny"})
-    hub.faults.append(Fault("/api/", times=1, status=401))
+    hub.faults.append(Fault("/api/", times=-1, status=401))
     home = workplace.root / "home"
     result = from_hub(workplace, **hub.environment(home))
     assert_refused(result)
     assert "someone/tiny on the Hugging Face hub" in result.stderr
+    hub.faults.clear()
     lines = succeeded(from_hub(workplace, **hub.environment(home))).stdout.splitlines()
     assert ": downloaded, 2 of 2 files compared" in lines[0]
     assert lines[3].startswith(f"initial weights: {home}/hub/models--someone--tiny/snapshots/")
