@@ -29,8 +29,8 @@ from tokens.batch_plan import nearest_divisors
 from trainer.microbatch_trial import ERROR, RESULT, TRIAL_VARIABLE, Trial
 
 MAX_TRIALS = 8
-GROWTH = 4  # times the largest that fits: the next one while there is no line, and what a line
-SAFETY = 0.9  # through small microbatches may predict; of larger predictions this share is tried
+GROWTH = 4  # times the largest that fits: tried without a line, and trusted of its prediction
+SAFETY = 0.9  # share of a larger prediction that is tried: small microbatches may mislead
 MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
 STEP_BACK = 0.03  # from a microbatch that did not fit; 4 times as much after each in a row
 MIN_RISE = 0.01  # of the fixed part: a memory line that rises less is noise

@@ -160,9 +160,7 @@ class Meter:
             torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads: their stacks take memory
             self._before = _memory_gib()
             limit = int((self._before["VmSize"] + self._limit_gib) * 2**30)
-            _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)  # only root may raise it
-            if hard_limit != resource.RLIM_INFINITY:
-                limit = min(limit, hard_limit)
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
             resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
         elif limit_gib is not None:
             total = torch.cuda.get_device_properties(device).total_memory

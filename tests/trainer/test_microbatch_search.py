@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -54,7 +53,6 @@ CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 LARGE_VOCABULARY = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "n_layers": 1,
                     "drop_rate": 0.0}
 ONE_CHUNK = {"head_chunks": 1}  # with more, a sequence would take almost nothing
-HARD_LIMIT = 2**45  # a user's, which only root may raise
 
 
 def memory(fixed: float, slope: float, capacity: float, floor: float = 0.0
@@ -337,32 +335,6 @@ def test_a_trial_accumulates_if_the_run_does(
                              "global_batch_size": global_batch})
     process = Process(0, 0, world_size, torch.device("cpu"))
     assert trial_of(1, process).num_microbatches == microbatches
-
-
-def limit_and_lift(results) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (HARD_LIMIT, HARD_LIMIT))
-    torch.set_num_threads(1)  # others do not survive a fork
-    Meter(torch.device("cpu"), 0.5)
-    limits = [resource.getrlimit(resource.RLIMIT_AS)]
-    try:
-        torch.ones(2**28)
-    except RuntimeError as error:
-        results.put(str(error))
-    microbatch_trial.lift_limit()
-    limits.append(resource.getrlimit(resource.RLIMIT_AS))
-    results.put(limits)
-
-
-def test_on_a_cpu_the_limit_holds_until_it_is_lifted() -> None:
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    child = context.Process(target=limit_and_lift, args=(results,))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    assert "can't allocate memory" in results.get()
-    (soft, hard), lifted = results.get()
-    assert soft < hard == HARD_LIMIT and lifted == (HARD_LIMIT, HARD_LIMIT)
 
 
 @pytest.mark.parametrize("starts", [
