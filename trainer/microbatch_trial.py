@@ -43,8 +43,9 @@ from trainer.precision import check_attention, resolve_for_device
 
 TRIAL_VARIABLE = "DDP_TRAIN_MICROBATCH_TRIAL"  # JSON: microbatch_size, and a folder for the results
 RESULT, ERROR = "result.json", "error-of-rank-{}.txt"  # in it
-WARM_UP_STEPS = 2  # the second has optimizer state from the start, and DDP's final buckets
-TIMED_STEPS = {"cuda": 5, "cpu": 1}  # by device; on a CPU, large microbatches take seconds
+# Steps before the timed ones, and these. The second step has optimizer state from the start, and
+# DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
+STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: ranks may compile for different times
 
 
@@ -125,10 +126,11 @@ class MicrobatchTrial:
         A wait after each step would leave the GPU idle while the CPU begins the next one, which
         training does not do. So the CPU waits once, for the last step.
         """
+        warm_up_steps, timed_steps = STEPS[self.process.device.type]
         moments = []
-        for number in range(1, 1 + WARM_UP_STEPS + TIMED_STEPS[self.process.device.type]):
+        for number in range(1, 1 + warm_up_steps + timed_steps):
             take_step()
-            if number >= WARM_UP_STEPS:
+            if number >= warm_up_steps:
                 moments.append(Moment(self.process.device))
         moments[-1].wait()
         seconds = statistics.median(end.seconds_since(start) for start, end in pairwise(moments))
