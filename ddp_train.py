@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from basics.cpu_settings import keep_freed_memory
 from basics.errors import drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
-from basics.memory_meters import keep_freed_memory
 from checkpointing import CheckpointMeta, TrainingState, Validation
 from optim import Muon, clip_gradients, learning_rate_at, set_rates
 from processes.before_torch import exit_with
@@ -35,7 +35,7 @@ from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
 from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatch, dropout_seed, prefetch
+from tokens.batches import Microbatch, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
 from trainer.compilation import compiled_code_of_run
 from trainer.diagnostics import NO_PROBE, Probe
@@ -125,13 +125,13 @@ def find_learning_rate(options: Options, process: Process, agreement: Agreement)
         with process_group(process, agreement.connect("group"), prepared.train):
             step = TrainingStep(state, prepared.train, process)
             microbatches = read_microbatches(prepared, watchdog, clock)
-            test = run_range_test(lambda rate: step.take(
+            losses = run_range_test(lambda rate: step.take(
                 microbatches, num_microbatches=prepared.plan.gradient_accumulation_steps,
                 learning_rate=rate)[0],
                 watchdog, prepared.train.hang_timeout_seconds)
             microbatches.close()
             step.unwrap()
-    report_range_test(prepared.run, test, process)
+    report_range_test(prepared.run, losses, process)
 
 
 def measure_microbatch(trial: MicrobatchTrial) -> None:
@@ -173,7 +173,7 @@ def read_microbatches(prepared: PreparedRun, watchdog: Watchdog,
     """
     process = watchdog.process
     indices = microbatch_indices(prepared.plan, process.rank, first_step=prepared.first_step)
-    with closing(prefetch(prepared.data.train, indices, device=process.device)) as upcoming:
+    with closing(read_ahead(prepared.data.train, indices, device=process.device)) as upcoming:
         while True:
             # The first step's wait is part of starting up, not a sign of slow data.
             with clock.phase(COMPILE if clock.current == COMPILE else WAITING):

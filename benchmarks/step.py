@@ -20,7 +20,7 @@ import torch
 from tabulate import tabulate
 from torch.profiler import profile
 
-from basics.memory_meters import keep_freed_memory
+from basics.cpu_settings import keep_freed_memory
 from ddp_train import TrainingStep
 from lab.plan.setting import GPT2_SMALL
 from processes.launch import Process

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from basics.memory_meters import keep_freed_memory
+from basics.cpu_settings import keep_freed_memory
 from ddp_train import TrainingStep, microbatch_indices
 from gpt import GPTModel
 from processes.launch import Process, machine_facts
 from run_config import ModelConfig, TrainConfig
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatches, prefetch
+from tokens.batches import Microbatches, read_ahead
 from tokens.token_file import TokenFile
 from trainer.losses import build_training_state
 from trainer.precision import autocast, resolve_for_device
@@ -83,7 +83,8 @@ def ours(task: Task, tokens_path: Path, process: Process) -> System:
     step = TrainingStep(build_training_state(task.model, train, process), train, process)
     data = Microbatches(TokenFile(tokens_path), task.plan, start_token=0,
                         vocab_size=task.model.vocab_size)
-    batches = prefetch(data, microbatch_indices(task.plan, 0, first_step=0), device=process.device)
+    batches = read_ahead(data, microbatch_indices(task.plan, 0, first_step=0),
+                         device=process.device)
     return (lambda: step.take(batches, num_microbatches=task.plan.gradient_accumulation_steps,
                               learning_rate=LEARNING_RATE)[0]), train.precision, bool(train.compile)
 

@@ -10,9 +10,9 @@ import time
 import click
 
 from basics.cli import run_command
+from basics.cpu_settings import limit_spinning
 from basics.errors import BAD_INPUT, FAILED, UserError, print_error, print_traceback
 from basics.out_of_memory import is_out_of_memory
-from basics.spinning import limit_spinning
 
 MODULES = {
     "compare": "lab.compare.compare",

@@ -8,8 +8,8 @@ import signal
 import sys
 from typing import NoReturn
 
+from basics.cpu_settings import limit_spinning
 from basics.errors import UserError, exit_status, print_error, print_traceback
-from basics.spinning import limit_spinning
 from processes.command_line import read_command_line
 from processes.run_lock import LockedError, announce, lock_run
 from processes.signals import end_with_torchrun

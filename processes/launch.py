@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import platform
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,6 @@ import torch.distributed as dist
 
 from basics.errors import UserError, print_error, print_line
 from basics.machine import cuda_problem, num_cpu_cores
-from basics.memory_meters import peak_gib
 from processes.signals import torchrun_signals
 from run_config import Precision, TrainConfig
 
@@ -243,12 +243,18 @@ def share_cpu_cores(process: Process) -> None:
 
 
 def machine_facts(process: Process, precision: Precision | None) -> dict[str, Any]:
-    """Return the hardware and versions that a run uses, and the peak memory of this process."""
+    """Return the hardware and versions that a run uses, and the peak memory of this process.
+
+    That is the peak of its tensors on a GPU, and of its resident memory on a CPU.
+    """
+    on_gpu = process.device.type == "cuda"
+    peak_gib = (torch.cuda.max_memory_allocated(process.device) / 2**30 if on_gpu
+                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
     return {
         "device": device_name(process), "device_type": process.device.type,
         "processes": process.world_size, "cpu_cores": num_cpu_cores(), "precision": precision,
         "torch": torch.__version__, "python": platform.python_version(),
-        "platform": platform.platform(), "peak_memory_gib": peak_gib(process.device),
+        "platform": platform.platform(), "peak_memory_gib": peak_gib,
     }
 
 

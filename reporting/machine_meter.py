@@ -42,7 +42,7 @@ class MachineMeter:
         self.energy_kwh: float | None = None
         self._gpus: list[GpuReading] = []
         self._unrecorded: deque[dict[str, Any]] = deque(maxlen=1)
-        self._failure, self._has_failed = "", False
+        self._failure: str | None = None  # of the first reading that failed; "" once it is told
         self._is_asked, self._has_answered = threading.Event(), threading.Event()
         self._energy, self._ends = EnergyMeter(len(gpu_uuids)), False
 
@@ -58,8 +58,8 @@ class MachineMeter:
 
     def take_failure(self) -> str:
         """Return why a reading failed, once, the first time; else ""."""
-        failure, self._failure = self._failure, ""
-        return failure
+        failure, self._failure = self._failure, self._failure and ""
+        return failure or ""
 
     def renew(self) -> None:
         """Read now, or go on without a new reading if that takes long."""
@@ -84,15 +84,19 @@ class MachineMeter:
             try:
                 self._read()
             except Exception as error:  # whatever it is, training needs no readings
-                if not self._has_failed:
-                    self._failure, self._has_failed = describe(error), True
+                if self._failure is None:
+                    self._failure = describe(error)
             self._has_answered.set()
             if not ends:
                 self._is_asked.wait(self._seconds)
                 self._is_asked.clear()
 
     def _read(self) -> None:
-        reading: dict[str, Any] = read_host(self._run_dir)
+        memory = psutil.virtual_memory()  # of the machine, not of a container's share of it
+        reading: dict[str, Any] = {
+            "host_ram_gib": round((memory.total - memory.available) / GIB, 2),
+            "host_load": round(psutil.getloadavg()[0], 2),  # processes that run or wait, a minute
+            "disk_free_gib": round(psutil.disk_usage(str(self._run_dir)).free / GIB, 2)}
         if self._gpu_uuids:
             self._gpus = read_gpus(self._gpu_uuids)
             self.energy_kwh = self._energy.add(self._gpus)
@@ -117,54 +121,31 @@ class EnergyMeter:
         """
         now = time.monotonic()
         for index, gpu in enumerate(gpus):
-            if index in self._before:
-                before, earlier = self._before[index]
-                self._joules += _joules_between(earlier, gpu, seconds=now - before)
+            before, earlier = self._before.get(index, (now, gpu))
+            if earlier.energy_joules is not None and gpu.energy_joules is not None:
+                self._joules += max(0.0, gpu.energy_joules - earlier.energy_joules)
+            elif gpu.power_w is not None:
+                power_w = gpu.power_w if earlier.power_w is None else earlier.power_w
+                self._joules += (power_w + gpu.power_w) / 2 * (now - before)
             if gpu.energy_joules is not None or gpu.power_w is not None:
                 self._before[index] = now, gpu
         is_known = len(self._before) == self._num_gpus
         return self._joules / JOULES_PER_KWH if is_known else None
 
 
-def _joules_between(earlier: GpuReading, later: GpuReading, *, seconds: float) -> float:
-    """Return the energy between two readings; 0 if the later one tells nothing."""
-    if earlier.energy_joules is not None and later.energy_joules is not None:
-        return max(0.0, later.energy_joules - earlier.energy_joules)
-    if later.power_w is None:
-        return 0.0
-    before = later.power_w if earlier.power_w is None else earlier.power_w
-    return (before + later.power_w) / 2 * seconds
-
-
-def read_host(run_dir: Path) -> dict[str, float]:
-    """Return the memory in use and the load of this machine, and the space left for a run.
-
-    Of the machine, not of a container's share of it.
-    """
-    memory = psutil.virtual_memory()
-    return {
-        "host_ram_gib": round((memory.total - memory.available) / GIB, 2),
-        "host_load": round(psutil.getloadavg()[0], 2),  # processes that run or wait, over a minute
-        "disk_free_gib": round(psutil.disk_usage(str(run_dir)).free / GIB, 2),
-    }
-
-
 def gpu_values(gpus: list[GpuReading]) -> dict[str, list[Any]]:
     """Return the keys of a record with a value for each GPU; without those that none tells."""
+    def rounded(numbers: list[float | None]) -> list[float | None]:
+        return [None if number is None else round(number, 2) for number in numbers]
+
     lists: dict[str, list[Any]] = {
-        "gpu_memory_gib": [_rounded(gpu.memory_used_gib) for gpu in gpus],
+        "gpu_memory_gib": rounded([gpu.memory_used_gib for gpu in gpus]),
         "gpu_use_percent": [gpu.use_percent for gpu in gpus],
         "gpu_temperature_c": [gpu.temperature_c for gpu in gpus],
-        "gpu_power_w": [_rounded(gpu.power_w) for gpu in gpus],
-        "gpu_throttling": [None if gpu.throttle_reasons is None
-                           else ", ".join(gpu.throttle_reasons) for gpu in gpus],
+        "gpu_power_w": rounded([gpu.power_w for gpu in gpus]),
     }
     known = {key: values for key, values in lists.items()
              if any(value is not None for value in values)}
-    if "gpu_throttling" in known:
-        known["gpu_throttling"] = [reasons or "" for reasons in known["gpu_throttling"]]
+    if any(gpu.throttle_reasons is not None for gpu in gpus):
+        known["gpu_throttling"] = [", ".join(gpu.throttle_reasons or ()) for gpu in gpus]
     return known
-
-
-def _rounded(number: float | None) -> float | None:
-    return None if number is None else round(number, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from basics.errors import describe
 from basics.files import append_whole
 from basics.json_files import to_json
 from gpt import Block, CausalSelfAttention, GPTModel
-from tokens.tokenizer import Tokenizer, decode, load_tokenizer
+from tokens.tokenizer import decode, load_tokenizer
 
 SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
 
@@ -34,6 +35,9 @@ class SamplingOptions:
     seed: int = 42
     num_samples: int = 1
     stop_token: int | None = None
+
+
+LONG_SAMPLE = SamplingOptions(max_new_tokens=400)  # at the end of a run
 
 
 class KeyValueCache:
@@ -132,11 +136,7 @@ class Sampler:
     def __init__(self, model: GPTModel, tokenizer_name: str | None, *,
                  heartbeat: Callable[[], None], tokenizer_path: Path | None = None) -> None:
         self._model, self._heartbeat = model, heartbeat
-        self._tokenizer_name, self._tokenizer_path = tokenizer_name, tokenizer_path
-
-    def text(self) -> str:
-        """Generate text without a prompt."""
-        return self._continue("", SamplingOptions(max_new_tokens=400))
+        self._load_tokenizer = partial(load_tokenizer, tokenizer_name or "", tokenizer_path)
 
     def try_to_write(self, path: Path, prompts: Sequence[str], global_step: int) -> str:
         """Append a JSON line with the continuation of each prompt; return any error as text.
@@ -148,23 +148,22 @@ class Sampler:
             options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS, stop_token=tokenizer.eot_token)
             append_whole(path, "".join(to_json({
                 "global_step": global_step, "prompt": prompt,
-                "text": self._continue(prompt, options)}) + "\n" for prompt in prompts))
+                "text": self.text(prompt, options)}) + "\n" for prompt in prompts))
         except Exception as error:
             return describe(error)
         finally:
             self._model.train()
         return ""
 
-    def _continue(self, prompt: str, options: SamplingOptions) -> str:
+    def text(self, prompt: str = "",
+             options: SamplingOptions = LONG_SAMPLE) -> str:
+        """Generate text that continues a prompt."""
         tokenizer, token_ids = self._load_tokenizer(), []
         prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
         for token, *_ in stream_tokens(self._model, prompt_ids, options):
             self._heartbeat()
             token_ids.append(token)
         return decode(tokenizer, token_ids)
-
-    def _load_tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._tokenizer_name or "", self._tokenizer_path)
 
 
 def _sample(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:

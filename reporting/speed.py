@@ -181,17 +181,12 @@ class Speed:
         gpu = find_gpu(self.device_name)
         if gpu is None:
             return f"{line} (no MFU: the peak speed of {self.device_name} is not known)"
-        mfu = gpu.mfu(flops)
-        best = gpu.high_mfu
+        mfu, best = gpu.mfu(flops), gpu.high_mfu
         line += (f", {mfu:.1%} MFU; {gpu.name} should reach up to {best.share:.0%} with such a"
                  f" model ({best.origin or 'public figures'})")
         if mfu >= FAR_BELOW * best.share:
             return line
-        return f"{line}; likely reason: {', '.join(self.likely_reasons()) or 'none found'}"
-
-    def likely_reasons(self) -> list[str]:
-        """List what would explain a low speed, the strongest reason first."""
-        reasons = {
+        reasons = {  # the strongest first
             f"waiting for data {self.waiting_share:.0%} of the time":
                 self.waiting_share > MUCH_WAITING,
             f"the GPU is throttled ({self.throttling})": self.throttling is not None,
@@ -201,7 +196,8 @@ class Speed:
                 self.microbatch_tokens < SMALL_MICROBATCH_TOKENS,
             "the model is not compiled": not self.is_compiled,
         }
-        return [reason for reason, applies in reasons.items() if applies]
+        found = ", ".join(reason for reason, applies in reasons.items() if applies)
+        return f"{line}; likely reason: {found or 'none found'}"
 
 
 def shared_validation(num_sequences: int, plan: BatchPlan) -> float:

@@ -24,7 +24,7 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.models import random_model
 from tests.support.workplace import Workplace, read_lines, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatch, Microbatches, prefetch
+from tokens.batches import Microbatch, Microbatches, read_ahead
 from tokens.token_file import TokenFile
 from trainer.compilation import ByLayer
 from trainer.losses import build_training_state
@@ -45,7 +45,7 @@ def test_microbatches_arrive_whole_on_the_device(tmp_path) -> None:
     data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0,
                         vocab_size=65536)
     device = torch.device("cuda", 0)
-    for index, token_ids, targets in prefetch(data, range(60), device=device):
+    for index, token_ids, targets in read_ahead(data, range(60), device=device):
         first = index * 1000
         assert token_ids.device == device and token_ids.dtype == torch.int64
         assert token_ids.flatten().tolist() == list(range(first, first + 1000))
@@ -144,7 +144,7 @@ def test_a_whole_step_with_its_data_never_waits_for_the_device(tmp_path) -> None
     data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0,
                         vocab_size=MODEL.vocab_size)
     step = step_of()
-    batches = prefetch(data, range(16), device=step.process.device)
+    batches = read_ahead(data, range(16), device=step.process.device)
     step.take(batches, num_microbatches=2, learning_rate=1e-3)
     with synchronizing_is_an_error():
         losses = [step.take(batches, num_microbatches=2, learning_rate=1e-3)[0] for _ in range(5)]

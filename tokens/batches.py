@@ -187,7 +187,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
                    tokenizer_path=path, tokenizer_file=content)
 
 
-def prefetch(
+def read_ahead(
     microbatches: Microbatches, indices: Iterable[int], *, device: torch.device
 ) -> Generator[Microbatch]:
     """Yield microbatches on the device, in the order of their `indices`.
@@ -199,7 +199,7 @@ def prefetch(
         tokens = microbatches[index]
         return index, tokens.pin_memory() if device.type == "cuda" else tokens
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as reader:
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead") as reader:
         remaining = iter(indices)
         upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
         while upcoming:

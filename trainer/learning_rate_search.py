@@ -6,11 +6,10 @@ rate grows by a factor, not by a difference, so that one test covers six powers 
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from basics.errors import NON_FINITE, UserError, cannot_be_written, print_line
+from basics.errors import NON_FINITE, cannot_be_written, print_line
 from optim import peak_learning_rate
 from processes.command_line import Options
 from processes.launch import Process
@@ -43,39 +42,21 @@ CHART_NAME = "learning-rate-test-chart.png"
 HEADROOM = 0.1  # of the span from the lowest smoothed loss to the first one; divergence is cut off
 
 
-@dataclass(frozen=True)
-class RangeTest:
-    """The losses of a test: nats per token, averaged over all processes, one for each step."""
+def smooth(losses: Sequence[float]) -> np.ndarray:
+    """Average each loss with those before and after it, weighted by a bell curve."""
+    distances = np.arange(-3 * SMOOTHING_STEPS, 3 * SMOOTHING_STEPS + 1)
+    bell = np.exp(-0.5 * (distances / SMOOTHING_STEPS) ** 2)
+    reach = len(bell) // 2  # np.convolve's mode "same" fails for fewer losses than weights
+    weights = np.convolve(np.ones(len(losses)), bell)[reach:-reach]
+    return np.convolve(losses, bell)[reach:-reach] / weights
 
-    losses: tuple[float, ...] = ()
 
-    @property
-    def rates(self) -> np.ndarray:
-        return RATES[: len(self.losses)]
-
-    @property
-    def smoothed(self) -> np.ndarray:
-        """The losses, each averaged with those before and after it."""
-        distances = np.arange(-3 * SMOOTHING_STEPS, 3 * SMOOTHING_STEPS + 1)
-        bell = np.exp(-0.5 * (distances / SMOOTHING_STEPS) ** 2)
-        reach = len(bell) // 2  # np.convolve's mode "same" fails for fewer losses than weights
-        weights = np.convolve(np.ones(len(self.losses)), bell)[reach:-reach]
-        return np.convolve(self.losses, bell)[reach:-reach] / weights
-
-    @property
-    def has_diverged(self) -> bool:
-        """Whether the last smoothed loss is far above the lowest."""
-        smoothed = self.smoothed
-        return bool(smoothed[-1] > DIVERGED * smoothed.min())
-
-    def suggestion(self) -> float | Any:
-        """Return half the rate of the lowest smoothed loss; None if the loss never fell."""
-        smoothed = self.smoothed
-        best = int(smoothed.argmin())
-        scatter = float(np.std(self.losses[: best + 1] - smoothed[: best + 1]))
-        if not smoothed[0] - smoothed[best] > scatter:
-            return None
-        return FRACTION * float(self.rates[best])
+def suggest(losses: Sequence[float]) -> float | None:
+    """Return half the rate of the lowest smoothed loss; None if the loss never fell."""
+    smoothed = smooth(losses)
+    best = int(smoothed.argmin())
+    scatter = float(np.std(losses[: best + 1] - smoothed[: best + 1]))
+    return FRACTION * float(RATES[best]) if smoothed[0] - smoothed[best] > scatter else None
 
 
 def prepare_range_test(options: Options, clock: PhaseClock, agreement: Agreement,
@@ -86,16 +67,20 @@ def prepare_range_test(options: Options, clock: PhaseClock, agreement: Agreement
         The run as it is before its first step, without validation. It is not saved.
 
     Raises:
-        UserError: it cannot be trained, or has too few steps.
+        UserError: it cannot be trained.
+        AgreedError: it has too few steps.
     """
     process = watchdog.process
     if process.is_main:  # a failure is reported by the watchdog
         watchdog.before_exit = lambda status, reason: print_line(
             f"learning-rate test stopped: {reason}") if status == "stopped" else None
     prepared = prepare_run(replace(options, fresh=True), process, clock, agreement)
-    run, num_steps = prepared.run, prepared.plan.num_steps
-    agreement.run("steps", lambda: _check_length(run, num_steps))
     agreement.require_same("run", prepared.agreed_values())
+    run, num_steps = prepared.run, prepared.plan.num_steps
+    if num_steps < len(RATES):
+        raise AgreedError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps, and"
+                          f" the run has {num_steps}; raise min_train_tokens, use a larger dataset"
+                          " or lower the global batch")
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
     if process.is_main:
         print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
@@ -103,109 +88,89 @@ def prepare_range_test(options: Options, clock: PhaseClock, agreement: Agreement
     return replace(prepared, train=prepared.train.model_copy(update={"validation_interval": None}))
 
 
-def _check_length(run: Run, num_steps: int) -> None:
-    if num_steps < len(RATES):
-        raise UserError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps, and the"
-                        f" run has {num_steps}; raise min_train_tokens, use a larger dataset"
-                        " or lower the global batch")
-
-
 def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog,
-                   hang_timeout_seconds: float) -> RangeTest:
+                   hang_timeout_seconds: float) -> list[float]:
     """Train with growing rates until the loss diverges or is not finite. Every rank.
 
     Args:
         take_step: takes one step with a rate, and returns this process's mean loss, ().
+
+    Returns:
+        The losses in nats per token, averaged over all processes, one for each step.
     """
-    test = RangeTest()
+    found: list[float] = []
     bar = tqdm(RATES, unit="step", disable=None if watchdog.process.is_main else True, leave=False)
     for rate in bar:
-        mean = _mean_over_processes(take_step(float(rate)))
+        loss = take_step(float(rate))
+        losses = torch.zeros(dist.get_world_size(), device=loss.device)
+        losses[dist.get_rank()] = loss
+        dist.all_reduce(losses)  # sums with zeros are exact: the mean is the same on every rank,
+        mean = losses.mean().item()  # so that all stop together
         if not math.isfinite(mean):
             break
-        test = RangeTest((*test.losses, mean))
-        if test.has_diverged:
+        found.append(mean)
+        smoothed = smooth(found)
+        if smoothed[-1] > DIVERGED * smoothed.min():
             break
-        if len(test.losses) == 1:
+        if len(found) == 1:
             watchdog.start_hang_detection(hang_timeout_seconds)
     bar.close()
-    return test
+    return found
 
 
-def _mean_over_processes(loss: Tensor) -> float:
-    """Average a loss; the same to the last bit on every rank, so that all stop together."""
-    losses = torch.zeros(dist.get_world_size(), device=loss.device)
-    losses[dist.get_rank()] = loss
-    dist.all_reduce(losses)  # sums with zeros are exact in any order
-    return losses.mean().item()
-
-
-def report_range_test(run: Run, test: RangeTest, process: Process) -> None:
+def report_range_test(run: Run, losses: list[float], process: Process) -> None:
     """Print a suggestion, and draw the chart into the run's directory. Every rank; rank 0 does it.
 
     Raises:
         AgreedError: on every rank, if there is nothing to suggest.
         UserError: the chart cannot be written.
     """
-    if not test.losses:
+    if not losses:
         raise AgreedError(f"{run.run_dir}: the loss of the first step is not finite, so there is no"
                           " rate to suggest; set precision to bf16 or fp32", NON_FINITE)
-    if test.suggestion() is None:
+    suggestion = suggest(losses)
+    if suggestion is None:
         raise AgreedError(f"{run.run_dir}: the loss fell at no learning rate by more than it varies"
                           " between steps, so there is none to suggest; raise the global batch")
-    if process.is_main:
-        for line in result_lines(run, test):
-            print_line(line)
-        _draw(run, test)
-
-
-def result_lines(run: Run, test: RangeTest) -> list[str]:
-    """Describe the result and the keys of `train.json` to set."""
-    rate, smoothed = test.suggestion(), test.smoothed
-    best = int(smoothed.argmin())
-    end = "" if len(test.losses) == len(RATES) else f"; it diverged after {len(test.losses)} steps"
-    lines = [f"lowest smoothed loss {smoothed[best]:.4f} at learning_rate"
-             f" {test.rates[best]:.2g}{end}",
-             f"suggestion, half of that rate; set in {run.train_path}:"]
-    rates = suggested_rates(run.train, rate)
-    lines += [f"    {json.dumps(key)}: {value:.2g}" for key, value in rates.items()]
+    if not process.is_main:
+        return
+    end = "" if len(losses) == len(RATES) else f"; it diverged after {len(losses)} steps"
+    print_line(f"lowest smoothed loss {smooth(losses).min():.4f} at learning_rate"
+               f" {suggestion / FRACTION:.2g}{end}")
+    print_line(f"suggestion, half of that rate; set in {run.train_path}:")
+    rates = suggested_rates(run.train, suggestion)
+    for key, value in rates.items():
+        print_line(f'    "{key}": {value:.2g}')
     if len(rates) > 1:
-        lines.append("all groups of parameters were tested together: their rates keep their ratio")
-    return lines
+        print_line("all groups of parameters were tested together: their rates keep their ratio")
+    path = run.run_dir / CHART_NAME
+    try:
+        charts.draw_by_hand(path, lambda figure: plot_range_test(
+            figure, losses, suggestion, name=run.name))
+    except OSError as error:
+        raise cannot_be_written(path, error) from None
+    print_line(f"chart: {path}")
 
 
 def suggested_rates(train: TrainConfig, learning_rate: float) -> dict[str, float]:
     """Return the keys to set: `learning_rate`, and those of the groups with their own rates."""
-    rates = {"learning_rate": learning_rate}
-    for group in GROUPS:
-        key, peak = f"{group}_learning_rate", peak_learning_rate(group, train)
-        if getattr(train, key) is not None:
-            rates[key] = learning_rate * peak / train.learning_rate
-    return rates
+    groups = {group: f"{group}_learning_rate" for group in GROUPS}
+    return {"learning_rate": learning_rate} | {
+        key: learning_rate * peak_learning_rate(group, train) / train.learning_rate
+        for group, key in groups.items() if getattr(train, key) is not None}
 
 
-def _draw(run: Run, test: RangeTest) -> None:
-    """Draw losses over learning rates, the suggestion marked. Raises: UserError. Rank 0."""
-    path, smoothed = run.run_dir / CHART_NAME, test.smoothed
-
-    def plot(figure: Figure) -> None:
-        axes = figure.subplots()
-        axes.plot(test.rates, test.losses, color="tab:blue", alpha=0.35, linewidth=1,
-                  label="loss of a step")
-        axes.plot(test.rates, smoothed, color="tab:blue", label="smoothed")
-        axes.axvline(test.suggestion(), color="tab:red", linestyle="--",
-                     label=f"suggestion: {test.suggestion():.2g}")
-        low, high = min(test.losses), max(test.losses[0], float(smoothed[0]))
-        margin = HEADROOM * (high - low)
-        axes.set_ylim(low - margin, high + 5 * margin)
-        axes.set_xscale("log")
-        axes.set_title(f"{path.resolve().parent.name}: learning-rate test")
-        axes.set_xlabel("learning_rate")
-        axes.set_ylabel("loss (nats per token)")
-        axes.legend(frameon=False)
-
-    try:
-        charts.draw_by_hand(path, plot)
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
-    print_line(f"chart: {path}")
+def plot_range_test(figure: Figure, losses: list[float], suggestion: float, *, name: str) -> None:
+    """Plot losses over learning rates, the suggestion marked."""
+    axes, rates, smoothed = figure.subplots(), RATES[: len(losses)], smooth(losses)
+    axes.plot(rates, losses, color="tab:blue", alpha=0.35, linewidth=1, label="loss of a step")
+    axes.plot(rates, smoothed, color="tab:blue", label="smoothed")
+    axes.axvline(suggestion, color="tab:red", linestyle="--", label=f"suggestion: {suggestion:.2g}")
+    low, high = min(losses), max(losses[0], float(smoothed[0]))
+    margin = HEADROOM * (high - low)
+    axes.set_ylim(low - margin, high + 5 * margin)
+    axes.set_xscale("log")
+    axes.set_title(f"{name}: learning-rate test")
+    axes.set_xlabel("learning_rate")
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(frameon=False)

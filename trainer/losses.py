@@ -18,7 +18,7 @@ from optim import build_optimizer
 from processes.launch import Process, long_waits, share_cpu_cores
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, TrainConfig
-from tokens.batches import Microbatches, prefetch
+from tokens.batches import Microbatches, read_ahead
 from trainer.compilation import (
     ByLayer,
     choose_forward_options,
@@ -144,7 +144,7 @@ def validate(losses: Losses, data: Microbatches, watchdog: Watchdog, *,
     num_sequences = 0
     losses.model.eval()
     for _, token_ids, targets in tqdm(
-            prefetch(data, indices, device=process.device), total=len(indices), unit="batch",
+            read_ahead(data, indices, device=process.device), total=len(indices), unit="batch",
             desc="validating", leave=False, disable=None if process.is_main else True,
             dynamic_ncols=True):
         watchdog.heartbeat()

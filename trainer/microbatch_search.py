@@ -9,14 +9,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from basics.cli import print_json
-from basics.curve_fits import Line, fit_line
 from basics.errors import FAILED, STOP_SIGNALS, UserError, print_error, print_line
 from basics.files import write_atomically
 from basics.json_files import read_json_object, set_number, to_json
@@ -27,17 +26,20 @@ from processes.launch import num_gpus, spans_nodes, start_torchrun
 from reporting.speed import CARDS_GIB, usable_gib
 from run_config import RENAMED_KEYS, Run, load_run
 from tokens.batch_plan import nearest_divisors
-from trainer.microbatch_trial import RESULT, TRIAL_VARIABLE, Trial, says_limit_reached
+from trainer.microbatch_trial import ERROR, RESULT, TRIAL_VARIABLE, Trial
 
 MAX_TRIALS = 8
-GROWTH = 4  # factor from one trial to the next, while there is no memory line to extrapolate
-TRUSTED_GROWTH = 4  # times the largest that fits; a prediction beyond it is reduced by SAFETY
+GROWTH = 4  # times the largest that fits: tried without a line, and trusted of its prediction
+SAFETY = 0.9  # share of a larger prediction that is tried: small microbatches may mislead
 MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
-SAFETY = 0.9  # of what a line through small microbatches predicts for a large one
-FIRST_STEP_BACK = 0.03  # from a microbatch that was predicted to fit but did not
+STEP_BACK = 0.03  # from a microbatch that did not fit; 4 times as much after each in a row
 MIN_RISE = 0.01  # of the fixed part: a memory line that rises less is noise
 CPU_MEMORY = ("mapped: address space beyond the libraries, which --memory-limit-gib limits\n"
               "resident: RAM in use, with pages of libraries that the trial is the first to use")
+LOST_PEER = re.compile("peer|connection|remote", re.IGNORECASE)
+# Of a library that is loaded late, oneDNN, OpenMP: a CPU's address space is at its limit.
+LIMIT_REACHED = ("failed to map segment", "could not create a primitive",
+                 "Resource temporarily unavailable")
 
 
 def search(script: str, options: Options, num_processes: int) -> None:
@@ -54,21 +56,23 @@ def search(script: str, options: Options, num_processes: int) -> None:
     memory = "     allocated      reserved" if on_gpu else "      resident        mapped"
     say(f"microbatch {memory}     tokens/s")
 
-    def train(microbatch_size: int) -> Trial:
-        trial = try_microbatch([script, *sys.argv[1:]], microbatch_size, num_processes,
-                               on_gpu=on_gpu)
-        say(table_row(trial))
+    def train(size: int) -> Trial:
+        trial = try_microbatch([script, *sys.argv[1:]], size, num_processes, on_gpu=on_gpu)
+        say(f"{size:>10,} {gib(trial.allocated_gib * 2**30):>14}"
+            f" {gib(trial.reserved_gib * 2**30):>13} {trial.tokens_per_second:>12,.0f}"
+            if trial.fits else f"{size:>10,} {'out of memory':>28}")
         return trial
 
-    found = Found(find_max_microbatch(train), on_gpu=on_gpu)
-    if not fits(found.trials):
+    trials = find_max_microbatch(train)
+    if not trials[0].fits:
         raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
                         " context_length smaller, or use a larger card (see: lab plan)")
-    say("\n".join(found.lines()))
+    result = document(run, trials, num_processes)
+    say("\n".join(result_lines(result, on_gpu=on_gpu)))
     if options.save:
-        say(save_result(run, found, num_processes))
+        say(save_result(run, trials, num_processes))
     if options.json:
-        print_json(found.document(run, num_processes))
+        print_json(result)
 
 
 def check_search(options: Options, num_processes: int) -> Run:
@@ -80,8 +84,6 @@ def check_search(options: Options, num_processes: int) -> Run:
     if not on_gpu and options.memory_limit_gib is None:
         raise UserError("--find-max-microbatch without a GPU: give --memory-limit-gib, the memory"
                         " that a process may use")
-    if not on_gpu and not Path("/proc/self/status").exists():
-        raise UserError("--find-max-microbatch without a GPU needs Linux")
     batch = run.train.global_batch_size
     if options.save and batch is not None and batch % num_processes:
         raise UserError(f"{run.train_path}: global_batch_size {batch} is not divisible by"
@@ -113,162 +115,109 @@ def try_microbatch(command: list[str], microbatch_size: int, num_processes: int,
             sys.exit(status)
         if (folder / RESULT).exists():
             return Trial(**json.loads((folder / RESULT).read_text()))
-        failures = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
-        said = "\n".join(path.read_text(errors="replace") for path in folder.rglob("stderr.log"))
+        failures = [path.read_text().strip() for path in folder.glob(ERROR.format("*"))]
+        said = "\n".join([*failures, *(path.read_text(errors="replace")
+                                       for path in folder.rglob("stderr.log"))])
     # What an error says of a lost peer follows from the end of another process.
-    errors = [found["error"] for found in failures
-              if not re.search("peer|connection|remote", found["error"], re.IGNORECASE)]
+    errors = [error for error in failures if not LOST_PEER.search(error)]
     # On a CPU, a library that does not check for a failed allocation crashes.
-    has_crashed = not on_gpu and not errors and (
-        status > 128 or failures or says_limit_reached(said))
-    if any(found["out_of_memory"] for found in failures) or says_out_of_memory(said) or has_crashed:
+    has_crashed = not errors and (status > 128 or bool(failures))
+    if says_out_of_memory(said) or not on_gpu and (
+            has_crashed or any(text in said for text in LIMIT_REACHED)):
         return Trial(microbatch_size, fits=False)
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "no message")
-    reason = errors[0] if errors else f"{last.strip()[:160]} (exit status {status})"
+    last = (said.strip() or "no message").splitlines()[-1].strip()[:160]
+    reason = errors[0] if errors else f"{last} (exit status {status})"
     raise UserError(f"microbatch {microbatch_size} failed, not out of memory: {reason}", FAILED)
 
 
 def find_max_microbatch(train: Callable[[int], Trial]) -> list[Trial]:
     """Try larger microbatches, then ones in between, until the largest that fits is known.
 
-    A line through the memory measured so far predicts the next one to try.
+    A line through the memory of the two largest that fit predicts the next one to try. In smaller
+    ones the optimizer's step sets the peak, not the microbatch.
 
     Returns:
         The trials in order, at most `MAX_TRIALS`. The first has a microbatch of 1.
     """
-    trials: list[Trial] = []
-    guess: int | None = 1
-    while guess is not None and len(trials) < MAX_TRIALS:
-        trials.append(train(guess))
-        guess = next_guess(trials)
+    trials = [train(1)]
+    while len(trials) < MAX_TRIALS:
+        fitting, failure = by_size(trials)
+        if not fitting or failure == fitting[-1].microbatch_size + 1:
+            break
+        low, predicted = fitting[-1].microbatch_size, math.inf
+        if len(fitting) > 1:
+            fixed, slope = fit_memory(fitting[-2:])
+            predicted = (fitting[-1].capacity_gib - fixed) / slope if slope > 0 else math.inf
+        if failure is not None:
+            guess = predicted
+            if predicted >= failure:  # the line does not know the allocator's waste
+                in_a_row = next(i for i, trial in enumerate(reversed(trials)) if trial.fits)
+                back = STEP_BACK * 4 ** (in_a_row - 1)
+                guess = max(round(math.sqrt(low * failure)), failure * (1 - back))
+            guess = min(guess, failure - 1)
+        elif predicted == math.inf:
+            guess = low * GROWTH
+        elif predicted > low * GROWTH:
+            guess = min(predicted * SAFETY, low * MAX_GROWTH)
+        else:
+            guess = max(predicted, low + 1 + low // 100)
+        trials.append(train(max(int(guess), low + 1)))
     return trials
 
 
-def next_guess(trials: list[Trial]) -> int | None:
-    """Return the microbatch to try next; None if the largest is known, or not even 1 fits."""
-    fitting, failure = fits(trials), smallest_failure(trials)
-    if not fitting:
-        return None
-    low = fitting[-1].microbatch_size
-    if failure == low + 1:
-        return None
-    # In smaller ones than the two largest the optimizer's step sets the peak, not the microbatch.
-    predicted = math.inf if len(fitting) < 2 else memory_line(fitting[-2:]).largest_x(
-        fitting[-1].capacity_gib)
-    if failure is not None:
-        return _guess_between(trials, low, failure, predicted)
-    if predicted == math.inf:
-        return low * GROWTH
-    if predicted > low * TRUSTED_GROWTH:  # a line through small microbatches may mislead
-        return int(min(predicted * SAFETY, low * MAX_GROWTH))
-    return max(int(predicted), low + 1 + low // 100)
+def by_size(trials: list[Trial]) -> tuple[list[Trial], int | None]:
+    """Return the trials that fitted, by size, and the smallest microbatch that did not fit."""
+    fitting = sorted((trial for trial in trials if trial.fits), key=lambda one: one.microbatch_size)
+    return fitting, min((one.microbatch_size for one in trials if not one.fits), default=None)
 
 
-def _guess_between(trials: list[Trial], low: int, high: int, predicted: float) -> int:
-    """Choose a microbatch between one that fits and one that does not.
-
-    Args:
-        predicted: the largest according to the line, which does not know the allocator's waste.
-    """
-    failures = next(i for i, trial in enumerate(reversed(trials)) if trial.fits)  # in a row
-    if predicted < high:
-        return min(max(int(predicted), low + 1), high - 1)
-    if math.isclose(predicted, high):  # `high` itself is just too large
-        return high - 1
-    if predicted > 2 * high or (failures > 1 and high > low * TRUSTED_GROWTH):
-        return min(max(round(math.sqrt(low * high)), low + 1), high - 1)
-    step_back = 1 - SAFETY
-    if high <= low * TRUSTED_GROWTH:
-        step_back = FIRST_STEP_BACK * 4 ** max(0, failures - 1)
-    guess = int(high * (1 - step_back))
-    return guess if low < guess else (low + high) // 2
+def fit_memory(fitting: list[Trial]) -> tuple[float, float]:
+    """Fit the demand by least squares: GiB beside the microbatch, and GiB of each sequence."""
+    slope, fixed = np.polyfit([trial.microbatch_size for trial in fitting],
+                              [trial.demand_gib for trial in fitting], 1)
+    return float(fixed), float(slope)
 
 
-def memory_line(trials: list[Trial]) -> Line:
-    """Fit the demand in GiB over the microbatch size."""
-    return fit_line([trial.microbatch_size for trial in trials],
-                    [trial.demand_gib for trial in trials])
+def document(run: Run, trials: list[Trial], world_size: int) -> dict[str, Any]:
+    """Return the result as a JSON document; None for what is not known."""
+    fitting, failure = by_size(trials)
+    fixed, slope = fit_memory(fitting[len(fitting) > 2 :]) if len(fitting) > 1 else (None, None)
+    return {
+        "schema": "find-max-microbatch/1", "run": run.name, "world_size": world_size,
+        "largest": fitting[-1].microbatch_size,
+        "fastest": max(fitting, key=lambda trial: trial.tokens_per_second).microbatch_size,
+        "smallest_that_did_not_fit": failure,
+        "memory_gib": None if slope is None else {"fixed": fixed, "a_sequence": slope},
+        "trials": [asdict(trial) for trial in trials],
+    }
 
 
-def fits(trials: list[Trial]) -> list[Trial]:
-    """Return the trials that fitted, the smallest microbatch first."""
-    return sorted((trial for trial in trials if trial.fits), key=lambda one: one.microbatch_size)
+def result_lines(result: dict[str, Any], *, on_gpu: bool) -> list[str]:
+    """Describe a document: the sizes, the memory, and what fits on other cards."""
+    largest, failure, memory = (
+        result[key] for key in ("largest", "smallest_that_did_not_fit", "memory_gib"))
+    if failure is None:
+        limit = f" (larger ones were not tried: limit of {MAX_TRIALS} trials)"
+    else:
+        limit = "" if failure == largest + 1 else (
+            f" ({failure:,} did not fit; none between was tried: limit of {MAX_TRIALS} trials)")
+    speed = max(trial["tokens_per_second"] for trial in result["trials"] if trial["fits"])
+    lines = [f"largest microbatch: {largest:,}{limit}",
+             f"fastest microbatch: {result['fastest']:,} ({speed:,.0f} tokens/s)"]
+    notes = [] if on_gpu else [CPU_MEMORY]
+    if memory is None or memory["a_sequence"] * largest < MIN_RISE * memory["fixed"]:
+        return [*lines, "memory hardly grows with these microbatches", *notes]
+    fixed, slope = memory.values()
+    kind = "memory" if on_gpu else "mapped memory"
+    lines.append(f"{kind}: {gib(fixed * 2**30)} + {gib(slope * 2**30)} a sequence")
+    if on_gpu:
+        cards = {card: int((usable_gib(card) - fixed) / slope) for card in CARDS_GIB}
+        notes = ["largest by that line on a card of " + ", ".join(
+            f"{card} GiB: {f'{size:,}' if size >= 1 else 'none'}" for card, size in cards.items())]
+    return [*lines, *notes]
 
 
-def smallest_failure(trials: list[Trial]) -> int | None:
-    return min((trial.microbatch_size for trial in trials if not trial.fits), default=None)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The result of a search; without a GPU its memory says nothing of a card."""
-
-    trials: list[Trial]
-    on_gpu: bool = True
-
-    @property
-    def largest(self) -> int:
-        return fits(self.trials)[-1].microbatch_size
-
-    @property
-    def fastest(self) -> Trial:
-        """The trial with the most tokens per second."""
-        return max(fits(self.trials), key=lambda trial: trial.tokens_per_second)
-
-    @property
-    def line(self) -> Line | None:
-        """GiB over the microbatch, without the smallest if there are enough others."""
-        fitting = fits(self.trials)
-        fitting = fitting[1:] if len(fitting) > 2 else fitting
-        return memory_line(fitting) if len(fitting) > 1 else None
-
-    def document(self, run: Run, world_size: int) -> dict[str, Any]:
-        """Return the result as a JSON document; None for what is not known."""
-        line = self.line
-        return {
-            "schema": "find-max-microbatch/1", "run": run.name, "world_size": world_size,
-            "largest": self.largest, "fastest": self.fastest.microbatch_size,
-            "smallest_that_did_not_fit": smallest_failure(self.trials),
-            "memory_gib": line and {"fixed": line.intercept, "a_sequence": line.slope},
-            "trials": [asdict(trial) for trial in self.trials],
-        }
-
-    def lines(self) -> list[str]:
-        """Format the result for printing."""
-        largest, failure, fastest = self.largest, smallest_failure(self.trials), self.fastest
-        said = f"largest microbatch: {largest:,}"
-        if failure is None:
-            said += f" (larger ones were not tried: limit of {MAX_TRIALS} trials)"
-        elif failure > largest + 1:
-            between = (f"{largest + 1:,} was" if failure == largest + 2
-                       else f"{largest + 1:,} to {failure - 1:,} were")
-            said += (f" ({failure:,} did not fit; {between} not tried: limit of {MAX_TRIALS}"
-                     " trials)")
-        return [said, f"fastest microbatch: {fastest.microbatch_size:,}"
-                f" ({fastest.tokens_per_second:,.0f} tokens/s)", *self._memory_lines()]
-
-    def _memory_lines(self) -> list[str]:
-        line = self.line
-        if line is None or line.slope * self.largest < MIN_RISE * line.intercept:
-            said = "memory hardly grows with these microbatches"
-            return [f"{said}: no prediction for other cards"] if self.on_gpu else [said, CPU_MEMORY]
-        said = f"{gib(line.intercept * 2**30)} + {gib(line.slope * 2**30)} a sequence"
-        if not self.on_gpu:
-            return [f"mapped memory: {said}", CPU_MEMORY]
-        largest = {card: int(line.largest_x(usable_gib(card))) for card in CARDS_GIB}
-        cards = ", ".join(f"{card} GiB: {f'{size:,}' if size >= 1 else 'none'}"
-                          for card, size in largest.items())
-        return [f"memory: {said}", f"largest by that line on a card of {cards}"]
-
-
-def table_row(trial: Trial) -> str:
-    if not trial.fits:
-        return f"{trial.microbatch_size:>10,} {'out of memory':>28}"
-    return (f"{trial.microbatch_size:>10,} {gib(trial.allocated_gib * 2**30):>14}"
-            f" {gib(trial.reserved_gib * 2**30):>13} {trial.tokens_per_second:>12,.0f}")
-
-
-def save_result(run: Run, found: Found, num_processes: int) -> str:
+def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
     """Write the largest microbatch that keeps `global_batch_size` into `train.json`.
 
     Without `global_batch_size`, the global batch changes with the microbatch. The trials go into
@@ -277,12 +226,13 @@ def save_result(run: Run, found: Found, num_processes: int) -> str:
     Returns:
         A line that says what was written.
     """
-    size, batch = found.largest, run.train.global_batch_size
+    fitting, _ = by_size(trials)
+    size, batch = fitting[-1].microbatch_size, run.train.global_batch_size
     accumulation = run.train.gradient_accumulation_steps
     if batch is not None:
         size, _ = nearest_divisors(batch // num_processes, size)
         accumulation = batch // num_processes // size
-    keys, fitting = read_json_object(run.train_path), fits(found.trials)
+    keys = read_json_object(run.train_path)
     old_names = {new: old for old, new in RENAMED_KEYS.items() if old in keys}
     set_number(run.train_path, old_names.get("microbatch_size", "microbatch_size"), size)
     write_atomically(run.search_path, to_json({
@@ -291,7 +241,7 @@ def save_result(run: Run, found: Found, num_processes: int) -> str:
         "machine": {"device": fitting[-1].device, "processes": num_processes},
         "model": run.model.model_dump(),
         "train": run.train.model_dump() | {"microbatch_size": size},
-        "trials": [asdict(trial) for trial in found.trials]}, indent=2) + "\n")
+        "trials": [asdict(trial) for trial in trials]}, indent=2) + "\n")
     return (f"saved in {run.train_path}: microbatch_size {size}; x accumulation {accumulation}"
             f" x {num_processes} = global batch {size * accumulation * num_processes}"
             f" ({'kept' if batch else 'it follows the microbatch; global_batch_size fixes it'})")

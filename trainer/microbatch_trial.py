@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,23 +28,24 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from basics.cpu_settings import map_every_tensor
 from basics.device_time import Moment
 from basics.errors import FAILED, describe
-from basics.memory_meters import CpuMeter, GpuMeter, lift_limit, map_every_tensor
 from basics.out_of_memory import is_out_of_memory
 from checkpointing import TrainingState
 from processes.command_line import Options
 from processes.launch import Process, device_name, join_process_group, share_cpu_cores
 from processes.startup_agreement import Agreement, leave
-from run_config import Run, TrainConfig, load_run
+from run_config import TrainConfig, load_run
 from tokens.batches import Microbatch
 from trainer.losses import build_training_state
 from trainer.precision import check_attention, resolve_for_device
 
-TRIAL_VARIABLE = "DDP_TRAIN_MICROBATCH_TRIAL"  # JSON: microbatch_size and folder, for the results
-RESULT = "result.json"
-WARM_UP_STEPS = 2  # the second has optimizer state from the start, and DDP's final buckets
-TIMED_STEPS = {"cuda": 5, "cpu": 1}  # by device; on a CPU, large microbatches take seconds
+TRIAL_VARIABLE = "DDP_TRAIN_MICROBATCH_TRIAL"  # JSON: microbatch_size, and a folder for the results
+RESULT, ERROR = "result.json", "error-of-rank-{}.txt"  # in it
+# Steps before the timed ones, and these. The second step has optimizer state from the start, and
+# DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
+STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: ranks may compile for different times
 
 
@@ -62,15 +64,24 @@ class Trial:
 
 
 class MicrobatchTrial:
-    """This process's part in a trial. Every rank."""
+    """This process's part in a trial. Every rank.
+
+    Attributes:
+        num_microbatches: 2 if the run accumulates gradients, else 1: more take no more memory than
+            two. With a global batch it is 2 even for a microbatch that is the whole batch: so what
+            is smaller than a microbatch that fits, fits too.
+    """
 
     def __init__(self, options: Options, process: Process, agreement: Agreement) -> None:
         self.process, self._agreement, self._options = process, agreement, options
         task = json.loads(os.environ[TRIAL_VARIABLE])
         self._size, self._folder = task["microbatch_size"], Path(task["folder"])
-        self._run: Run = agreement.run(
-            "configs", lambda: load_run(options.runs_dir, options.run))
-        self.num_microbatches = num_microbatches(self._run, process.world_size)
+        self._run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
+        train = self._run.train
+        steps = train.gradient_accumulation_steps
+        if train.global_batch_size is not None:
+            steps = train.global_batch_size // process.world_size
+        self.num_microbatches = min(steps, 2) or 1
 
     @contextmanager
     def measuring(self) -> Iterator[tuple[TrainingState, TrainConfig]]:
@@ -78,30 +89,28 @@ class MicrobatchTrial:
 
         Whatever fails inside ends this process, which says why in a file.
         """
-        on_gpu = self.process.device.type == "cuda"
+        device = self.process.device
         try:
-            if not on_gpu:
+            if device.type == "cpu":
                 map_every_tensor()  # before any other thread has allocated a heap
                 share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
             join_process_group(self.process, self._agreement.connect("trial"),
                                timeout=TRIAL_TIMEOUT)
             # Not to compile the validation saves time. It takes less memory than training, and its
             # smaller last microbatch, which is not compiled, is halved where it does not fit.
-            train = resolve_for_device(self._run.train, self.process.device).model_copy(
+            train = resolve_for_device(self._run.train, device).model_copy(
                 update={"microbatch_size": self._size, "validation_interval": None})
-            check_attention(self._run.model, train, self.process.device)
-            self._meter = (GpuMeter if on_gpu else CpuMeter)(
-                self.process.device, self._options.memory_limit_gib)
+            check_attention(self._run.model, train, device)
+            self._meter = Meter(device, self._options.memory_limit_gib)
             state = build_training_state(self._run.model, train, self.process)
             # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
-            scaler = GradScaler(self.process.device.type, init_scale=1.0,
-                                enabled=state.scaler.is_enabled())
+            scaler = GradScaler(device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
             yield replace(state, scaler=scaler), train
         except Exception as error:  # whatever it is: to exit in order could wait for other ranks
             lift_limit()
-            is_memory = is_out_of_memory(error) or (not on_gpu and says_limit_reached(str(error)))
-            path = self._folder / f"rank-{self.process.rank}.json"
-            path.write_text(json.dumps({"out_of_memory": is_memory, "error": describe(error)}))
+            cause = "out of memory: " if is_out_of_memory(error) else ""
+            path = self._folder / ERROR.format(self.process.rank)
+            path.write_text(f"{cause}{describe(error)}\n")
             leave(FAILED)
 
     def random_microbatches(self) -> Iterator[Microbatch]:
@@ -117,22 +126,20 @@ class MicrobatchTrial:
         A wait after each step would leave the GPU idle while the CPU begins the next one, which
         training does not do. So the CPU waits once, for the last step.
         """
+        warm_up_steps, timed_steps = STEPS[self.process.device.type]
         moments = []
-        for number in range(WARM_UP_STEPS + TIMED_STEPS[self.process.device.type]):
-            if number == WARM_UP_STEPS:
-                moments.append(Moment(self.process.device))
+        for number in range(1, 1 + warm_up_steps + timed_steps):
             take_step()
-            if number >= WARM_UP_STEPS:
+            if number >= warm_up_steps:
                 moments.append(Moment(self.process.device))
         moments[-1].wait()
         seconds = statistics.median(end.seconds_since(start) for start, end in pairwise(moments))
         tokens = (self.num_microbatches * self._size * self._run.model.context_length
                   * self.process.world_size)
-        peak = self._meter.peak()
+        allocated, reserved, demand, capacity = self._meter.peak()
         lift_limit()
         # The most memory, the least capacity and speed of the processes.
-        numbers = [peak.allocated_gib, peak.reserved_gib, peak.demand_gib, -peak.capacity_gib,
-                   -tokens / seconds]
+        numbers = [allocated, reserved, demand, -capacity, -tokens / seconds]
         worst = torch.tensor(numbers, dtype=torch.float64, device=self.process.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         # Every rank waits for it: one that ended before would leave the others in the collective.
@@ -143,23 +150,46 @@ class MicrobatchTrial:
                 device_name(self.process)))))
 
 
-def num_microbatches(run: Run, world_size: int) -> int:
-    """Return 2 if the run accumulates gradients, else 1: more take no more memory than two.
+class Meter:
+    """Peak memory of this process, and a limit on it from now on; on a CPU on its address space.
 
-    With a global batch, it is 2 even for a microbatch that is the whole batch: so what is smaller
-    than a microbatch that fits, fits too.
+    On a CPU, where there must be a limit, what is in use at the beginning does not count.
     """
-    wanted = run.train.gradient_accumulation_steps
-    if run.train.global_batch_size is not None:
-        wanted = run.train.global_batch_size // world_size
-    return 2 if wanted > 1 else 1
+
+    def __init__(self, device: torch.device, limit_gib: float | None) -> None:
+        self._device, self._limit_gib = device, limit_gib or math.inf
+        if device.type == "cpu":
+            torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads: their stacks take memory
+            self._before = _memory_gib()
+            limit = int((self._before["VmSize"] + self._limit_gib) * 2**30)
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
+        elif limit_gib is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
+
+    def peak(self) -> tuple[float, float, float, float]:
+        """Return the memory of `Trial` in GiB: allocated, reserved, demand and capacity."""
+        if self._device.type == "cpu":
+            now = _memory_gib()
+            mapped = now["VmPeak"] - self._before["VmSize"]
+            return now["VmHWM"] - self._before["VmRSS"], mapped, mapped, self._limit_gib
+        torch.cuda.synchronize(self._device)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        available = (free + torch.cuda.memory_reserved(self._device)) / 2**30
+        allocated = torch.cuda.max_memory_allocated(self._device) / 2**30
+        reserved = torch.cuda.max_memory_reserved(self._device) / 2**30
+        # Before it fails, the allocator frees what is only reserved: allocated memory decides.
+        return allocated, reserved, allocated, min(self._limit_gib, available)
 
 
-def says_limit_reached(text: str) -> bool:
-    """Return whether an error comes from a limit of the address space, so only on a CPU.
+def lift_limit() -> None:
+    """Undo the limit of the address space that a `Meter` has set."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard_limit, hard_limit))
 
-    Of a library that is loaded late, oneDNN, OpenMP.
-    """
-    return any(known in text for known in (
-        "failed to map segment", "could not create a primitive",
-        "Resource temporarily unavailable"))
+
+def _memory_gib() -> dict[str, float]:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {name: int(text.split()[0]) / 2**20 for name, text in (
+        line.split(":", 1) for line in lines) if name in ("VmSize", "VmPeak", "VmRSS", "VmHWM")}

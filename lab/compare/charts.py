@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from basics.curve_fits import fit_line, fit_log_quadratic
 from lab.compare.rows import LOSS_NAMES, Comparison, Row, deciding_loss
 from lab.compare.run_figures import Record, number
 from lab.compare.run_results import Result
+from lab.curve_fits import fit_log_quadratic
 from reporting.charts import draw_by_hand
 
 if TYPE_CHECKING:
@@ -253,15 +253,11 @@ def _plot_losses(figure: Figure, panels: dict[str, list[Points]]) -> None:
 
 def _plot_parabola(axes: Axes, group: Points) -> None:
     """Plot the curve fitted to a group; mark its minimum if that is in the range of the points."""
-    curve = fit_log_quadratic(group.x, group.y)
+    curve, lowest = fit_log_quadratic(group.x, group.y)
     x = np.geomspace(min(group.x) / 1.3, max(group.x) * 1.3, 200)
-    axes.plot(x, [curve.at(size) for size in x], color=group.color, zorder=1,
+    axes.plot(x, curve(np.log(x)), color=group.color, zorder=1,
               label="quadratic in ln(batch)")
-    try:
-        lowest = curve.minimum()
-    except OverflowError:  # the curve is almost a straight line
-        lowest = None
-    if lowest is None or not min(group.x) <= lowest[0] <= max(group.x):
+    if lowest is None:
         axes.plot([], [], linestyle="none",
                   label="no minimum of the fit in the range of these batch sizes")
         return
@@ -275,9 +271,10 @@ def _plot_memory(figure: Figure, groups: list[Points]) -> None:
     for group in groups:
         _plot_points(axes, group)
         if group.has_curve:
-            line, ends = fit_line(group.x, group.y), [0, max(group.x) * 1.1]
-            axes.plot(ends, [line.at(x) for x in ends], color=group.color, zorder=1,
-                      label=f"{line.intercept:.2f} GiB + {line.slope:.3f} GiB per sequence")
+            slope, fixed = np.polyfit(group.x, group.y, 1)
+            ends = np.array([0, max(group.x) * 1.1])
+            axes.plot(ends, fixed + slope * ends, color=group.color, zorder=1,
+                      label=f"{fixed:.2f} GiB + {slope:.3f} GiB per sequence")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("microbatch (sequences)")

@@ -124,10 +124,10 @@ def _plot_fit(axes: Axes, found: Range) -> None:
         axes.xaxis.set_minor_formatter(NullFormatter())
     if found.fit is None:
         return
-    x = np.geomspace(values[0], values[-1], 200)
-    axes.plot(x, [found.fit.at(value) for value in x], color="tab:blue", zorder=1,
+    (curve, minimum), x = found.fit, np.geomspace(values[0], values[-1], 200)
+    axes.plot(x, curve(np.log(x)), color="tab:blue", zorder=1,
               label=f"quadratic in log2({found.key})")
-    if found.minimum is not None:
-        axes.plot(*found.minimum, color="tab:orange", marker="*", markersize=16, linestyle="none",
+    if minimum is not None:
+        axes.plot(*minimum, color="tab:orange", marker="*", markersize=16, linestyle="none",
                   markeredgecolor="black",
-                  label=f"minimum of the fit: {found.minimum[1]:.4f} at {found.minimum[0]:.4g}")
+                  label=f"minimum of the fit: {minimum[1]:.4f} at {minimum[0]:.4g}")

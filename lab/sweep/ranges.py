@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from basics.curve_fits import LogQuadratic, fit_log_quadratic
+from numpy.polynomial import Polynomial
+
 from lab.compare.run_figures import number
+from lab.curve_fits import fit_log_quadratic
 from lab.sweep.plan import Sweep
 from lab.sweep.results import Entry
 
@@ -36,30 +38,20 @@ class Range:
         return [(value, statistics.fmean(found)) for value, found in losses.items()]
 
     @cached_property
-    def fit(self) -> LogQuadratic | None:
-        """A quadratic in the logarithm of the value; None with fewer than 3 positive values."""
+    def fit(self) -> tuple[Polynomial, tuple[float, float] | None] | None:
+        """The fitted curve and its minimum; None with fewer than 3 positive values."""
         x, y = [value for value, _ in self.means], [loss for _, loss in self.means]
-        if len(x) < NEEDED_FOR_FIT or x[0] <= 0:
-            return None
-        return fit_log_quadratic(x, y)
-
-    @property
-    def minimum(self) -> tuple[float, float] | None:
-        """The value with the lowest fitted loss, and that loss; None if it lies outside."""
-        try:
-            found = self.fit and self.fit.minimum()
-        except OverflowError:  # the curve is almost a straight line
-            return None
-        return found if found and self.means[0][0] <= found[0] <= self.means[-1][0] else None
+        return fit_log_quadratic(x, y) if len(x) >= NEEDED_FOR_FIT and x[0] > 0 else None
 
     def line(self) -> str:
         """Describe the minimum, or why there is none."""
         if self.fit is None:
             return (f"{self.key}: no curve is fitted; it needs the losses of 3 values above 0")
-        if self.minimum is None:
+        _, minimum = self.fit
+        if minimum is None:
             return (f"{self.key}: the fitted curve has no minimum between {self.means[0][0]:g} and"
                     f" {self.means[-1][0]:g}; try values beyond the best one")
-        value, loss = self.minimum
+        value, loss = minimum
         return (f"{self.key}: lowest loss {loss:.4f} at {value:.4g}, by a quadratic in"
                 f" log2({self.key}) through {len(self.means)} values")
 

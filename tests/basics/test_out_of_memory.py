@@ -43,24 +43,22 @@ def test_the_machines_memory_is_not_the_gpus(error: BaseException) -> None:
     assert is_out_of_memory(error) and not is_out_of_gpu_memory(error)
 
 
-def fail() -> None:
-    raise RuntimeError("second")
-
-
-def raised(*, how: str) -> RuntimeError:
-    """Raise an error because memory ran out, or after that; return it."""
-    try:
-        try:
-            raise torch.OutOfMemoryError("no text that names it")
-        except torch.OutOfMemoryError as first:
-            if how == "handling":
-                fail()
-            raise RuntimeError("second") from (first if how == "from" else None)
-    except RuntimeError as error:
-        return error
-
-
 def test_what_led_to_an_error_counts_unless_it_is_suppressed() -> None:
     for how, counts in (("from", True), ("handling", True), ("from none", False)):
-        error = raised(how=how)
+        first, error = torch.OutOfMemoryError("no text that names it"), RuntimeError("second")
+        error.__context__ = first
+        error.__cause__ = first if how == "from" else None
+        error.__suppress_context__ = how != "handling"
         assert is_out_of_memory(error) is is_out_of_gpu_memory(error) is counts, how
+
+
+@pytest.mark.gpu
+def test_the_drivers_text_is_recognised() -> None:
+    torch.cuda.init()
+    with pytest.raises(RuntimeError) as of_code:
+        torch.cuda.check_error(2)  # cudaErrorMemoryAllocation
+    with pytest.raises(torch.AcceleratorError) as of_call:
+        torch.empty(2**50, dtype=torch.uint8, pin_memory=True)  # a petabyte
+    for caught in (of_code, of_call):
+        assert says_out_of_memory(str(caught.value)) and is_out_of_memory(caught.value), caught
+    assert torch.ones(2, device="cuda").sum().item() == 2  # the context still works

@@ -99,17 +99,15 @@ def test_the_loss_chart_shows_training_validation_and_the_best_one() -> None:
     assert len(validation.get_xdata()) == 20 and best.get_xdata() == [2000]
 
 
-@pytest.mark.parametrize("usd", [[1, 1, 1], [1, 1, 2], [1, 2, 2], [0, 0, 0], [3, 1, 2]])
-def test_cost_that_does_not_rise_does_not_stop_a_chart(usd: list[float]) -> None:
-    found = [record | {"usd": spent} for record, spent in zip(records(30), usd, strict=True)]
-    assert plotted_losses(found).axes
+def test_cost_that_does_not_rise_does_not_stop_a_chart() -> None:
+    for usd in ([1, 1, 1], [1, 1, 2], [0, 0, 0], [3, 1, 2]):
+        found = [record | {"usd": spent} for record, spent in zip(records(30), usd, strict=True)]
+        assert plotted_losses(found).axes
 
 
 @pytest.mark.parametrize("prices", [
     [1e-5 * step for step in range(1, 13)],  # a short run on a cheap machine
     [0.05 + 1e-4 * step for step in range(12)],  # most was spent before the first report
-    [1e-3 * 4**step for step in range(12)],
-    [8.0 * step for step in range(1, 13)],
 ])
 def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices: list[float]) -> None:
     found = [record | {"usd": usd} for record, usd in zip(records(120), prices, strict=False)
@@ -160,25 +158,18 @@ def test_the_chart_of_step_times_names_the_slowest_step(
     assert max(drawn.axes[0].lines[0].get_ydata()) == 29
 
 
-def test_missing_numbers_and_missing_records_do_not_stop_a_chart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
-    draw_charts(tmp_path, [])
-    assert not list(tmp_path.iterdir())
-    found = records(300)
-    found[3]["train_loss"] = found[4]["grad_norm"] = found[5]["grad_norm_max"] = None
-    draw_charts(tmp_path, found)
-    assert (tmp_path / "grad-norm-chart.png").exists()
-
-
-def test_missing_fonts_cause_no_warning(
+def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     monkeypatch.setattr(font_manager, "get_font_names", list)
+    draw_charts(tmp_path, [])
+    assert not list(tmp_path.iterdir())
+    found = records(300)
+    found[3]["train_loss"] = found[4]["grad_norm"] = found[5]["grad_norm_max"] = None
     with caplog.at_level(logging.WARNING):
-        draw_charts(tmp_path, records(100))
+        draw_charts(tmp_path, found)
+    assert (tmp_path / "grad-norm-chart.png").exists()
     assert not caplog.records and not recwarn.list
 
 
@@ -206,21 +197,17 @@ def test_every_quantity_of_the_diagnostics_is_plotted() -> None:
     assert lines[0][0, 1] == 1.0 and lines[-1][0, 1] == 200.0  # the first and the last layer
 
 
-@pytest.mark.parametrize("values", [[None] * 12, [0.0] * 12, [-1.0] * 12, [1e100] * 12],
-                         ids=["null", "zero", "negative", "large"])
 def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(
-    tmp_path: Path, values: list, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
-    found = diagnosed(3)
-    for record in found:
-        record |= dict.fromkeys(BY_LAYER, values)
-    found[1]["layer_grad_norm"] = values
-    found[2] |= dict.fromkeys(SINGLE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing
+    warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing
+    for values in ([None] * 12, [0.0] * 12, [-1.0] * 12, [1e100] * 12):
+        found = [record | dict.fromkeys(BY_LAYER, values) for record in diagnosed(3)]
+        found[2] |= dict.fromkeys(SINGLE)
         draw_charts(tmp_path, found)
-    assert [path.name for path in tmp_path.iterdir()] == ["layers-chart.png"]
+        assert [path.name for path in tmp_path.iterdir()] == ["layers-chart.png"]
+        (tmp_path / "layers-chart.png").unlink()
 
 
 def test_diagnostics_of_another_depth_or_without_some_keys_are_left_out() -> None:

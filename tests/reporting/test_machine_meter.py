@@ -71,14 +71,6 @@ def test_without_gpus_only_the_host_is_read(
     assert meter.energy_kwh is None and meter.throttling() is None and meter.take_failure() == ""
 
 
-def test_readings_come_without_being_asked_for(meter: MachineMeter) -> None:
-    meter._seconds = 0.01
-    meter.start()
-    for _ in range(3):
-        meter._has_answered.clear()
-        assert meter._has_answered.wait(20)
-
-
 def test_a_driver_that_hangs_holds_nobody_up(
     meter: MachineMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,25 +92,22 @@ def test_a_driver_that_hangs_holds_nobody_up(
 def test_a_failure_is_told_once_and_readings_go_on(
     meter: MachineMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_host = machine_meter.read_host
-
-    def fail(_: Path) -> dict[str, float]:
+    def fail(_: str) -> None:
         raise OSError("Stale file handle")
 
-    monkeypatch.setattr(machine_meter, "read_host", fail)
-    meter.start()
-    meter.renew()
-    assert meter.take() == {} and meter.take_failure() == "OSError: Stale file handle"
-    meter.renew()
-    assert meter.take_failure() == ""
-    monkeypatch.setattr(machine_meter, "read_host", read_host)
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_meter.psutil, "disk_usage", fail)
+        meter.start()
+        meter.renew()
+        assert meter.take() == {} and meter.take_failure() == "OSError: Stale file handle"
+        meter.renew()
+        assert meter.take_failure() == ""
     meter.stop()
     assert ended() and HOST < set(meter.take())
 
 
 @pytest.mark.parametrize(("masks", "reason"), [
-    ((0, 0), None), ((0x1, 0x4), None), ((0, 0x20), "sw thermal slowdown"),
-    ((0x80, 0x68), "hw thermal slowdown"),
+    ((0x1, 0x4), None), ((0x80, 0x68), "hw thermal slowdown"),
 ])
 def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masks: tuple[int, int], reason: str | None
@@ -163,29 +152,11 @@ def test_power_is_integrated_where_there_is_no_counter(monotonic: FakeTime) -> N
     assert meter.add([GpuReading(power_w=100.0)]) == 0.0
     monotonic.seconds += 3600
     assert meter.add([GpuReading(power_w=300.0)]) == pytest.approx(0.2)
-    monotonic.seconds += 1800
+    for nothing in ([GpuReading()], []):  # a reading that fails loses no energy
+        monotonic.seconds += 900
+        assert meter.add(nothing) == pytest.approx(0.2)
     assert meter.add([GpuReading(power_w=300.0)]) == pytest.approx(0.35)
-
-
-@pytest.mark.parametrize(("first", "last"), [
-    (GpuReading(energy_joules=0.0), GpuReading(energy_joules=3.6e6)),
-    (GpuReading(power_w=500.0), GpuReading(power_w=500.0)),
-])
-def test_a_reading_that_fails_loses_no_energy(
-    monotonic: FakeTime, first: GpuReading, last: GpuReading
-) -> None:
-    meter = EnergyMeter(1)
-    meter.add([first])
-    for nothing in ([GpuReading()], []):
-        monotonic.seconds += 3600
-        assert meter.add(nothing) == 0.0
-    assert meter.add([last]) == pytest.approx(1.0)
-
-
-def test_energy_is_unknown_if_one_gpu_does_not_tell() -> None:
-    meter = EnergyMeter(2)
-    assert meter.add([]) is None
-    assert meter.add([GpuReading(power_w=1.0), GpuReading()]) is None
+    assert EnergyMeter(2).add([GpuReading(power_w=1.0), GpuReading()]) is None  # one tells nothing
 
 
 def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(
@@ -202,21 +173,16 @@ def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(
     assert gpu_uuids(process) == []
 
 
-@pytest.mark.parametrize("summary", ["", "[]", '{"energy_kwh": null}', '{"energy_kwh": "9"}',
-                                     '{"energy_kwh": -1}', '{"energy_kwh": 0.5}'])
+@pytest.mark.parametrize("summary", ["", '{"energy_kwh": null}', '{"energy_kwh": -1}',
+                                     '{"energy_kwh": 0.5}'])
 def test_earlier_energy_is_the_most_that_was_written(tmp_path: Path, summary: str) -> None:
     metrics, summary_path = tmp_path / "metrics.jsonl", tmp_path / "summary.json"
-
-    def energy() -> float:
-        return spent_before(read_metrics(metrics), summary_path)[2]
-
-    assert energy() == 0.0
     metrics.write_text('{"global_step": 1, "energy_kwh": 0.75}\n{"global_step": 2}\n'
                        '{"global_step": 3, "energy_kwh": 1e300}\n')
     summary_path.write_text(summary)
-    assert energy() == 0.75
+    assert spent_before(read_metrics(metrics), summary_path)[2] == 0.75
     summary_path.write_text('{"energy_kwh": 1.25}')
-    assert energy() == 1.25
+    assert spent_before(read_metrics(metrics), summary_path)[2] == 1.25
 
 
 def with_gpus(workplace: Workplace, *arguments: str) -> str:

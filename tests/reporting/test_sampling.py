@@ -84,22 +84,16 @@ def test_the_model_is_left_in_training_mode(tmp_path: Path) -> None:
     assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]
 
 
-@pytest.mark.parametrize(("prompts", "message"), [
-    ("def ", "sample_prompts"), ([], "sample_prompts"), ([1], "sample_prompts"),
-    (["a"] * 65, "sample_prompts"), (["a" * 20_000], "sample_prompts"),
-])
-def test_prompts_must_be_a_list_of_texts(
-    tmp_path: Path, prompts: object, message: str
+@pytest.mark.parametrize("prompts", ["def ", [], [1], ["a"] * 65, ["a" * 20_000], None])
+def test_prompts_must_be_a_list_of_texts_and_need_a_validation(
+    tmp_path: Path, prompts: object
 ) -> None:
-    values = {"dataset": "d", "microbatch_size": 1, "validation_interval": 1,
-              "validation_batches": 1, "sample_prompts": prompts}
+    values = {"dataset": "d", "microbatch_size": 1, "checkpoint_interval": 1}
     path = tmp_path / "train.json"
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(values | {"sample_prompts": ["a"]} if prompts is None else
+                               values | {"sample_prompts": prompts, "validation_interval": 1,
+                                         "validation_batches": 1}))
+    message = "continued at each validation, but there is none" if prompts is None else (
+        "sample_prompts")
     with pytest.raises(UserError, match=message):
-        load_config(path, TrainConfig)
-    path.write_text(json.dumps(values | {"sample_prompts": ["a", "b"]}))
-    assert load_config(path, TrainConfig).sample_prompts == ("a", "b")
-    path.write_text(json.dumps({"dataset": "d", "microbatch_size": 1, "checkpoint_interval": 1,
-                                "sample_prompts": ["a"]}))
-    with pytest.raises(UserError, match="continued at each validation, but there is none"):
         load_config(path, TrainConfig)

@@ -19,7 +19,7 @@ from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace, write_tokens
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatches, RunData, open_run_data, prefetch
+from tokens.batches import Microbatches, RunData, open_run_data, read_ahead
 from tokens.token_file import TokenFile
 from tokens.tokenizer import choose_tokenizer
 
@@ -52,7 +52,7 @@ def test_other_tokens_have_another_fingerprint(tmp_path: Path) -> None:
     assert found[0] == found[1] != found[2]
 
 
-def test_prefetch_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Path) -> None:
+def test_read_ahead_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t.safetensors", np.arange(41, dtype=np.uint16))
     data = microbatches(tmp_path / "t.safetensors")
     reads, second_read = [], threading.Event()
@@ -65,7 +65,7 @@ def test_prefetch_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Path)
         return original(start, stop)
 
     data.token_file.read = watched
-    batches = prefetch(data, [4, 0, 2], device=CPU)
+    batches = read_ahead(data, [4, 0, 2], device=CPU)
     first = next(batches)
     assert second_read.wait(timeout=10), "the second microbatch is not read while the first is used"
     found = [first, *batches]
@@ -80,7 +80,7 @@ def test_a_reading_error_reaches_the_caller(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t.safetensors", tokens)
     data = microbatches(tmp_path / "t.safetensors", vocab_size=999)
     with pytest.raises(UserError, match="token 20 has id 999, outside the model's vocabulary of"):
-        list(prefetch(data, [0, 1, 2], device=CPU))
+        list(read_ahead(data, [0, 1, 2], device=CPU))
 
 
 @pytest.mark.parametrize(("tensors", "message"), [
@@ -119,7 +119,7 @@ def test_the_last_validation_microbatch_may_be_smaller(workplace: Workplace) -> 
     workplace.add_dataset()  # 500 validation tokens: 31 sequences of 16 and a target
     data = opened(workplace, train=SEQUENCES | {"validation_sequences": 31}).validation
     assert len(data) == 5 and data.num_tokens == 31 * 16
-    shapes = [tuple(batch.token_ids.shape) for batch in prefetch(data, range(5), device=CPU)]
+    shapes = [tuple(batch.token_ids.shape) for batch in read_ahead(data, range(5), device=CPU)]
     assert shapes == [(7, 16)] * 4 + [(3, 16)]
     assert data[4].tolist() == data.token_file.read(28 * 16, 31 * 16 + 1).tolist()
 
@@ -198,5 +198,5 @@ def test_reading_a_file_of_20_gib_needs_little_memory(tmp_path: Path) -> None:
     os.truncate(path, 8 + len(header) + 2 * num_tokens)
     before, plan = private_bytes(), replace(PLAN, microbatch_size=12, context_length=1024)
     data = Microbatches(TokenFile(path), plan, start_token=0, vocab_size=50257)
-    assert sum(1 for _ in prefetch(data, range(0, len(data), len(data) // 200), device=CPU)) > 200
+    assert sum(1 for _ in read_ahead(data, range(0, len(data), len(data) // 200), device=CPU)) > 200
     assert private_bytes() - before < 100 * 2**20

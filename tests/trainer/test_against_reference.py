@@ -46,7 +46,7 @@ from tests.support.reference_loop import (
     learning_rate,
 )
 from tests.support.workplace import Workplace, read_lines, succeeded, write_tokens
-from tokens.batches import prefetch
+from tokens.batches import read_ahead
 from trainer.models import load_model
 from trainer.startup import PreparedRun, build_state, prepare_run
 
@@ -197,7 +197,7 @@ class Training:
         """Take global steps as ddp_train.py does; yield each one, its loss and gradient norm."""
         indices = itertools.islice(microbatch_indices(self.plan, 0, first_step=first),
                                    (STEPS - first) * self.plan.gradient_accumulation_steps)
-        microbatches = prefetch(self.prepared.data.train, indices, device=ONE_PROCESS.device)
+        microbatches = read_ahead(self.prepared.data.train, indices, device=ONE_PROCESS.device)
         for global_step in range(first, STEPS):
             rate = learning_rate_at(self.config, global_step, num_steps=self.plan.num_steps)
             with pytest.MonkeyPatch.context() as patch:

@@ -25,7 +25,6 @@ from optim import set_rates
 from processes.command_line import Options
 from processes.launch import Process
 from processes.run_lock import lock_run, release_run
-from processes.signals import DEADLINES
 from processes.startup_agreement import AgreedError, Agreement
 from reporting import charts
 from run_config import Run, load_run
@@ -35,9 +34,8 @@ from trainer import learning_rate_search
 from trainer.learning_rate_search import (
     CHART_NAME,
     RATES,
-    RangeTest,
-    result_lines,
     run_range_test,
+    suggest,
     suggested_rates,
 )
 from trainer.losses import build_training_state
@@ -69,40 +67,31 @@ def curve(rate: np.ndarray) -> np.ndarray:
     return fall + noise[np.searchsorted(RATES, rate)]
 
 
-def losses_of(curve: Callable[[np.ndarray], np.ndarray]) -> RangeTest:
-    return RangeTest(tuple(curve(RATES).tolist()))
-
-
-def take_test(losses: Iterator[float]) -> RangeTest:
+def run_test(losses: np.ndarray) -> list[float]:
     """Run a test on a step that has these losses."""
-    watchdog = SimpleNamespace(process=CPU, start_hang_detection=lambda _: None)
-    return run_range_test(lambda _: torch.tensor(next(losses)), watchdog, 1.0)
+    watchdog, remaining = SimpleNamespace(process=CPU, start_hang_detection=lambda _: None), iter(
+        losses.tolist())
+    return run_range_test(lambda _: torch.tensor(next(remaining)), watchdog, 1.0)
 
 
 def test_the_suggestion_follows_from_the_lowest_smoothed_loss() -> None:
-    assert losses_of(curve).suggestion() == pytest.approx(
-        learning_rate_search.FRACTION * 0.01, rel=0.3)
-
-
-@pytest.mark.parametrize("losses", [
-    lambda rates: 5 + 0.1 * np.random.default_rng(2).standard_normal(len(rates)),  # only noise
-    lambda rates: 5 + np.log10(rates / rates[0])])  # only rises
-def test_a_loss_that_never_falls_gives_no_suggestion(losses: Callable) -> None:
-    assert losses_of(losses).suggestion() is None
+    assert suggest(curve(RATES)) == pytest.approx(learning_rate_search.FRACTION * 0.01, rel=0.3)
+    assert suggest(5 + 0.1 * np.random.default_rng(2).standard_normal(len(RATES))) is None  # noise
+    assert suggest(5 + np.log10(RATES / RATES[0])) is None  # only rises
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_ends_the_test_and_does_not_count(
     one_process: None, loss: float
 ) -> None:
-    test = take_test(iter([*curve(RATES)[:250].tolist(), loss]))
-    assert test.losses == pytest.approx(curve(RATES)[:250].tolist())
+    losses = run_test(np.array([*curve(RATES)[:250], loss]))
+    assert losses == pytest.approx(curve(RATES)[:250].tolist())
 
 
 def test_a_single_high_loss_does_not_end_the_test(one_process: None) -> None:
     losses = np.full(len(RATES), 3.0)
     losses[100] = 20.0
-    assert len(take_test(iter(losses.tolist())).losses) == len(RATES)
+    assert len(run_test(losses)) == len(RATES)
 
 
 @pytest.mark.parametrize("options", [
@@ -120,9 +109,6 @@ def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(
     changed = replace(run, train=run.train.model_copy(update=rates))
     assert [group["lr"] for group in optimizer_of(changed).param_groups] == pytest.approx(tested)
     assert set(rates) >= {"learning_rate", *(key for key in options if key.endswith("_rate"))}
-    text = "\n".join(result_lines(run, losses_of(curve)))
-    assert all(f'"{key}": ' in text for key in rates)
-    assert ("keep their ratio" in text) == bool(options)
 
 
 def optimizer_of(run: Run) -> torch.optim.Optimizer:
@@ -132,21 +118,19 @@ def optimizer_of(run: Run) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def few_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces the rates by fewer, in another range."""
+    """Replaces the rates by fewer, in another range; charts are drawn bare."""
+    monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
     return lambda low, high, count=60: monkeypatch.setattr(
         learning_rate_search, "RATES", np.geomspace(low, high, count))
-
-
-@pytest.fixture(autouse=True)
-def bare_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
 
 
 def find(workplace: Workplace) -> None:
     """Run the test in this process."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir,
+                      find_learning_rate=True)
     try:
-        ddp_train.find_learning_rate(options_of(workplace), CPU, Agreement.in_one_process())
+        ddp_train.find_learning_rate(options, CPU, Agreement.in_one_process())
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -154,37 +138,19 @@ def find(workplace: Workplace) -> None:
             dist.destroy_process_group()
 
 
-def options_of(workplace: Workplace) -> Options:
-    return Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir,
-                   find_learning_rate=True)
+def change_config(run: Run, changes: dict) -> None:
+    values = json.loads(run.train_path.read_text())
+    run.train_path.write_text(json.dumps(values | changes))
 
 
 @pytest.mark.parametrize("train", [
-    {"precision": "fp32"}, {"precision": "fp16"}, {"precision": "bf16", "optimizer": "muon"}])
+    {"precision": "fp16"}, {"precision": "bf16", "optimizer": "muon"}])
 def test_a_rate_is_suggested_and_the_chart_is_the_only_new_file(
     tiny: Run, workplace: Workplace, few_rates: Callable, train: dict,
-    capsys: pytest.CaptureFixture
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    change_config(tiny, train)
-    before = contents(workplace.root)
-    few_rates(1e-4, 1)
-    find(workplace)
-    output = capsys.readouterr().out
-    rate = float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1])
-    assert 1e-4 < rate < 0.5
-    assert ("matrix_learning_rate" in output) == ("optimizer" in train)
-    after = contents(workplace.root)
-    chart, = after.keys() - before.keys()
-    assert chart.endswith(f"tiny/{CHART_NAME}") and chart in output
-    assert {path: digest for path, digest in after.items() if path != chart} == before
-    assert Image.open(chart).size[0] > 100
-
-
-def test_the_first_steps_use_the_runs_first_microbatches_and_its_initial_weights(
-    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    take = TrainingStep.take
+    """From the run's first microbatches and its initial weights."""
+    seen, take = [], TrainingStep.take
 
     def watched(step: TrainingStep, microbatches: Iterator, **options: float) -> object:
         microbatch = next(microbatches)
@@ -193,8 +159,20 @@ def test_the_first_steps_use_the_runs_first_microbatches_and_its_initial_weights
         return take(step, iter([microbatch]), **options)
 
     monkeypatch.setattr(TrainingStep, "take", watched)
+    change_config(tiny, train)
+    before = contents(workplace.root)
     few_rates(1e-4, 1)
     find(workplace)
+    output = capsys.readouterr().out
+    rate = float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1])
+    assert 1e-4 < rate < 0.5
+    assert ('"matrix_learning_rate": ' in output) == ("optimizer" in train) == (
+        "keep their ratio" in output)
+    after = contents(workplace.root)
+    chart, = after.keys() - before.keys()
+    assert chart.endswith(f"tiny/{CHART_NAME}") and chart in output
+    assert {path: digest for path, digest in after.items() if path != chart} == before
+    assert Image.open(chart).size[0] > 100
     assert [index for index, _, _ in seen] == list(range(len(seen)))
     assert [rate for _, rate, _ in seen] == pytest.approx(
         np.geomspace(1e-4, 1, 60)[: len(seen)].tolist())
@@ -203,14 +181,21 @@ def test_the_first_steps_use_the_runs_first_microbatches_and_its_initial_weights
 
 
 def test_training_that_diverges_ends_early_and_below_is_a_suggestion(
-    tiny: Run, workplace: Workplace, few_rates: Callable, capsys: pytest.CaptureFixture
+    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture
 ) -> None:
+    """Which a chart that cannot be written does not lose."""
+    def fail(path: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
     few_rates(1e-3, 1e4, 150)
-    find(workplace)
+    monkeypatch.setattr(charts, "draw_by_hand", fail)
+    with pytest.raises(UserError, match=f"{CHART_NAME}: cannot be written: No space") as error:
+        find(workplace)
+    assert error.value.status == DISK_FULL
     output = capsys.readouterr().out
     assert int(re.search(r"it diverged after (\d+) steps", output)[1]) < 150
     assert float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1]) < 1
-    assert contents(workplace.root).keys() >= {str(tiny.run_dir / CHART_NAME)}
 
 
 @pytest.mark.parametrize(("fault", "status", "message"), [
@@ -229,51 +214,23 @@ def test_a_test_without_a_result_writes_nothing(
     assert contents(workplace.root) == before
 
 
-def test_a_chart_that_cannot_be_written_does_not_lose_the_suggestion(
-    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(("too_short", "message"), [
+    (False, "another launch"), (True, "takes 300 steps, and the run has 299")])
+def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(
+    tiny: Run, workplace: Workplace, too_short: bool, message: str
 ) -> None:
-    def fail(path: Path, _: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    few_rates(1e-4, 1)
-    monkeypatch.setattr(charts, "draw_by_hand", fail)
-    with pytest.raises(UserError, match=f"{CHART_NAME}: cannot be written: No space") as error:
-        find(workplace)
-    assert error.value.status == DISK_FULL
-    assert "suggestion" in capsys.readouterr().out
-
-
-def change_config(run: Run, changes: dict) -> None:
-    values = json.loads(run.train_path.read_text())
-    run.train_path.write_text(json.dumps(values | changes))
-
-
-def refused(workplace: Workplace, *arguments: str, under_torchrun: bool = False) -> str:
-    """Check that the test is refused and changes no file; return its error line."""
+    if too_short:
+        change_config(tiny, {"min_train_tokens": 32 * (len(RATES) - 1)})
+    else:
+        lock_run(tiny.run_dir)
     before = contents(workplace.root)
-    result = run_in_process(*workplace.arguments("tiny", "--find-learning-rate", *arguments),
-                            under_torchrun=under_torchrun)
-    assert_refused(result)
-    assert contents(workplace.root) == before
-    return result.stderr
-
-
-def test_a_run_with_too_few_steps_is_refused(tiny: Run, workplace: Workplace) -> None:
-    change_config(tiny, {"min_train_tokens": 32 * (len(RATES) - 1)})
-    line = refused(workplace, under_torchrun=True)
-    assert "takes 300 steps, and the run has 299" in line and "train.json" in line
-
-
-def test_a_run_that_is_being_trained_is_refused(
-    tiny: Run, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock_run(tiny.run_dir)
-    monkeypatch.setenv(DEADLINES, '{"orphans": 0}')
     try:
-        assert "another launch" in refused(workplace)
+        result = run_in_process(*workplace.arguments("tiny", "--find-learning-rate"),
+                                under_torchrun=too_short)
     finally:
         release_run()
+    assert_refused(result)
+    assert message in result.stderr and contents(workplace.root) == before
 
 
 def test_two_processes_leave_a_trained_run_as_it_was(tiny: Run, workplace: Workplace) -> None:

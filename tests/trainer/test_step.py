@@ -160,7 +160,7 @@ def test_the_wait_for_a_microbatch_is_booked_as_waiting(
         finally:
             closed.append(True)
 
-    monkeypatch.setattr(ddp_train, "prefetch", slow)
+    monkeypatch.setattr(ddp_train, "read_ahead", slow)
     clock, prepared = PhaseClock(), SimpleNamespace(
         plan=None, first_step=0, data=SimpleNamespace(train=None))
     heartbeats: list[None] = []

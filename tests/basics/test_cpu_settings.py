@@ -1,4 +1,4 @@
-"""The limit for threads that spin: set before torch is imported, unless a person has chosen."""
+"""Threads that spin: limited before torch is imported, unless a person has chosen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from basics.spinning import CHOSEN_BY_USER, SPIN_COUNT, limit_spinning
+from basics.cpu_settings import CHOSEN_BY_USER, SPIN_COUNT, limit_spinning
 from lab.__main__ import main
 from processes.before_torch import check_before_torch
 
