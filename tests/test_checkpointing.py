@@ -323,7 +323,7 @@ def test_a_failure_after_the_manifest_costs_no_checkpoint(
     assert not writer.is_behind and writer.num_checkpoints == 2
     steps = [found.meta.global_step for found in list_checkpoints(tmp_path)]
     assert steps == ([1] if fault == "save.links:full" else [0, 1])
-    assert writer.take_failure() == {
+    assert writer.pop_failure() == {
         "save.links:full": "latest and best could not be renewed (No space left on device;"
                            " make room)",
         "save.prune:full": "older checkpoints could not be removed (No space left on device;"
@@ -333,7 +333,7 @@ def test_a_failure_after_the_manifest_costs_no_checkpoint(
     writer.save(state(2), describe(2))  # repairs it
     writer.wait()
     (kept,) = list_checkpoints(tmp_path)
-    assert os.readlink(tmp_path / "latest") == kept.name and not writer.take_failure()
+    assert os.readlink(tmp_path / "latest") == kept.name and not writer.pop_failure()
 
 
 def test_a_full_disk_is_reported_as_enospc(tmp_path: Path) -> None:

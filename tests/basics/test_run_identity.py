@@ -14,7 +14,8 @@ from processes.command_line import Options
 from run_config import Run, load_run
 from tests.support.checkpoints import describe, state
 from tests.support.workplace import Workplace
-from trainer.startup import PreparedRun, choose_checkpoint
+from trainer.resuming import choose_checkpoint
+from trainer.startup import PreparedRun
 
 A, B = Identity(name="aa"), Identity(name="bb")
 

@@ -13,19 +13,19 @@ import psutil
 import pytest
 
 from basics.errors import UserError
-from basics.failpoints import VARIABLE
 from reporting import tracker
 from reporting.metrics_file import remove_metrics_from
 from reporting.tracker import (
     STATE_NAME,
     TrackedRun,
-    TrackerProcess,
+    begin_tracking,
     check_tracker,
     send_records,
 )
 from reporting.tracker_backends import wandb_mode
 from run_config import Run
 from tests.support.network import environment_of_refusal
+from tests.support.runs import wait_for
 from tests.support.trackers import (
     Values,
     add_records,
@@ -34,6 +34,7 @@ from tests.support.trackers import (
     in_tensorboard,
     in_trackio,
     in_wandb,
+    started,
     track,
     tracked_run,
 )
@@ -70,12 +71,11 @@ class Launches:
     def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.recorder = run, Recorder()
         monkeypatch.setattr(tracker, "open_tracker", self.recorder.open)
-        monkeypatch.setattr("processes.beside.start_module", lambda *_: None)
 
     def resume(self, first_step: int) -> None:
         """Begin a launch, whose tracker does not come as far as to its first record."""
         remove_metrics_from(self.run.metrics_path, first_step)
-        TrackerProcess(self.run).start()
+        begin_tracking(self.run, starts_over=False)
 
     def send(self, *steps: Callable[[], None]) -> int:
         """Have the tracker work while this happens, one thing after another."""
@@ -198,8 +198,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
     add_records(run, 0, 1, 2, layer_grad_norm=[0.5, 0.25])
     assert track(run) == ""
     remove_metrics_from(run.metrics_path, 2)  # killed, and resumed after the second step
-    process = TrackerProcess(run)
-    process.start()
+    process = started(run)
     add_records(run, 2, 3)
     add_summary(run, 3)
     assert end(process) == ""
@@ -280,18 +279,19 @@ def test_a_tracker_that_fails_is_told_once(
 def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
     run: Run, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(TrackerProcess, "retry_seconds", 0.0)
-    monkeypatch.setenv(VARIABLE, "tracker:raise")
-    process = TrackerProcess(run)
-    process.start()
-    assert process.take_failure() == "RuntimeError: failpoint tracker" + REMEDY
-    assert process.take_failure() == ""  # the same again
-    monkeypatch.delenv(VARIABLE)
-    stand_in.write(log=f"open({str(tmp_path / 'steps')!r}, 'a').write(f'{{step}} ')")
-    assert process.take_failure() == ""  # starts it
+    steps = tmp_path / "steps"
+    monkeypatch.setattr("processes.beside.RETRY_SECONDS", 0.0)
+    stand_in.write(log=f"open({str(steps)!r}, 'a').write(f'{{step}} '); step == 1 or sys.exit(3)")
+    process = started(run)
+    wait_for(steps)
+    while not (failure := process.pop_failure()):
+        os.sched_yield()
+    assert failure == "SystemExit: 3" + REMEDY
+    stand_in.write(log=f"open({str(steps)!r}, 'a').write(f'{{step}} ')")
     add_records(run, 2)
-    assert end(process) == ""
-    assert (tmp_path / "steps").read_text() == "1 2 3 "
+    while not steps.read_text().endswith("1 2 3 "):
+        os.sched_yield()
+    assert end(process) == "" and steps.read_text().startswith("1 2 ")  # the same is told once
 
 
 @pytest.mark.parametrize("place", ["init", "log", "finish"])
@@ -300,8 +300,7 @@ def test_a_tracker_that_hangs_is_ended_at_the_limit_and_nothing_is_lost(
 ) -> None:
     pid = tmp_path / "pid"
     stand_in.write(**{place: f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"})
-    process = TrackerProcess(run)
-    process.start()
+    process = started(run)
     process.tell_end()
     failure = process.finish(lambda: 0.0 if pid.exists() and pid.read_text() else math.inf)
     assert failure.startswith("it was ended after ") and failure.endswith(REMEDY)
@@ -330,7 +329,6 @@ def test_a_tracker_whose_trainer_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_without_a_tracker_starts_nothing(workplace: Workplace) -> None:
     run = tracked_run(workplace, "none")
     assert track(run) == "" and check_tracker(run) == []
-    assert not (run.run_dir / STATE_NAME).exists()
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("trackio", None)], ids=["none", "a directory"])

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from basics.errors import UserError
 from benchmarks.reading import read, read_with, write_sparse_token_file
-from reporting.console import batch_arithmetic
+from reporting.run_log import batch_arithmetic
 from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace, write_tokens

@@ -130,16 +130,16 @@ def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(
     writer.save(trained, meta(1))
     writer.wait()
     assert writer.is_behind
-    assert writer.take_failure() == (
+    assert writer.pop_failure() == (
         "the checkpoint of step 2 could not be written (No space left on device; make room)")
-    assert writer.take_failure() == ""
+    assert writer.pop_failure() == ""
     load_checkpoint(find_checkpoint(tmp_path, "latest"), state())
     assert not named_as_checkpoints(tmp_path, partial=True)
     writer.retry()
-    assert writer.is_behind and writer.take_failure()
+    assert writer.is_behind and writer.pop_failure()
     monkeypatch.undo()
     writer.retry()
-    assert not writer.is_behind and not writer.take_failure()
+    assert not writer.is_behind and not writer.pop_failure()
     assert find_checkpoint(tmp_path, "latest").meta.global_step == 1 == writer.num_checkpoints - 1
 
 
@@ -159,7 +159,7 @@ def test_a_validation_is_added_once_its_checkpoint_is_whole(
     assert not saver.is_validated
     saver.add_validation(Validation(loss=0.25))
     saver.wait()
-    assert not saver.is_behind and not saver.take_failure()
+    assert not saver.is_behind and not saver.pop_failure()
     (kept,) = list_checkpoints(tmp_path)  # the earlier one is neither the newest nor the best
     assert (kept.meta.global_step, kept.loss) == (1, 0.25)
 
@@ -173,7 +173,7 @@ def test_a_validation_that_cannot_be_written_is_tried_again(
     monkeypatch.setattr(background_saver, "add_validation", full)
     saver.add_validation(Validation(loss=None))
     saver.wait()
-    assert saver.is_behind and saver.take_failure() == (
+    assert saver.is_behind and saver.pop_failure() == (
         "the validation loss of step 1 could not be written (No space left on device; make room)")
     monkeypatch.undo()
     saver.save(state(), meta(1))
