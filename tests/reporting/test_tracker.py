@@ -43,15 +43,16 @@ from tests.support.workplace import Workplace
 REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
 
 
-class Recorder:
-    """A tracker that keeps the steps that it is given."""
+class Launches:
+    """Launches of one run, with a tracker that keeps the steps that it gets over all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.status = run, ""
         self.steps: list[int] = []
         self.last_steps: list[int] = []  # that it had when it was opened
-        self.status = ""
+        monkeypatch.setattr(tracker, "open_tracker", self.open)
 
-    def open(self, run: Run, id: str, last_step: int, **_: object) -> Recorder:
+    def open(self, run: Run, id: str, last_step: int, **_: object) -> Launches:
         self.last_steps.append(last_step)
         return self
 
@@ -63,14 +64,6 @@ class Recorder:
 
     def finish(self, status: str, figures: dict[str, float]) -> None:
         self.status = status
-
-
-class Launches:
-    """Launches of one run, with a tracker that keeps what it has over all of them."""
-
-    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run, self.recorder = run, Recorder()
-        monkeypatch.setattr(tracker, "open_tracker", self.recorder.open)
 
     def resume(self, first_step: int) -> None:
         """Begin a launch, whose tracker does not come as far as to its first record."""
@@ -112,23 +105,15 @@ def test_each_record_is_passed_on_once_as_it_comes(launches: Launches) -> None:
         file.flush()
 
     def end_it() -> None:
-        assert launches.recorder.steps == [1, 2]
+        assert launches.steps == [1, 2]
         file.write('"train_loss": 1.0}\n')
         file.flush()
 
     add_summary(launches.run, 2)
     with launches.run.metrics_path.open("a") as file:
         assert launches.send(launches.add(0, 1), begin_a_record, end_it) == 3
-    assert launches.recorder.steps == [1, 2, 3] and launches.recorder.status == "finished"
+    assert launches.steps == [1, 2, 3] and launches.status == "finished"
     assert launches.sent == {"trackio": 3}
-
-
-def test_a_resumed_run_goes_on_where_the_tracker_was(launches: Launches) -> None:
-    launches.send(launches.add(0, 1))
-    add_records(launches.run, 2, 3)  # while the tracker was gone
-    launches.resume(4)
-    assert launches.send(launches.add(4)) == 3
-    assert launches.recorder.steps == [1, 2, 3, 4, 5] and launches.recorder.last_steps == [0, 2]
 
 
 def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) -> None:
@@ -137,8 +122,8 @@ def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) ->
     add_records(launches.run, 2, 3, 4)
     launches.resume(4)
     launches.send(launches.add(4, 5))
-    assert launches.recorder.steps == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert launches.recorder.last_steps == [0, 2] and launches.sent == {"trackio": 6}
+    assert launches.steps == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert launches.last_steps == [0, 2] and launches.sent == {"trackio": 6}
 
 
 def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(
@@ -148,7 +133,7 @@ def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(
         launches.send(*(launches.add(step) for step in range(3)), kill)
     assert launches.sent == {"trackio": 2}  # has the third one arrived?
     launches.send(launches.add(3))
-    assert launches.recorder.steps == [1, 2, 3, 3, 4]
+    assert launches.steps == [1, 2, 3, 3, 4]
 
 
 def test_the_id_stays_until_a_run_starts_over_or_the_state_is_damaged(tmp_path: Path) -> None:
@@ -212,14 +197,6 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
         assert (final["final/best_loss"], final["final/status"]) == (1.25, "finished")
     else:
         assert values["final/best_loss"] == [(4, 1.25)]
-
-
-def test_fresh_starts_a_new_tracked_run(offline: None, workplace: Workplace) -> None:
-    run = tracked_run(workplace, "tensorboard")
-    add_records(run, 0)
-    assert track(run) == track(run, starts_over=True) == ""
-    first, second = (run.run_dir / "tensorboard").iterdir()
-    assert in_tensorboard(first) == in_tensorboard(second)
 
 
 def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(
