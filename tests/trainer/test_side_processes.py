@@ -52,9 +52,10 @@ def run_after(workplace: Workplace, summary: dict, command: str | None, *, stop_
               process: Process = ONE_PROCESS, has_trained: bool = True,
               after_checkpoint: str | None = None) -> Run:
     """Run a command as after a launch that has left this summary."""
-    run_dir = workplace.add_run()
-    (run_dir / "summary.json").write_text(json.dumps(summary))
+    if not (workplace.runs_dir / "tiny").exists():
+        workplace.add_run()
     run = load_run(workplace.runs_dir, "tiny")
+    run.summary_path.write_text(json.dumps(summary))
     options = SimpleNamespace(when_done=command, after_checkpoint=after_checkpoint)
     prepared = SimpleNamespace(run=run, options=options, is_finished=not has_trained)
     run_when_done(prepared, process, stop_signal=stop_signal)
