@@ -54,6 +54,7 @@ class Reports:
         self._gpu = find_gpu(device_name(self.process))
         self.beside = SideProcesses(prepared, log=self.log, clock=clock, watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
+        watchdog.before_exit = self._before_exit
         self._reports_speed = self._warns_of_cudnn = True
         self._recompilations = Recompilations()
         self._has_ended = False  # the full summary is on disk
@@ -65,7 +66,6 @@ class Reports:
         Args:
             aside_dir: where checkpoints are now that the run does not go on from.
         """
-        self.watchdog.before_exit = self._before_exit
         resume_from, say = self.prepared.resume_from, self.log.say
         self.log.start(self.prepared.first_step)
         if aside_dir is not None:

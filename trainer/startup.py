@@ -136,14 +136,13 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     step = agreement.run
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
-    train = run.train
     step("run directory", lambda: check_run_dir(run))
     notices = step("tracker", lambda: check_tracker(run) if process.is_main else [])
-    dataset_dir = options.datasets_dir / train.dataset
+    dataset_dir = options.datasets_dir / run.train.dataset
     step("dataset directory",
          lambda: check_inside(dataset_dir, options.datasets_dir, "--datasets-dir"))
     with clock.phase(DOWNLOAD):
-        step("dataset", lambda: provide_dataset(dataset_dir, train.dataset)
+        step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
@@ -155,7 +154,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     if resume_from is not None:
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
-    if train.init_from and resume_from is None:  # later the other processes find it here too
+    if run.train.init_from and resume_from is None:  # later the other processes find it here too
         step("initial weights", lambda: process.is_main_of_node and initial_model(
             run, options.runs_dir, tokenizer_name=data.tokenizer_name))
     records: list[dict[str, Any]] = []
@@ -164,18 +163,19 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         records = step("records", lambda: read_metrics(run.metrics_path))
         *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))
         clock.count_lost(*spent)
-    warnings += [*unused_options(run.model, train), *notices, clock.set_price(train.usd_per_hour)]
+    warnings += [*unused_options(run.model, run.train), *notices,
+                 clock.set_price(run.train.usd_per_hour)]
     if not options.fresh:
         clock.count_lost(seconds_before())  # of launches that were killed
     count_by(clock.total_seconds)
     if resume_from is not None:
         warnings += resume_warnings(resume_from, run, records, data=data.fingerprints,
                                     num_steps=data.plan.num_steps)
-    prepared = PreparedRun(run, train, data, resume_from, options, summary_says_finished,
+    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
                            tuple(filter(None, warnings)), energy_kwh)
-    step("budget", lambda: check_budget(prepared, clock))
-    needs_disk = process.is_main and not prepared.is_trained
-    step("disk space", lambda: check_disk_space(run) if needs_disk else None)
+    if not prepared.is_trained:
+        step("budget", lambda: check_budget(run, clock))
+        step("disk space", lambda: check_disk_space(run) if process.is_main else None)
     return prepared
 
 
@@ -239,11 +239,11 @@ def check_disk_space(run: Run) -> None:
                         f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
 
 
-def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:
-    """Refuse to continue a run that has spent its budget."""
-    seconds_left, spent = nearest_limit(prepared.run.train, clock)
-    if not prepared.is_trained and seconds_left <= 0:
-        raise UserError(f"{prepared.run.train_path}: {spent}; raise it to go on")
+def check_budget(run: Run, clock: PhaseClock) -> None:
+    """Refuse to continue a run that has spent its budget. Raises: UserError."""
+    seconds_left, spent = nearest_limit(run.train, clock)
+    if seconds_left <= 0:
+        raise UserError(f"{run.train_path}: {spent}; raise it to go on")
 
 
 def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:

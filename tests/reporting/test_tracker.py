@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -262,12 +263,12 @@ def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
     process = started(run)
     wait_for(steps)
     while not (failure := process.pop_failure()):
-        os.sched_yield()
+        time.sleep(0.05)
     assert failure == "SystemExit: 3" + REMEDY
     stand_in.write(log=f"open({str(steps)!r}, 'a').write(f'{{step}} ')")
     add_records(run, 2)
     while not steps.read_text().endswith("1 2 3 "):
-        os.sched_yield()
+        time.sleep(0.05)
     assert end(process) == "" and steps.read_text().startswith("1 2 ")  # the same is told once
 
 
@@ -291,7 +292,7 @@ def test_a_tracker_that_takes_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -
     said: list[str] = []
     with tracker._warning_if_slow(said.append):
         while not said:
-            os.sched_yield()
+            time.sleep(0.05)
     assert said == ["it has taken no records for 0 minutes"]
 
 

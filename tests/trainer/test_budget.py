@@ -54,10 +54,10 @@ def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
 def test_a_run_that_has_spent_its_budget_does_not_go_on(now: FakeTime) -> None:
     clock = clock_with(now, training=1800)
     clock.resume({"training": 1800}, {})
+    check_budget(SimpleNamespace(train=train_config(max_hours=1.1)), clock)
     run = SimpleNamespace(train=train_config(max_hours=1.0), train_path="train.json")
-    check_budget(SimpleNamespace(run=run, is_trained=True), clock)
     with pytest.raises(UserError, match="train.json: max_hours is 1, .* has taken 1; raise it"):
-        check_budget(SimpleNamespace(run=run, is_trained=False), clock)
+        check_budget(run, clock)
 
 
 class Simulated(Stop):
