@@ -130,8 +130,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
                 agreement: Agreement) -> PreparedRun:
     """Check everything that can be checked before the first collective. Every rank.
 
-    Raises:
-        UserError: on every rank, whichever found it.
+    Raises: UserError: on every rank, whichever found it.
     """
     step = agreement.run
     run = step("configs",
