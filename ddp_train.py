@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from basics.checkpoint_files import Identity
 from basics.cpu_settings import keep_freed_memory
 from basics.errors import drop_unwritable_output
 from basics.failpoints import failpoint
@@ -40,20 +41,16 @@ from trainer.background_saver import BackgroundSaver
 from trainer.compilation import compiled_code_of_run
 from trainer.diagnostics import NO_PROBE, Probe
 from trainer.launcher import launch
-from trainer.learning_rate_search import (
-    prepare_range_test,
-    report_range_test,
-    run_range_test,
-)
+from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
 from trainer.losses import Losses, validate
 from trainer.microbatch_search import check_search, search
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
 from trainer.precision import autocast
 from trainer.prefetch import compile_step
 from trainer.reports import Reports
-from trainer.startup import PreparedRun, build_state, prepare_run
+from trainer.side_processes import run_when_done
+from trainer.startup import PreparedRun, build_state, open_run_dir, prepare_run
 from trainer.stopping import Stop
-from trainer.user_commands import run_when_done
 
 
 def main() -> None:
@@ -125,12 +122,12 @@ def find_learning_rate(options: Options, process: Process, agreement: Agreement)
         with process_group(process, agreement.connect("group"), prepared.train):
             step = TrainingStep(state, prepared.train, process)
             microbatches = read_microbatches(prepared, watchdog, clock)
+            num_microbatches = prepared.plan.gradient_accumulation_steps
             losses = run_range_test(lambda rate: step.take(
-                microbatches, num_microbatches=prepared.plan.gradient_accumulation_steps,
-                learning_rate=rate)[0],
+                microbatches, num_microbatches=num_microbatches, learning_rate=rate)[0],
                 watchdog, prepared.train.hang_timeout_seconds)
             microbatches.close()
-            step.unwrap()
+            del step.parallel_loss  # its threads must be gone before its process group
     report_range_test(prepared.run, losses, process)
 
 
@@ -251,26 +248,19 @@ class TrainingStep:
         optimizer.zero_grad(set_to_none=not accumulates)
         return step_loss, grad_norm
 
-    def unwrap(self) -> None:
-        """Drop DDP, whose threads must be gone before its process group; no step follows."""
-        del self.parallel_loss
-
 
 class Trainer:
-    """One process's part in the training of a run.
+    """One process's part in the training of a run; `group` is of gloo, for waits of any length."""
 
-    Args:
-        group: a gloo group of all processes, for waits longer than a collective's timeout.
-    """
+    identity: Identity  # of what rank 0 saves; set by `begin`
 
     def __init__(self, prepared: PreparedRun, state: TrainingState, watchdog: Watchdog, *,
                  clock: PhaseClock, group: dist.ProcessGroup) -> None:
-        self.prepared, self.run, self.config = prepared, prepared.run, prepared.train
-        self.plan, self.data, self.state = prepared.plan, prepared.data, state
-        self.watchdog, self.process, self.clock = watchdog, watchdog.process, clock
-        self.group, resumed = group, prepared.resume_from
+        self.prepared, self.config, self.data = prepared, prepared.train, prepared.data
+        self.plan, self.state, self.clock, self.group = prepared.plan, state, clock, group
+        self.watchdog, self.process, resumed = watchdog, watchdog.process, prepared.resume_from
         self.saver = BackgroundSaver(
-            self.run.checkpoints_dir, keep=self.config.keep_checkpoints, newest=resumed,
+            prepared.run.checkpoints_dir, keep=self.config.keep_checkpoints, newest=resumed,
             protected=[resumed.name] if resumed else [], heartbeat=watchdog.heartbeat)
         self.reports = Reports(prepared, clock=clock, watchdog=watchdog, saver=self.saver)
         self.stop = Stop(prepared, clock=clock, watchdog=watchdog, group=group, saver=self.saver)
@@ -279,6 +269,7 @@ class Trainer:
         """Train to the end of the run, or of this launch; return the last step. Every rank."""
         self.begin(agreement)
         microbatches = read_microbatches(self.prepared, self.watchdog, self.clock)
+        losses = self.reports.window
         global_step = self.prepared.first_step - 1
         ends = self.stop.is_over
         while not ends:
@@ -289,37 +280,46 @@ class Trainer:
             loss, grad_norm = self.step.take(
                 microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
                 learning_rate=learning_rate, probe=self.reports.diagnostics.probe(global_step))
-            self.reports.add(loss, grad_norm)
+            losses.add(loss, grad_norm)
+            self.reports.log.step()
             if global_step == self.prepared.first_step:
                 self.reports.after_first_step(loss)
-            ends = self.stop.after(global_step, is_report_due=self.reports.is_due)
+            ends = self.stop.after(global_step, is_report_due=losses.is_full)
             saves = ends or self.stop.is_save_due(global_step)
-            if saves or self.reports.is_due:
+            if saves or losses.is_full:
                 self.reports.write(global_step, learning_rate, waits=saves)
             if saves:
                 self.save_and_validate(global_step)
                 ends = self.stop.is_asked() or ends  # perhaps during the validation
         microbatches.close()
-        self.step.unwrap()
+        del self.step.parallel_loss  # its threads must be gone before its process group
         return global_step
-
-    def end(self, global_step: int) -> None:
-        """Write the summary, and wait for what works beside training. Rank 0, without the group."""
-        is_due = self.stop.is_validation_due(global_step)
-        self.reports.end(global_step, stop_reason=self.stop.reason,
-                         lacks_validation=is_due and not self.saver.is_validated)
 
     def begin(self, agreement: Agreement) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
-        self.reports.begin(self.state.model.num_parameters())
+        aside_dir = None
+        if self.process.is_main:
+            self.identity, aside_dir = open_run_dir(self.prepared)
+        self.reports.begin(self.state.model.num_parameters(), aside_dir)
         agreement.record_training_began(self.prepared.first_step)
-        with compiled_code_of_run(self.run.run_dir, self.config, self.process):
+        with compiled_code_of_run(self.prepared.run.run_dir, self.config, self.process):
             self.step = TrainingStep(self.state, self.config, self.process)
         self.reports.report_step(self.step.losses, self.step.sharing)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)
             self.wait_for_all()
+
+    def end(self, global_step: int) -> None:
+        """Write what is left; wait for what works beside training. Rank 0, without the group."""
+        if self.prepared.is_trained:  # an earlier launch was killed before it came to this
+            self.saver.tidy()
+            self.reports.draw_charts()
+        with self.clock.phase(CHECKPOINT):
+            self.saver.retry()
+        is_due = self.stop.is_validation_due(global_step)
+        self.reports.end(global_step, stop_reason=self.stop.reason,
+                         lacks_validation=is_due and not self.saver.is_validated)
 
     def save_and_validate(self, global_step: int) -> None:
         """Let rank 0 save, validate and start to draw while the other ranks wait. Every rank."""
@@ -340,36 +340,30 @@ class Trainer:
 
     def save(self, global_step: int) -> None:
         """Copy the training state; a background thread writes it. Rank 0."""
-        train_loss = finite_or_none(self.reports.window.take_loss_since_checkpoint())
+        data = self.data
+        train_loss = finite_or_none(self.reports.window.pop_loss_since_checkpoint())
+        decides_best = not self.config.validates and self.stop.is_save_due(global_step)
         with self.clock.phase(CHECKPOINT):
             self.saver.save(self.state, CheckpointMeta(
-                identity=self.reports.identity.name, global_step=global_step,
+                identity=self.identity.name, global_step=global_step,
                 tokens=(global_step + 1) * self.plan.tokens_per_step,
-                loss=train_loss if self.stop.counts_train_loss(global_step) else None,
-                train_loss=train_loss,
+                loss=train_loss if decides_best else None, train_loss=train_loss,
                 seconds=self.clock.read(), usd=self.clock.usd(),
                 optimizer=self.config.optimizer, code=self.reports.code,
-                tokenizer=self.data.tokenizer_name, tokenizer_file=self.data.tokenizer_file,
-                loss_scale=self.state.loss_scale(),
-                model=self.run.model, random_seed=self.config.random_seed,
-                data=self.data.fingerprints,
-            ))
+                tokenizer=data.tokenizer_name, tokenizer_file=data.tokenizer_file,
+                loss_scale=self.state.loss_scale(), model=self.prepared.run.model,
+                random_seed=self.config.random_seed, data=data.fingerprints))
         self.reports.warn_of_failed_write()
 
     def validate(self, global_step: int) -> None:
-        """Measure the validation loss, on rank 0 or on all ranks; rank 0 records it.
-
-        A collective if `validate_on` is `all`: every rank.
-        """
+        """Measure the validation loss, on rank 0 or, a collective, on all; rank 0 records it."""
         on_all = self.config.validate_on == "all"
         if not (self.process.is_main or on_all):
             return
         with self.clock.phase(VALIDATION) as phase:
             loss = validate(self.step.losses, self.data.validation, self.watchdog, shares=on_all)
         if loss is not None and self.process.is_main:
-            self.reports.console.report_validation(
-                global_step, loss, phase.seconds, bytes_per_token=self.data.bytes_per_token)
-            self.reports.write_samples(global_step)  # before: after a kill both are repeated
+            self.reports.report_validation(global_step, loss, phase.seconds)
             self.saver.add_validation(Validation(
                 loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()))
 

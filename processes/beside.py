@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -14,18 +13,22 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from queue import Full, Queue
+from typing import Any
 
 from basics.errors import describe, one_line
 from basics.failpoints import failpoint
 from processes.signals import end_with_parent
 
 PROJECT_DIR = Path(__file__).resolve().parents[1]
-LOWEST, NORMAL = 19, 0  # priorities, as `nice` counts
+RETRY_SECONDS = 600.0  # from the end of a process that should last to its next start
 POLL_SECONDS = 0.2
 TOLD = 1  # exit status of a process that has said why
+LOWEST = ["nice", "-n", "19"]  # priority
 # What torchrun and a launch tell their own processes: another launch would take it for its own.
 PRIVATE = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -35,137 +38,122 @@ FEW_RESOURCES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_N
 
 
 class Beside:
-    """Runs one process at a time. Any thread may ask for another one; the newest request wins.
+    """Runs one process at a time, in a thread: training never waits for its start or its end.
 
     What it writes to standard error is for the user, and how it ended if it failed otherwise.
 
     Args:
-        name: of the failpoint at its start.
-        module: that calls `serve`; Linux ends the process with this one, however that ends.
-        heartbeat: called while it is waited for.
-        advice: follows what is said of its end.
+        name: of the failpoint where it is asked for.
+        launch: starts the process, in the thread; None if there is nothing to run.
+        advice: follows what is told of it.
+        lasts: it should work until `tell_end`, and is started again a while after any other end.
+        grace_seconds: from SIGTERM to SIGKILL.
     """
 
-    grace_seconds = 0.0  # from SIGTERM to SIGKILL
-    retry_seconds = math.inf  # from an end that was not asked for to the next start
-
-    def __init__(self, name: str, module: str, run_dir: Path, *,
-                 heartbeat: Callable[[], None] = lambda: None, advice: str = "") -> None:
-        self._name, self._module, self._run_dir = name, module, run_dir
-        self._heartbeat, self._advice = heartbeat, advice
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start_at, self._niceness = math.inf, LOWEST
-        self._said = self._failure = ""  # what it has said, and how it failed: not told yet
+    def __init__(self, name: str, launch: Callable[[], subprocess.Popen[Any]] | None, *,
+                 advice: str = "", lasts: bool = False, grace_seconds: float = 0.0) -> None:
+        self._name, self._launch, self._advice = name, launch, advice
+        self._lasts, self._grace_seconds = lasts, grace_seconds
+        self._requests: Queue[None] = Queue(maxsize=1)  # one while another one is worked on
+        self._process: subprocess.Popen[Any] | None = None
+        self._nothing_more, self._was_ended = threading.Event(), False
+        self._notes: deque[str] = deque()
+        self._failure = self._told = ""
+        # It lives as long as this process: Linux ends a process with the thread that started it.
+        threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def start(self) -> None:
-        """Start the process; if one runs, another one as soon as it is seen to have ended."""
-        with self._lock:
-            self._start_at = 0.0
-            self._go_on()
+        """Start the process; if one runs, another one when it has ended. Any thread."""
+        if self._launch is not None:
+            try:
+                failpoint(self._name)
+                self._requests.put_nowait(None)
+            except Full:
+                pass  # the one that waits is enough
+            except Exception as error:  # it must not end training
+                self._failure = describe(error)
 
-    def take_failure(self) -> str:
-        """Return what was said, and what failed, since the last call; empty if all is well."""
-        with self._lock:
-            self._go_on()
-            said = _joined(self._said, self._failure)
-            self._said = self._failure = ""
-            return said
+    def pop_failure(self) -> str:
+        """Return what was said and failed since the last call; empty if all is well.
 
-    def hurry(self) -> None:
-        """Begin what is not done yet again, with normal priority: no training is slowed down."""
-        with self._lock:
-            self._niceness = NORMAL
-            if self._process is not None and self._process.poll() is None:
-                self._end(self._process)
-                self._start_at = 0.0
+        What should last does not tell the same again.
+        """
+        notes = [self._notes.popleft() for _ in range(len(self._notes))]
+        failure, self._failure = self._failure, ""
+        text = "; ".join(filter(None, (*notes, failure)))
+        if not text or self._lasts and text == self._told:
+            return ""
+        self._told = text
+        return text + self._advice
 
     def tell_end(self) -> None:
-        """Tell the process on standard input that nothing more comes, and start no other one."""
-        self.retry_seconds = self._start_at = math.inf
+        """Tell the process on standard input that nothing more comes."""
+        self._nothing_more.set()
         if self._process is not None:
-            with suppress(OSError):
-                self._process.stdin.write(b"end\n")  # type: ignore[union-attr]
+            self._write_end(self._process)
 
-    def finish(self, until: Callable[[], float]) -> str:
-        """Wait until nothing runs or is due; return what `take_failure` does.
+    def finish(self, until: Callable[[], float], *,
+               heartbeat: Callable[[], None] = lambda: None) -> str:
+        """Wait until nothing runs or is due; return what `pop_failure` does.
 
         Args:
             until: returns when it is ended, by `time.monotonic`; that may change meanwhile.
+            heartbeat: called while it waits.
         """
         began = time.monotonic()
-        while True:
-            with self._lock:
-                self._go_on()
-                if self._process is None:
-                    break
-                if time.monotonic() >= until():
-                    self._end(self._process)
-                    return f"it was ended after {time.monotonic() - began:.0f} s{self._advice}"
-            self._heartbeat()
+        while self._requests.unfinished_tasks:
+            if time.monotonic() >= until():
+                self._was_ended = True
+                if self._process is not None:
+                    end_group(self._process, self._grace_seconds)
+                return f"it was ended after {time.monotonic() - began:.0f} s{self._advice}"
+            heartbeat()
             time.sleep(POLL_SECONDS)
-        return self.take_failure()
+        return self.pop_failure()
 
-    def _go_on(self) -> None:
-        """Note what the process says, and its end; start it if that is due."""
-        if self._process is not None:
-            status = self._process.poll()  # before the last words are read
-            self._said = _joined(self._said, self._words(self._process))
-            if status == 0:
-                self._failure = ""  # what failed before is done now
-            if status is not None:
-                has_told = status == TOLD and self._process.stderr
-                if (status or self.retry_seconds < math.inf) and not has_told:
-                    end = f"ended with status {status}" if status >= 0 else (
-                        f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
-                    self._failure = _joined(self._failure, end + self._advice)
-                self._forget(self._process)
-        if self._process is None and time.monotonic() >= self._start_at:
-            self._start_at = math.inf
-            try:
-                failpoint(self._name)
-                self._process = self._launch()
-            except Exception as error:  # it must not end training
-                self._failure = _joined(self._failure, f"{describe(error)}{self._advice}")
-                self._start_at = time.monotonic() + self.retry_seconds
+    def _work(self) -> None:
+        while True:
+            self._requests.get()
+            self._failure = self._run()
+            while self._lasts and not self._nothing_more.wait(RETRY_SECONDS):
+                self._failure = self._run()
+            self._requests.task_done()
 
-    def _launch(self) -> subprocess.Popen[bytes]:
-        return start_module(self._module, self._run_dir, self._niceness)
+    def _run(self) -> str:
+        """Run the process to its end; return how it failed, "" if it did not or has said so."""
+        if self._launch is None or self._was_ended:
+            return ""
+        num_notes = len(self._notes)
+        try:
+            with self._launch() as process:
+                self._process = process
+                if self._nothing_more.is_set():
+                    self._write_end(process)
+                for line in process.stderr or ():
+                    self._notes.append(one_line(line.decode(errors="replace").rstrip("\n")))
+        except Exception as error:  # it must not end training
+            return describe(error)
+        status = process.returncode
+        if status == 0 or status == TOLD and len(self._notes) > num_notes:
+            return ""
+        return f"ended with status {status}" if status > 0 else (
+            f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
 
-    def _words(self, process: subprocess.Popen[bytes]) -> str:
-        """Return what the process has written; the pipe does not block, others may hold it open."""
-        text = (process.stderr.read() if process.stderr else b"") or b""
-        return one_line(text.decode(errors="replace").strip().replace("\n", "; "))
-
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        end_group(process, self.grace_seconds)
-        self._forget(process)
-        self._start_at = math.inf
-
-    def _forget(self, process: subprocess.Popen[bytes]) -> None:
-        for pipe in filter(None, (process.stdin, process.stderr)):
-            pipe.close()
-        self._process = None
-        self._start_at = min(self._start_at, time.monotonic() + self.retry_seconds)
+    def _write_end(self, process: subprocess.Popen[Any]) -> None:
+        with suppress(OSError, ValueError):  # it has ended
+            process.stdin.write(b"end\n")  # type: ignore[union-attr]
 
 
-def _joined(before: str, more: str) -> str:
-    return before if more in before else "; ".join(filter(None, (before, more)))
-
-
-def start_module(module: str, run_dir: Path, niceness: int) -> subprocess.Popen[bytes]:
+def start_module(module: str, run_dir: Path) -> subprocess.Popen[bytes]:
     """Start a module of this project; it inherits no files, so no lock of the run.
 
     A process group of its own: Ctrl-C does not reach it. No session of its own: Linux may share
     the cores out by sessions, and a priority counts inside one.
     """
-    process = subprocess.Popen(
-        ["nice", "-n", str(niceness), sys.executable, "-m", module, str(run_dir.absolute()),
-         str(os.getpid())],
+    return subprocess.Popen(
+        [*LOWEST, sys.executable, "-m", module, str(run_dir.absolute()), str(os.getpid())],
         cwd=PROJECT_DIR, env=environment() | FEW_RESOURCES, process_group=0, bufsize=0,
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    os.set_blocking(process.stderr.fileno(), False)  # type: ignore[union-attr]
-    return process
 
 
 def environment() -> dict[str, str]:
@@ -173,7 +161,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not PRIVATE.fullmatch(name)}
 
 
-def end_group(process: subprocess.Popen, grace_seconds: float) -> None:
+def end_group(process: subprocess.Popen[Any], grace_seconds: float) -> None:
     """End a process and what it has started: SIGTERM, after the grace SIGKILL."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

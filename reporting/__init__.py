@@ -1,1 +1,1 @@
-"""What a run reports: console, metrics, summary, charts, samples, time and cost."""
+"""What a run reports: log, metrics, summary, charts, samples, time and cost."""

@@ -1,8 +1,9 @@
-"""Seconds and dollars of a run by phase."""
+"""Seconds and dollars of a run by phase, and what is left of its budget."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from basics.machine import seconds_since_process_start
+from run_config import TrainConfig
 
 STARTUP, DOWNLOAD, COMPILE, TRAINING = "startup", "download", "compile", "training"
 WAITING, VALIDATION, CHECKPOINT, CHART = "waiting", "validation", "checkpoint", "chart"
@@ -154,3 +156,21 @@ class PhaseClock:
             for phase, seconds in json.loads(os.environ.get(SPENT_VARIABLE, "{}")).items():
                 self._spent[phase] += seconds
                 self._began -= seconds
+
+
+def nearest_limit(train: TrainConfig, clock: PhaseClock) -> tuple[float, str]:
+    """Return the seconds until `max_hours` or `max_cost_usd` is reached, and how much is spent.
+
+    They are of all launches of a run. Below 0 after the limit; inf without any.
+    """
+    limits = [(math.inf, "")]
+    if train.max_hours is not None:
+        hours = sum(clock.read().values()) / 3600
+        limits.append(((train.max_hours - hours) * 3600,
+                       f"max_hours is {train.max_hours:g}, and the run has taken {hours:.3g}"))
+    if train.max_cost_usd is not None:
+        spent = sum(clock.usd().values())
+        limits.append(((train.max_cost_usd - spent) * 3600 / clock.usd_per_hour,  # type: ignore[operator]
+                       f"max_cost_usd is {train.max_cost_usd:g}, and the run has spent"
+                       f" {spent:.3g}"))
+    return min(limits)

@@ -6,7 +6,6 @@ On a GPU a window is read when the next one is full: the device never waits for 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,7 @@ from basics.device_time import Moment
 from reporting.clock import PhaseClock
 
 REPORT_INTERVAL = 10  # global steps between two reports of the losses
-LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread until `take` is told to wait
+LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread until `close` is told to wait
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,6 @@ class ClosedWindow:
     moments: tuple[Moment, ...]
     ended: Moment
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Wait for the values; return the losses and the gradient norms, (n,) each."""
-        self.ended.wait()
-        losses, grad_norms = self.values
-        return losses, grad_norms
-
     def steps_per_second(self) -> float | None:
         """Return the speed on the device; None if no step was timed: the first one compiles."""
         timed_steps = len(self.moments) - 1
@@ -78,15 +71,15 @@ class LossWindow:
     """Losses and gradient norms since the last report, kept on the device until then.
 
     Attributes:
-        longest_skipped: the longest run of steps with a non-finite gradient that ended in the
-            window read last or still goes on; it is counted across reports.
+        longest_skipped: the longest run of steps with a non-finite gradient that ended in a window
+            read last or still goes on; it is counted across reports.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lag = device, LAG[device.type]
         self._values = torch.zeros(2, REPORT_INTERVAL, device=device)
         self._filled = 0
-        self._closed: deque[ClosedWindow] = deque()
+        self._closed: list[ClosedWindow] = []
         self.restart_timing()
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
         self._skipped_in_a_row = self.longest_skipped = 0
@@ -107,13 +100,18 @@ class LossWindow:
         """Whether a report is due."""
         return self._filled == REPORT_INTERVAL
 
-    def close(self, global_step: int, learning_rate: float, clock: PhaseClock) -> None:
+    def close(self, global_step: int, learning_rate: float, clock: PhaseClock, *,
+              waits: bool) -> list[tuple[ClosedWindow, WindowSummary]]:
         """Average the losses over all processes, send them to the host, and empty the window.
 
         A collective: every rank.
 
         Args:
             global_step: the last one in the window.
+            waits: also read windows that the device may not have finished yet.
+
+        Returns:
+            The windows that are read now, the oldest first.
         """
         values = self._values[:, : self._filled].clone()
         dist.all_reduce(values[0])  # gloo cannot average
@@ -124,27 +122,22 @@ class LossWindow:
             global_step, learning_rate, on_host, clock.read(), clock.usd(),
             moments=tuple(self._moments), ended=ended))
         self._moments, self._filled = [ended], 0
+        num_read = len(self._closed) - (0 if waits else self._lag)
+        read, self._closed = self._closed[:num_read], self._closed[num_read:]
+        self.longest_skipped = 0
+        return [(window, self._summarise(window)) for window in read]
 
-    def take(self, *, waits: bool) -> list[ClosedWindow]:
-        """Return the closed windows that are to be read now, the oldest first.
-
-        Args:
-            waits: also those that the device may not have finished yet.
-        """
-        lag = 0 if waits else self._lag
-        return [self._closed.popleft() for _ in range(len(self._closed) - lag)]
-
-    def summarise(self, window: ClosedWindow) -> WindowSummary:
-        """Average over a window; each window once, in order.
+    def _summarise(self, window: ClosedWindow) -> WindowSummary:
+        """Wait for a window's values and average them.
 
         Skipped steps are left out; if all were skipped, the averages are NaN.
         """
-        losses, grad_norms = window.read()
-        self.longest_skipped = 0
-        for is_finite in grad_norms.isfinite().tolist():
+        window.ended.wait()
+        losses, grad_norms = window.values
+        taken = grad_norms.isfinite()
+        for is_finite in taken.tolist():
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
-        taken = grad_norms.isfinite()
         rest: list[Any] = [len(losses) - int(taken.sum()), *window.slowest_step()]
         losses, grad_norms = losses[taken], grad_norms[taken]
         if not len(losses):
@@ -154,7 +147,7 @@ class LossWindow:
         numbers = [losses.mean(), losses.min(), losses.max(), grad_norms.mean(), grad_norms.max()]
         return WindowSummary(*torch.stack(numbers).tolist(), *rest)
 
-    def take_loss_since_checkpoint(self) -> float:
+    def pop_loss_since_checkpoint(self) -> float:
         """Return the mean loss of the steps reported since the last call, NaN if none. Rank 0."""
         mean = self._loss_sum_since_checkpoint / (self._steps_since_checkpoint or math.nan)
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0

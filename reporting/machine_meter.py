@@ -52,11 +52,11 @@ class MachineMeter:
         # A daemon: at the end nobody waits for a driver that does not answer.
         threading.Thread(target=self._work, name="machine meter", daemon=True).start()
 
-    def take(self) -> dict[str, Any]:
+    def pop_reading(self) -> dict[str, Any]:
         """Return the last reading as keys of a record, once; empty if there is no new one."""
         return self._unrecorded.pop() if self._unrecorded else {}
 
-    def take_failure(self) -> str:
+    def pop_failure(self) -> str:
         """Return why a reading failed, once, the first time; else ""."""
         failure, self._failure = self._failure, self._failure and ""
         return failure or ""

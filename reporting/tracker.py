@@ -20,9 +20,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from basics.errors import UserError, describe, visible
+from basics.errors import UserError, visible
 from basics.failpoints import failpoint
 from basics.files import read_regular_file, write_atomically
+from processes import beside
 from processes.beside import Beside, serve
 from reporting.metric_names import final_figures, metrics_of, shown_step
 from reporting.metrics_file import read_metrics, valid_records
@@ -59,43 +60,26 @@ class TrackedRun(BaseModel):
         write_atomically(run_dir / STATE_NAME, self.model_dump_json() + "\n")
 
 
-class TrackerProcess(Beside):
-    """The process of a run's tracker, if it has one; it is started again a while after a failure.
+def begin_tracking(run: Run, *, starts_over: bool) -> None:
+    """Note how many of the records that are left trackers have. Rank 0, before it adds any.
 
     Args:
         starts_over: begin a new tracked run.
+
+    Raises: OSError: that cannot be written.
     """
+    tracked = TrackedRun.load(run.run_dir, starts_over=starts_over)
+    left = len(read_metrics(run.metrics_path))
+    tracked.model_copy(update={
+        "sent": {kind: min(sent, left) for kind, sent in tracked.sent.items()}}).save(run.run_dir)
 
-    retry_seconds = 600.0
 
-    def __init__(self, run: Run, *, starts_over: bool = False,
-                 heartbeat: Callable[[], None] = lambda: None) -> None:
-        super().__init__("tracker", "reporting.tracker", run.run_dir, heartbeat=heartbeat,
-                         advice=f"; {_remedy(run)}")
-        self._run, self._starts_over, self._last_failure = run, starts_over, ""
-        self._unsaved: TrackedRun | None = None
-
-    def start(self) -> None:
-        """Start it, between the removal of records that are repeated and the first new one."""
-        if self._run.train.tracker == "none":
-            return
-        tracked = TrackedRun.load(self._run_dir, starts_over=self._starts_over)
-        left = len(read_metrics(self._run.metrics_path))
-        self._unsaved = tracked.model_copy(update={
-            "sent": {kind: min(sent, left) for kind, sent in tracked.sent.items()}})
-        super().start()
-
-    def _launch(self) -> Any:
-        if self._unsaved is not None:
-            self._unsaved.save(self._run_dir)
-            self._unsaved = None
-        return super()._launch()
-
-    def take_failure(self) -> str:
-        """Return what the user should know since the last call, but not the same again."""
-        failure = super().take_failure()
-        is_known, self._last_failure = failure == self._last_failure, failure or self._last_failure
-        return "" if is_known else failure
+def tracker_process(run: Run) -> Beside:
+    """Return the process of a run's tracker, with nothing to run if it has none."""
+    launch = None if run.train.tracker == "none" else (
+        lambda: beside.start_module("reporting.tracker", run.run_dir))
+    return Beside("tracker", launch, lasts=True, advice=(
+        f"; `lab export-metrics {run.name} --to {run.train.tracker}` adds what is missing"))
 
 
 def send_records(run: Run, tracked: TrackedRun, *, output_dir: Path | None = None,
@@ -181,10 +165,7 @@ def track(run_dir: Path, say: Callable[[str], None]) -> None:
     """Send all records until the trainer says that no more come."""
     failpoint("track")
     run = load_run(run_dir.parent, run_dir.name)
-    try:
-        send_records(run, TrackedRun.load(run_dir), note=say, is_over=_wait_for_end)
-    except BaseException as error:
-        raise UserError(f"{describe(error)}; {_remedy(run)}") from error
+    send_records(run, TrackedRun.load(run_dir), note=say, is_over=_wait_for_end)
 
 
 @contextmanager
@@ -205,10 +186,6 @@ def _wait_for_end() -> bool:
     if ready and not os.read(sys.stdin.fileno(), 16):
         os._exit(1)  # the trainer has ended without it
     return bool(ready)
-
-
-def _remedy(run: Run) -> str:
-    return f"`lab export-metrics {run.name} --to {run.train.tracker}` adds what is missing"
 
 
 if __name__ == "__main__":

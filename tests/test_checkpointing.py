@@ -315,12 +315,12 @@ def test_a_failure_after_the_manifest_costs_no_checkpoint(
         writer.wait()
     steps = [found.meta.global_step for found in list_checkpoints(tmp_path)]
     assert steps == ([1] if fault == "save.links:full" else [0, 1])
-    assert "could not be re" in writer.take_failure()
+    assert "could not be re" in writer.pop_failure()
     monkeypatch.delenv(VARIABLE)
     writer.save(state(2), describe(2))  # repairs it
     writer.wait()
     (kept,) = list_checkpoints(tmp_path)
-    assert os.readlink(tmp_path / "latest") == kept.name and not writer.take_failure()
+    assert os.readlink(tmp_path / "latest") == kept.name and not writer.pop_failure()
 
 
 def test_a_full_disk_is_reported_as_enospc(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from preparation.choosing import Choice
 from preparation.hub import RawFiles, fetch_dataset, hub_source
 from preparation.journal import Progress
 from preparation.progress_display import summary
-from reporting.console import Console
+from reporting.run_log import RunLog
 from tests.support import workplace
 from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
 from tests.support.lab_cli import run_lab, succeeded
@@ -184,7 +184,7 @@ def test_the_traceback_of_a_command_is_inert(
 def test_the_console_of_a_run_shows_hostile_names_and_samples(
     capsys: pytest.CaptureFixture
 ) -> None:
-    Console.say(SimpleNamespace(is_active=True), f"sample:\n{HOSTILE}")
+    RunLog.say(SimpleNamespace(is_active=True), f"sample:\n{HOSTILE}")
     out = capsys.readouterr().out
     assert is_inert(out) and out.startswith("sample:\na") and r"\u202e" in out
 

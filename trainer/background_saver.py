@@ -36,7 +36,7 @@ class BackgroundSaver:
     """Copies a state to host memory and writes it in a thread, one write at a time. Rank 0.
 
     A crash during a write leaves the earlier checkpoints whole. A write that failed is reported by
-    `take_failure` and tried again by `retry`, or superseded by the next `save`. A state that is not
+    `pop_failure` and tried again by `retry`, or superseded by the next `save`. A state that is not
     finite is not written: the next call that waits raises a UserError.
 
     Args:
@@ -49,7 +49,7 @@ class BackgroundSaver:
                  heartbeat: Callable[[], None] = lambda: None) -> None:
         self._checkpoints_dir, self._keep, self._protected = checkpoints_dir, keep, protected
         self._buffers, self._heartbeat = SnapshotBuffers(), heartbeat
-        # Python waits for this thread after an exception, and `Reports.end` before `leave`.
+        # Python waits for this thread after an exception, and `Trainer.end` before `leave`.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[None] | None = None
         self._unsaved: tuple[Snapshot, CheckpointMeta] | None = None
@@ -66,12 +66,12 @@ class BackgroundSaver:
             self.retry()  # a validation that could not be written
         failpoint("save.snapshot")
         self._unsaved, self._validation = (self._buffers.take(state), meta), None
-        self._write = self._thread.submit(self._run, self._write)
+        self._submit()
 
     def add_validation(self, validation: Validation) -> None:
         """Add a validation to the newest checkpoint, once that is whole on disk."""
         self._validation = validation
-        self._write = self._thread.submit(self._run, self._write)
+        self._submit()
 
     @property
     def is_validated(self) -> bool:
@@ -95,12 +95,8 @@ class BackgroundSaver:
         """Wait for the last write; repeat it if it has failed."""
         self.wait()
         if self.is_behind:
-            self._write = self._thread.submit(self._run, self._write)
+            self._submit()
             self.wait()
-
-    def facts(self) -> dict[str, float]:
-        """Return what `summary.json` records of the checkpoints of this launch."""
-        return {"saved": self.num_checkpoints, "longest_write_seconds": self.longest_write_seconds}
 
     def wait(self, timeout: float = math.inf) -> None:
         """Wait until the last write has ended, well or not.
@@ -111,7 +107,11 @@ class BackgroundSaver:
         while write is not None and not write.done() and waited < timeout:
             wait([write], timeout=POLL_SECONDS)
             waited += POLL_SECONDS
-            if (progress := self._progress()) != seen:
+            progress = None
+            with suppress(OSError):  # a file was renamed or removed meanwhile
+                progress = [path.stat().st_size for directory in named_as_checkpoints(
+                    self._checkpoints_dir, partial=True) for path in sorted(directory.iterdir())]
+            if progress != seen:
                 seen = progress
                 self._heartbeat()
         if write is not None and write.done():
@@ -119,17 +119,13 @@ class BackgroundSaver:
             self._write = None
             write.result()
 
-    def _progress(self) -> list[tuple[str, int]]:
-        """Return the names and sizes of the files that are being written."""
-        with suppress(OSError):  # one was renamed or removed meanwhile
-            return sorted((str(path), path.stat().st_size) for directory in named_as_checkpoints(
-                self._checkpoints_dir, partial=True) for path in directory.iterdir())
-        return []
-
-    def take_failure(self) -> str:
+    def pop_failure(self) -> str:
         """Return why the last write failed, once; empty if it did not."""
         failure, self._failure = self._failure, ""
         return failure
+
+    def _submit(self) -> None:
+        self._write = self._thread.submit(self._run, self._write)
 
     def _run(self, previous: Future[None] | None) -> None:
         """Write whatever is not on disk yet. In the thread."""
@@ -161,7 +157,7 @@ class BackgroundSaver:
     def tidy(self) -> None:
         """Remove the checkpoints that `keep_checkpoints` does not keep, and renew the links."""
         work = {"latest and best could not be renewed": renew_links}
-        if self._keep is not None:
+        if self._keep is not None:  # also where a full disk has refused the links
             work["older checkpoints could not be removed"] = partial(
                 prune, keep=self._keep, protected=self._protected)
         for failure, tidy in work.items():

@@ -13,8 +13,8 @@ from reporting.clock import PhaseClock
 from reporting.summary import final_status
 from trainer.microbatch_search import search
 from trainer.prefetch import prefetch_run
+from trainer.side_processes import run_when_done
 from trainer.startup import prepare_run
-from trainer.user_commands import run_when_done
 
 
 def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreement) -> int:

@@ -1,24 +1,24 @@
-"""Everything that a training run prints and records: its start, losses, speed, warnings, end."""
+"""What a training run says and records: its start, losses, speed, samples, warnings, its end."""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from basics.checkpoint_files import Identity, write_identity
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from basics.machine import code_version, machine_up_seconds
-from checkpointing import best_of, clean_up, list_checkpoints
+from checkpointing import best_of, list_checkpoints
 from optim import rates_line
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
-from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
-from reporting.console import Console, batch_arithmetic
+from reporting.clock import COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.loss_window import ClosedWindow, LossWindow
 from reporting.machine_meter import MachineMeter
+from reporting.run_log import RunLog, batch_arithmetic
 from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
@@ -27,75 +27,71 @@ from trainer.compilation import recompilation
 from trainer.diagnostics import Diagnostics
 from trainer.losses import Losses
 from trainer.precision import autocast, remedy
-from trainer.side_processes import SideProcesses
+from trainer.side_processes import SideProcesses, after_checkpoint_failed
 from trainer.startup import PreparedRun
-from trainer.user_commands import after_checkpoint_failed
 
 
 class Reports:
-    """Prints and records a run as it trains. Only rank 0 prints; `write` is a collective.
+    """Prints and records a run as it trains. Only rank 0 does; `write` is a collective.
 
-    `begin` and `end` also have the checkpoints cleaned up, and the processes beside training
-    started and waited for: what they say is what became of these.
+    Attributes:
+        window: takes the loss of each step, and gives it to `log` at a report.
+        beside: the processes beside training, which learn of what is new here.
     """
 
     losses: Losses  # set by `report_step`
-    identity: Identity  # of what rank 0 saves; set by `begin`
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
                  saver: BackgroundSaver) -> None:
         self.prepared, self.run, self.plan = prepared, prepared.run, prepared.plan
         self.clock, self.watchdog, self.saver = clock, watchdog, saver
         self.process = watchdog.process
-        self.console = Console(self.run, self.plan, clock=clock, is_active=self.process.is_main)
+        self.log = RunLog(self.run, self.plan, clock=clock, is_active=self.process.is_main)
         self.window = LossWindow(self.process.device)
         self.diagnostics = Diagnostics(prepared.train, self.process)
         gpus = gpu_uuids(self.process) if self.process.is_main else []
         self.meter = MachineMeter(self.run.run_dir, gpus)
         self._gpu = find_gpu(device_name(self.process))
-        self.beside = SideProcesses(prepared, console=self.console, clock=clock,
-                                    watchdog=watchdog)
+        self.beside = SideProcesses(prepared, log=self.log, clock=clock, watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
+        watchdog.before_exit = self._before_exit
         self._reports_speed = self._warns_of_cudnn = True
         self._watches_compiler = False  # from the first validation on: all is compiled by then
         self._has_ended = False  # the full summary is on disk
-        self.code = ""  # its version, on rank 0 from `begin` on
+        self.code = code_version() if self.process.is_main else ""
 
-    def begin(self, num_parameters: int) -> None:
-        """Clean up the checkpoints, print the settings, start the processes beside training."""
-        self.watchdog.before_exit = self._before_exit
-        first_step, resume_from = self.prepared.first_step, self.prepared.resume_from
-        warnings = [*self.run.warnings, *self.prepared.warnings]
-        if self.process.is_main:
-            self.identity, self.code = self.prepared.run_identity(), code_version()
-            if write_identity(self.run.run_dir, self.identity):  # first: a kill may come between
-                self.beside.after_checkpoint.start()  # the copy learns of it before it has more
-        # Before files are copied: a kill would leave another run's records to be counted as these.
-        self.console.start(first_step, lacks_validation=self.prepared.lacks_validation)
-        if self.process.is_main:
-            if aside_dir := clean_up(self.run.run_dir, from_step=first_step):
-                self.console.say("earlier checkpoints that the run does not go on from are now in"
-                                 f" {aside_dir}")
-            if resume_from is not None:
-                self.console.say(f"resuming from {resume_from.path}")
-            self.meter.start(self.prepared.energy_kwh)
-        for line in (*(f"warning: {warning}" for warning in warnings),
-                     *batch_arithmetic(self.plan)):
-            self.console.say(line)
+    def begin(self, num_parameters: int, aside_dir: Path | None) -> None:
+        """Print the settings, start the processes beside training.
+
+        Args:
+            aside_dir: where checkpoints are now that the run does not go on from.
+        """
+        resume_from, say = self.prepared.resume_from, self.log.say
+        self.log.start(self.prepared.first_step)
+        if aside_dir is not None:
+            say(f"earlier checkpoints that the run does not go on from are now in {aside_dir}")
+            self.beside.after_checkpoint.start()  # the copy learns of it before it has more
+        if resume_from is not None:
+            say(f"resuming from {resume_from.path}")
+        for warning in (*self.run.warnings, *self.prepared.warnings):
+            say(f"warning: {warning}")
+        for line in batch_arithmetic(self.plan):
+            say(line)
         ratio = self.plan.num_tokens / num_parameters
-        self.console.say(f"{num_parameters:,} parameters, {ratio:.1f} tokens per parameter;"
-                         f" {self.prepared.train.precision} on {self.process.device.type}")
-        self.console.say(f"learning rates: {rates_line(self.run.model, self.run.train)}")
+        say(f"{num_parameters:,} parameters, {ratio:.1f} tokens per parameter;"
+            f" {self.prepared.train.precision} on {self.process.device.type}")
+        say(f"learning rates: {rates_line(self.run.model, self.run.train)}")
         if self.process.is_main:
+            self.meter.start(self.prepared.energy_kwh)
             self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step
 
     def report_step(self, losses: Losses, sharing: str) -> None:
         """Say which attention kernel runs, and how the ranks share Muon's work, if they do."""
         self.losses = losses
-        self.console.say(f"attention: {losses.attention_kernel()}")
+        self.log.say(f"attention: {losses.attention_kernel()}")
         if sharing:
-            self.console.say(sharing)
+            self.log.say(sharing)
 
     def after_first_step(self, loss: Tensor) -> None:
         """Start to measure speed and to detect hangs: all is compiled and allocated. Every rank."""
@@ -106,16 +102,6 @@ class Reports:
         self.window.restart_timing()
         self.watchdog.start_hang_detection(self.run.train.hang_timeout_seconds)
 
-    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """Keep one step's loss and gradient norm, both () on the device, for the next report."""
-        self.window.add(loss, grad_norm)
-        self.console.step()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether as many steps as a report covers have been added."""
-        return self.window.is_full
-
     def write(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
         """Report the steps since the last report. A collective: every rank.
 
@@ -125,62 +111,60 @@ class Reports:
         Raises:
             AgreedError: on every rank, if too many steps in a row were skipped.
         """
-        self.window.close(global_step, learning_rate, self.clock)
-        gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         num_measured = global_step - self.prepared.first_step  # all but the first one
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
-        self._report_windows(self.window.take(waits=waits or says_speed))
+        for window, losses in self.window.close(global_step, learning_rate, self.clock,
+                                                waits=waits or says_speed):
+            for probe in self.diagnostics.measured(up_to=window.global_step):
+                self.log.report_diagnostics(probe.global_step, probe.numbers, window)
+                self.clock.count_diagnostics(probe.seconds)
+            self.log.report_steps(window, losses, self._machine(window))
+            if losses.skipped_steps:
+                self._check_skipped_steps(window.global_step)
+        gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()
         if self._watches_compiler:
-            self.console.warn("a step compiled again", recompilation())
+            self.log.warn("a step compiled again", recompilation())
         self.beside.warn()
-        self._reports_speed = self._reports_speed and not says_speed
-        if says_speed and self.process.is_main:
-            self.console.say(self.speed(num_measured).line())
-
-    def _report_windows(self, windows: list[ClosedWindow]) -> None:
-        for window in windows:
-            for probe in self.diagnostics.measured(up_to=window.global_step):
-                self.console.report_diagnostics(probe.global_step, probe.numbers, window)
-                self.clock.count_diagnostics(probe.seconds)
-            summary = self.window.summarise(window)  # waits for the device
-            self.console.report_steps(window, summary, self._machine(window))
-            self._check_skipped_steps(window.global_step)
-            if summary.skipped_steps:
-                self._warn_of_cudnn(window.global_step)
+        if says_speed:
+            self._reports_speed = False
+            if self.process.is_main:
+                self.log.say(self._speed(num_measured).line())
 
     def _machine(self, window: ClosedWindow) -> dict[str, Any]:
         """Return what the record of a window has of the machine: a new reading, and the MFU."""
-        self.console.warn("a reading of the machine failed", self.meter.take_failure())
-        speed, reading = window.steps_per_second(), self.meter.take()
+        self.log.warn("a reading of the machine failed", self.meter.pop_failure())
+        speed, reading = window.steps_per_second(), self.meter.pop_reading()
         if self._gpu is None or speed is None:
             return reading
         flops = speed * self.plan.tokens_per_step * flops_per_token(self.run.model)
         return reading | {"mfu": self._gpu.mfu(flops / self.process.world_size)}
 
-    def _warn_of_cudnn(self, global_step: int) -> None:
-        """Name cuDNN's attention once, where gradients were not finite: it may be the cause."""
+    def _check_skipped_steps(self, global_step: int) -> None:
+        """End a run whose gradients stay non-finite; name cuDNN's attention once: it may cause it.
+
+        Raises:
+            AgreedError: on every rank.
+        """
+        num_skipped, advice = self.window.longest_skipped, remedy(self.losses.attention_kernel())
+        if num_skipped >= self.run.train.max_skipped_steps:
+            reason = (f"{self.run.run_dir}: the gradients of {num_skipped} steps in a row, up to"
+                      f" step {global_step + 1:,}, were not finite; resume from an earlier"
+                      f" checkpoint {advice}")
+            self.watchdog.before_exit("failed", reason)
+            raise AgreedError(reason, status=NON_FINITE)
         if self._warns_of_cudnn and self.losses.attention_kernel() == "cudnn":
             self._warns_of_cudnn = False
-            self.console.say(f"warning: by step {global_step + 1:,} gradients were not finite;"
-                             f" if that goes on, resume {remedy('cudnn')}")
+            self.log.say(f"warning: by step {global_step + 1:,} gradients were not finite;"
+                         f" if that goes on, resume {advice}")
 
     def warn_of_failed_write(self) -> None:
         """Warn if the last checkpoint could not be written."""
-        if failure := self.saver.take_failure():
-            self.console.say(f"warning: {failure} in {self.run.checkpoints_dir}: each later"
-                             " checkpoint tries again")
+        if failure := self.saver.pop_failure():
+            self.log.say(f"warning: {failure} in {self.run.checkpoints_dir}: each later"
+                         " checkpoint tries again")
 
-    def _check_skipped_steps(self, global_step: int) -> None:
-        num_skipped = self.window.longest_skipped
-        if num_skipped and num_skipped >= self.run.train.max_skipped_steps:
-            reason = (f"{self.run.run_dir}: the gradients of {num_skipped} steps in a row, up to"
-                      f" step {global_step + 1:,}, were not finite; resume from an earlier"
-                      f" checkpoint {remedy(self.losses.attention_kernel())}")
-            self.watchdog.before_exit("failed", reason)
-            raise AgreedError(reason, status=NON_FINITE)
-
-    def speed(self, num_steps: int) -> Speed:
+    def _speed(self, num_steps: int) -> Speed:
         """Return the speed of this launch's last `num_steps`."""
         spent = self.clock.read_this_launch()
         seconds = spent[TRAINING] + spent[WAITING]
@@ -199,8 +183,10 @@ class Reports:
             drop_rate=self.run.model.drop_rate,
         )
 
-    def write_samples(self, global_step: int) -> None:
-        """Continue the run's `sample_prompts` with the model, after a validation. Rank 0."""
+    def report_validation(self, global_step: int, loss: float, seconds: float) -> None:
+        """Record a validation, and continue the run's `sample_prompts` with the model. Rank 0."""
+        self.log.report_validation(global_step, loss, seconds,
+                                   bytes_per_token=self.prepared.data.bytes_per_token)
         if not self._watches_compiler:
             recompilation()  # forget what came before
             self._watches_compiler = True
@@ -209,7 +195,7 @@ class Reports:
             with self.clock.phase(VALIDATION), autocast(precision, self.process.device):
                 failure = self._sampler().try_to_write(
                     self.run.samples_path, prompts, global_step)
-            self.console.warn("no samples", failure)
+            self.log.warn("no samples", failure)
 
     def draw_charts(self) -> None:
         """Start to draw the run's charts, the last thing before training goes on. Rank 0.
@@ -217,37 +203,34 @@ class Reports:
         A failure is only a warning.
         """
         self.beside.draw_charts()
+        self.beside.warn()
         self.window.restart_timing()
 
     def end(self, global_step: int, *, stop_reason: StopReason | None,
             lacks_validation: bool) -> None:
-        """Wait for the last checkpoint; write and print the summary. Rank 0.
+        """Write and print the summary, and wait for the processes beside training. Rank 0.
 
-        Then wait for the processes beside training: that may take 15 minutes, so it is called when
-        the process group is gone, in which the other ranks would wait for this one.
+        That may take 15 minutes, so it is called when the process group is gone, in which the other
+        ranks would wait for this one, and after the last write of a checkpoint.
 
         Raises:
             UserError: the last validation loss is not finite; the last checkpoint or the records
                 could not be written, or the last --after-checkpoint failed; then the run keeps its
                 status.
         """
-        if self.prepared.is_trained:  # an earlier launch was killed before it came to this
-            self.saver.tidy()
-            self.draw_charts()
-        with self.clock.phase(CHECKPOINT):
-            self.saver.retry()
         if not self.watchdog.stop_signal:
             self.beside.finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         self.meter.stop()
         failure = "" if global_step < self.plan.num_steps - 1 or self.saver.has_finite_loss else (
             "the last validation loss is not finite")
-        unwritten = self.console.finish(RunEnd(
+        unwritten = self.log.finish(RunEnd(
             first_step=self.prepared.first_step,
             global_step=global_step, stop_reason=stop_reason, lacks_validation=lacks_validation,
             num_parameters=self.losses.model.num_parameters(),
             best=best.facts() if best else None,
-            checkpoints=self.saver.facts(),
+            checkpoints={"saved": self.saver.num_checkpoints,
+                         "longest_write_seconds": self.saver.longest_write_seconds},
             machine=(machine_facts(self.process, self.losses.train.precision)
                      | self.losses.facts() | {"up_seconds": machine_up_seconds()}),
             code=self.code, tokenizer=self.prepared.data.tokenizer_name,
@@ -257,7 +240,7 @@ class Reports:
         self._has_ended = not (unwritten or self.saver.is_behind)
         command_failure = self.beside.finish()
         if self.saver.is_behind:
-            unwritten = self.saver.take_failure()
+            unwritten = self.saver.pop_failure()
         if unwritten:
             raise UserError(f"{unwritten} in {self.run.run_dir}; then run the same command again:"
                             " it resumes from the last whole one", DISK_FULL)
@@ -274,7 +257,7 @@ class Reports:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
         if self.process.is_main and not self._has_ended:
             self.saver.wait(timeout=self.watchdog.deadlines.last_write)
-            self.console.write_status(status, reason)
+            self.log.write_status(status, reason)
 
     def _sampler(self) -> Sampler:
         return Sampler(self.losses.model, self.prepared.data.tokenizer_name,
@@ -287,6 +270,6 @@ class Reports:
             return
         try:
             with autocast(self.losses.train.precision, self.process.device):
-                self.console.say(f"sample:\n{self._sampler().text()}")
+                self.log.say(f"sample:\n{self._sampler().text()}")
         except Exception as error:
-            self.console.say(f"warning: no sample: {describe(error)}")
+            self.log.say(f"warning: no sample: {describe(error)}")

@@ -1,21 +1,78 @@
-"""Checks that a checkpoint belongs to the run that resumes from it."""
+"""Which checkpoint a launch resumes from, and whether it belongs to the run."""
 
 from __future__ import annotations
 
 import json
+import socket
 from itertools import pairwise
 from typing import Any
 
+from basics.checkpoint_files import BEST, IDENTITY, LATEST, named_as_checkpoints, read_identity
 from basics.errors import UserError
 from basics.json_files import read_json_object
-from checkpointing import Checkpoint
+from checkpointing import (
+    Checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    newest_whole,
+    open_checkpoint,
+)
 from optim import learning_rate_at, schedule_of
+from processes.command_line import Options
 from reporting.loss_window import REPORT_INTERVAL
 from run_config import Run
 from tokens.batch_plan import BatchPlan
+from tokens.batches import RunData
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that may change in mid-run
 RAISED = 1.1  # ratio of two learning rates
+
+
+def choose_checkpoint(run: Run, options: Options) -> list[str]:
+    """Return the name of the checkpoint to resume from, or "", then warnings of others. Rank 0.
+
+    Raises:
+        UserError: there is none, or it is not known which ones belong to the run.
+    """
+    if options.fresh:
+        return [""]
+    warnings = []
+    if options.checkpoint in (None, LATEST, BEST):
+        if foreign := list_checkpoints(run.checkpoints_dir, foreign=True):
+            others = f" and {len(foreign) - 1:,} more are" if len(foreign) > 1 else " is"
+            warnings.append(f"{foreign[-1].path}{others} not of the present run ({IDENTITY}):"
+                            " ignored, and moved to set-aside/")
+        names = {each.meta.identity for each in list_checkpoints(run.checkpoints_dir)}
+        if len(names) > 1 and read_identity(run.run_dir) is None:
+            raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
+                            f" {IDENTITY} in {run.run_dir}, or name a checkpoint")
+    if options.checkpoint in (None, LATEST):
+        checkpoint, damaged = newest_whole(run.checkpoints_dir)
+        instead = f"{checkpoint.name} is used instead" if checkpoint else ""
+        warnings += [f"{line}; {instead}" for line in damaged]
+        warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
+                     for path in named_as_checkpoints(run.checkpoints_dir, partial=True)]
+    else:
+        checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint)
+    if checkpoint is None and options.checkpoint:
+        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
+    return [checkpoint.name if checkpoint else "", *warnings]
+
+
+def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
+    """Open a checkpoint that rank 0 has found whole, and check that it belongs to the run.
+
+    Args:
+        thoroughly: read every byte, as one process of each machine does: it may have its own copy.
+    """
+    try:
+        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
+    except UserError as error:
+        raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
+                        " another machine of the run") from None
+    check_same_run(checkpoint, run, data.fingerprints)
+    check_position(checkpoint, data.plan)
+    return checkpoint
 
 
 def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:

@@ -1,21 +1,51 @@
-"""What works beside training: charts, the tracker, --after-checkpoint."""
+"""What runs beside training: charts, tracker, `--after-checkpoint`; and after it: `--when-done`."""
 
 from __future__ import annotations
 
+import gc
+import re
+import shlex
+import signal
+import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
 
-from processes.beside import Beside
+import torch
+
+from basics.checkpoint_files import read_identity
+from basics.errors import FAILED, STOP_SIGNALS, UserError, one_line, print_line
+from basics.failpoints import failpoint
+from checkpointing import best_of, list_checkpoints
+from processes import beside
+from processes.beside import LOWEST, POLL_SECONDS, Beside, end_group, environment
+from processes.launch import Process
+from processes.signals import Deadlines, stop_signals
 from processes.watchdog import Watchdog
-from reporting.clock import CHART, PhaseClock
-from reporting.console import Console
-from reporting.tracker import TrackerProcess
-from trainer.budget import nearest_limit
+from reporting.clock import CHART, PhaseClock, nearest_limit
+from reporting.metrics_file import fsync_records
+from reporting.run_log import RunLog
+from reporting.summary import (
+    BUDGET,
+    FINISHED,
+    duration,
+    read_summary,
+    record_when_done,
+    when_done_status,
+)
+from reporting.tracker import begin_tracking, tracker_process
+from run_config import Run
 from trainer.startup import PreparedRun
-from trainer.user_commands import AfterCheckpoint
 
 EXIT_SECONDS = 1.0  # between the end of the last wait and the exit, after a stop signal
 LEAST_COMMAND_SECONDS = 60.0  # for --after-checkpoint where the budget is spent
+LOG = "after-checkpoint.log"  # in the run directory: what the last --after-checkpoint printed
+PREFIX = "when-done: "
+GRACE_SECONDS = 5.0  # from a stop signal to SIGKILL; torchrun kills its processes after 30
+OUTPUT_SECONDS = 1.0  # for the last output: a process that the command left behind may hold it open
+MAX_LINE = 4096  # characters; longer lines are printed in parts
 
 
 class SideProcesses:
@@ -24,40 +54,42 @@ class SideProcesses:
     Nothing that fails, hangs or is slow there stops training.
     """
 
-    def __init__(self, prepared: PreparedRun, *, console: Console, clock: PhaseClock,
+    def __init__(self, prepared: PreparedRun, *, log: RunLog, clock: PhaseClock,
                  watchdog: Watchdog) -> None:
-        run, heartbeat = prepared.run, watchdog.heartbeat
-        self._train, self._console = run.train, console
-        self._clock, self._watchdog = clock, watchdog
-        self._charts = Beside("chart", "reporting.charts", run.run_dir, heartbeat=heartbeat)
-        self._tracker = TrackerProcess(run, starts_over=prepared.options.fresh,
-                                       heartbeat=heartbeat)
-        self.after_checkpoint = AfterCheckpoint(prepared.options.after_checkpoint, run,
-                                                heartbeat=heartbeat)
+        self._prepared, self._log, self._clock = prepared, log, clock
+        self._watchdog, run = watchdog, prepared.run
+        self.charts = Beside("chart", lambda: beside.start_module("reporting.charts", run.run_dir))
+        self.tracker = tracker_process(run)
+        self.after_checkpoint = after_checkpoint(prepared.options.after_checkpoint, run)
 
     def track(self) -> None:
         """Start the tracker, once the records of steps that are repeated are gone."""
-        self._tracker.start()
-        self.warn()
+        run = self._prepared.run
+        if run.train.tracker != "none":
+            try:
+                begin_tracking(run, starts_over=self._prepared.options.fresh)
+                self.tracker.start()
+            except OSError as error:
+                self._log.warn(f"tracker {run.train.tracker}", str(error))
 
     def draw_charts(self) -> None:
         """Start to draw the charts."""
         with self._clock.phase(CHART):
-            self._charts.start()
-            self.warn()
+            self.charts.start()
 
     def warn(self) -> None:
         """Warn of what has failed since the last call."""
-        self._console.warn("charts are not up to date", self._charts.take_failure())
-        self._console.warn(f"tracker {self._train.tracker}", self._tracker.take_failure())
-        self._console.warn("--after-checkpoint", self.after_checkpoint.take_failure())
+        tracker = f"tracker {self._prepared.run.train.tracker}"
+        for what, process in (("charts are not up to date", self.charts), (tracker, self.tracker),
+                              ("--after-checkpoint", self.after_checkpoint)):
+            self._log.warn(what, process.pop_failure())
 
     def finish_charts(self) -> None:
         """Wait for the last charts."""
         with self._clock.phase(CHART):
-            self._charts.hurry()
-            failure = self._charts.finish(self._until(self._watchdog.deadlines.charts))
-            self._console.warn("charts are not up to date", failure)
+            failure = self.charts.finish(self._until(self._watchdog.deadlines.charts),
+                                         heartbeat=self._watchdog.heartbeat)
+        self._log.warn("charts are not up to date", failure)
 
     def finish(self) -> str:
         """Wait for all, once the summary is written, whose figures are the tracker's last ones.
@@ -69,24 +101,189 @@ class SideProcesses:
             only a warning.
         """
         watchdog, deadlines = self._watchdog, self._watchdog.deadlines
-        self._tracker.tell_end()
+        self.tracker.tell_end()
         tracker_until = self._until(deadlines.tracker)
         command_until = self._until(deadlines.after_checkpoint, least=LEAST_COMMAND_SECONDS)
         self.after_checkpoint.start()
         failure = self.after_checkpoint.finish(
             lambda: watchdog.stop_by - deadlines.after_command if watchdog.stop_signal
-            else command_until())
+            else command_until(), heartbeat=watchdog.heartbeat)
         if watchdog.stop_signal:
-            self._console.warn("--after-checkpoint", failure)
+            self._log.warn("--after-checkpoint", failure)
             failure = ""
             self.finish_charts()
-        self._console.warn(f"tracker {self._train.tracker}", self._tracker.finish(tracker_until))
+        self._log.warn(f"tracker {self._prepared.run.train.tracker}",
+                       self.tracker.finish(tracker_until, heartbeat=watchdog.heartbeat))
         return failure
 
     def _until(self, seconds: float, *, least: float = 0.0) -> Callable[[], float]:
         """Return when a wait ends that begins now, after a stop signal or within the budget."""
         began, watchdog = time.monotonic(), self._watchdog
-        planned = began + min(seconds, max(least, nearest_limit(self._train, self._clock)[0]))
+        left, _ = nearest_limit(self._prepared.run.train, self._clock)
+        planned = began + min(seconds, max(least, left))
         stopped = began + min(seconds, watchdog.deadlines.after_command)
         return lambda: min(stopped, watchdog.stop_by - EXIT_SECONDS) if (
             watchdog.stop_signal) else planned
+
+
+def after_checkpoint(command: str | None, run: Run) -> Beside:
+    """Return what runs the command of --after-checkpoint, if there is one."""
+    def launch() -> subprocess.Popen[str]:
+        with (run.run_dir / LOG).open("w") as output:
+            return start_command(command or "", run_facts(run, read_summary(run)), output,
+                                 priority=LOWEST)
+
+    return Beside("after-checkpoint", launch if command else None, grace_seconds=1.0,
+                  advice=f"; {run.run_dir / LOG} has its output")
+
+
+def after_checkpoint_failed(failure: str) -> UserError:
+    """Describe a launch that ends well, but whose last --after-checkpoint did not."""
+    return UserError(f"--after-checkpoint: {failure}; the checkpoints are whole: run the same"
+                     " command again", FAILED)
+
+
+def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) -> None:
+    """Run the command of --when-done if the run is over. Every rank; rank 0 runs it.
+
+    Where the run was finished before this launch, --after-checkpoint is repeated first: the last
+    one may have failed. Nothing else is left to do here: checkpoint, records and summary are on
+    disk, and the process group is gone. The machine may be shut down under this process.
+
+    Args:
+        stop_signal: the signal that a process of this launch has received, or 0.
+
+    Raises:
+        UserError: a command failed, or a signal ended it.
+    """
+    if not process.is_main:
+        return
+    command, run = prepared.options.when_done, prepared.run
+    if prepared.is_finished:
+        until = time.monotonic() + Deadlines.read().after_checkpoint
+        with _stop_signals() as received:
+            again = after_checkpoint(prepared.options.after_checkpoint, run)
+            again.start()
+            failure = again.finish(lambda: 0.0 if received else until)
+        if received:
+            raise UserError(f"{STOP_SIGNALS[received[0]]} ended --after-checkpoint",
+                            128 + received[0])
+        if failure:
+            raise after_checkpoint_failed(failure)
+    if command is None:
+        return
+    summary = read_summary(run)
+    if reason := _why_not(summary, stop_signal, has_trained=not prepared.is_finished):
+        print_line(f"{PREFIX}not run: {reason}")
+        return
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the command may need the GPU
+    with suppress(OSError):
+        fsync_records(run.run_dir)
+    record_when_done(run, None)
+    failpoint("when-done")
+    print_line(f"{PREFIX}running {one_line(command)}")
+    began = time.monotonic()
+    status, stopped_by = run_command(command, run_facts(run, summary))
+    record_when_done(run, status)
+    print_line(f"{PREFIX}ended with status {status} after {duration(time.monotonic() - began)}")
+    ended = f"the run is {summary['status']}, and --when-done"
+    if stopped_by:
+        raise UserError(f"{ended} was ended by {STOP_SIGNALS[stopped_by]}", 128 + stopped_by)
+    if status:
+        raise UserError(f"{ended} ended with status {status}", FAILED)
+
+
+def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) -> str:
+    """Return why the command is not run; empty if the run, or its budget, has come to its end.
+
+    A launch of a run that was finished before runs it again unless it has succeeded.
+    """
+    if stop_signal:
+        return f"{STOP_SIGNALS[stop_signal]} ended the launch"
+    if summary.get("status") == FINISHED:
+        has_succeeded = not has_trained and when_done_status(summary) == 0
+        return "it has succeeded after an earlier launch" if has_succeeded else ""
+    if summary.get("stopped_by") == BUDGET:
+        return ""
+    reason = summary.get("reason")
+    return f"{reason} ended the launch" if reason else "the run has not ended"
+
+
+def run_facts(run: Run, summary: dict[str, Any]) -> dict[str, str]:
+    """Return what a command learns of a run, as environment variables; unknown ones are empty."""
+    checkpoints = list_checkpoints(run.checkpoints_dir)
+    best, newest = best_of(checkpoints), checkpoints[-1] if checkpoints else None
+    if newest and "global_step" not in summary:  # it trains
+        summary = summary | newest.meta.model_dump(include={"global_step", "tokens", "train_loss"})
+        summary["validation_loss"] = newest.validation and newest.validation.loss
+    loss = summary.get("validation_loss")
+    identity = read_identity(run.run_dir)
+    facts = {
+        "RUN": run.name, "RUN_DIR": run.run_dir.absolute(), "IDENTITY": identity and identity.name,
+        "STATUS": summary.get("status"), "REASON": summary.get("reason"),
+        "STEP": summary.get("global_step", -1) + 1, "NUM_STEPS": summary.get("num_steps"),
+        "TOKENS": summary.get("tokens"),
+        "LOSS": summary.get("train_loss") if loss is None else loss,
+        "CHECKPOINT": newest and newest.path.absolute(), "BEST": best and best.path.absolute(),
+        "SECONDS": sum((summary.get("seconds") or {}).values()),
+        "USD": (summary.get("usd") or {}).get("total"),
+    }
+    return {f"DDP_TRAIN_{name}": "" if value is None else str(value)
+            for name, value in facts.items()}
+
+
+def start_command(command: str, facts: dict[str, str], output: IO[str] | int, *,
+                  priority: list[str]) -> subprocess.Popen[str]:
+    """Start a command by `sh -c`, in a session of its own that can be ended as a whole.
+
+    Its environment is that of the launch, as far as it is known, and the facts; `{run}`,
+    `{run_dir}`, `{checkpoint}` and `{identity}` in the command become the facts of that name.
+    """
+    kept = environment()
+    if kept.get("OMP_NUM_THREADS") == "1":  # torchrun sets that
+        del kept["OMP_NUM_THREADS"]
+    command = re.sub(r"(?<!\$)\{(run|run_dir|checkpoint|identity)\}",
+                     lambda found: shlex.quote(facts[f"DDP_TRAIN_{found[1].upper()}"]), command)
+    return subprocess.Popen(
+        [*priority, "sh", "-c", command], stdin=subprocess.DEVNULL, stdout=output,
+        stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", env=kept | facts,
+        start_new_session=True)
+
+
+def run_command(command: str, facts: dict[str, str]) -> tuple[int, int]:
+    """Run a command and print what it prints; a stop signal ends it.
+
+    Returns:
+        Its exit status, 128 + n if signal n ended it; the stop signal that came meanwhile, or 0.
+    """
+    with _stop_signals() as received:
+        process = start_command(command, facts, subprocess.PIPE, priority=[])
+        printer = threading.Thread(target=_print_all, args=(process.stdout,), daemon=True)
+        printer.start()
+        while process.poll() is None and not received:
+            time.sleep(POLL_SECONDS)
+        if received:
+            end_group(process, GRACE_SECONDS)
+        status = process.wait()
+        printer.join(OUTPUT_SECONDS)
+    return status if status >= 0 else 128 - status, received[0] if received else 0
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Yield the stop signals that arrive inside, instead of ending this process."""
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number))
+              for number in stop_signals()}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_all(output: IO[str]) -> None:
+    for line in iter(lambda: output.readline(MAX_LINE), ""):
+        print_line(f"{PREFIX}{line.removesuffix(chr(10))}")

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from basics.checkpoint_files import (
-    BEST,
-    IDENTITY,
     LATEST,
     Identity,
-    named_as_checkpoints,
     read_identity,
     read_manifest,
+    write_identity,
 )
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
@@ -25,11 +24,8 @@ from basics.files import check_inside
 from checkpointing import (
     Checkpoint,
     TrainingState,
-    find_checkpoint,
-    list_checkpoints,
+    clean_up,
     load_checkpoint,
-    newest_whole,
-    open_checkpoint,
     renew_links,
 )
 from gpt import num_parameters
@@ -39,20 +35,19 @@ from processes.command_line import Options
 from processes.launch import Process, unused_gpus
 from processes.run_lock import count_by, seconds_before
 from processes.startup_agreement import Agreement
-from reporting.clock import DOWNLOAD, PhaseClock
-from reporting.metrics_file import check_records, read_metrics, spent_before
+from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
+from reporting.metrics_file import check_records, read_metrics, remove_metrics_from, spent_before
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status
 from reporting.tracker import check_tracker
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
-from trainer.budget import nearest_limit
 from trainer.compilation import COMPILED
 from trainer.losses import build_training_state
 from trainer.models import initial_model
 from trainer.precision import check_attention, resolve_for_device
-from trainer.resuming import check_position, check_same_run, resume_warnings
+from trainer.resuming import check_resume_point, choose_checkpoint, resume_warnings
 
 
 @dataclass(frozen=True)
@@ -139,8 +134,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
                 agreement: Agreement) -> PreparedRun:
     """Check everything that can be checked before the first collective. Every rank.
 
-    Raises:
-        UserError: on every rank, whichever found it.
+    Raises: UserError: on every rank, whichever found it.
     """
     step = agreement.run
     run = step("configs",
@@ -166,25 +160,42 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     if run.train.init_from and resume_from is None:  # later the other processes find it here too
         step("initial weights", lambda: process.is_main_of_node and initial_model(
             run, options.runs_dir, tokenizer_name=data.tokenizer_name))
+    records: list[dict[str, Any]] = []
+    energy_kwh = 0.0
     if not options.fresh:
         records = step("records", lambda: read_metrics(run.metrics_path))
         *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))
         clock.count_lost(*spent)
     warnings += [*unused_options(run.model, run.train), *notices,
                  clock.set_price(run.train.usd_per_hour)]
-    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
-                           tuple(filter(None, warnings)))
     if not options.fresh:
         clock.count_lost(seconds_before())  # of launches that were killed
-        prepared = replace(prepared, energy_kwh=energy_kwh)
     count_by(clock.total_seconds)
     if resume_from is not None:
-        prepared = replace(prepared, warnings=(*prepared.warnings, *resume_warnings(
-            resume_from, run, records, data=data.fingerprints, num_steps=prepared.plan.num_steps)))
-    step("budget", lambda: check_budget(prepared, clock))
-    needs_disk = process.is_main and not prepared.is_trained
-    step("disk space", lambda: check_disk_space(run) if needs_disk else None)
+        warnings += resume_warnings(resume_from, run, records, data=data.fingerprints,
+                                    num_steps=data.plan.num_steps)
+    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
+                           tuple(filter(None, warnings)), energy_kwh)
+    if not prepared.is_trained:
+        step("budget", lambda: check_budget(run, clock))
+        step("disk space", lambda: check_disk_space(run) if process.is_main else None)
     return prepared
+
+
+def open_run_dir(prepared: PreparedRun) -> tuple[Identity, Path | None]:
+    """Remove from a run directory what this launch does not go on from. Rank 0, once all agree.
+
+    In this order, so that a kill leaves no other run's records or checkpoints to go on from.
+
+    Returns:
+        The identity of what is saved from now on, and where checkpoints are now that the run does
+        not go on from.
+    """
+    run, identity = prepared.run, prepared.run_identity()
+    write_identity(run.run_dir, identity)
+    for path in (run.metrics_path, run.samples_path, run.evaluations_path):
+        remove_metrics_from(path, prepared.first_step, lacks_validation=prepared.lacks_validation)
+    return identity, clean_up(run.run_dir, from_step=prepared.first_step)
 
 
 def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
@@ -212,53 +223,6 @@ def check_run_dir(run: Run) -> None:
         check_records(path)
 
 
-def choose_checkpoint(run: Run, options: Options) -> list[str]:
-    """Return the name of the checkpoint to resume from, or "", then warnings of others. Rank 0.
-
-    Raises:
-        UserError: there is none, or it is not known which ones belong to the run.
-    """
-    if options.fresh:
-        return [""]
-    warnings = []
-    if options.checkpoint in (None, LATEST, BEST):
-        if foreign := list_checkpoints(run.checkpoints_dir, foreign=True):
-            others = f" and {len(foreign) - 1:,} more are" if len(foreign) > 1 else " is"
-            warnings.append(f"{foreign[-1].path}{others} not of the present run ({IDENTITY}):"
-                            " ignored, and moved to set-aside/")
-        names = {each.meta.identity for each in list_checkpoints(run.checkpoints_dir)}
-        if len(names) > 1 and read_identity(run.run_dir) is None:
-            raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
-                            f" {IDENTITY} in {run.run_dir}, or name a checkpoint")
-    if options.checkpoint in (None, LATEST):
-        checkpoint, damaged = newest_whole(run.checkpoints_dir)
-        instead = f"{checkpoint.name} is used instead" if checkpoint else ""
-        warnings += [f"{line}; {instead}" for line in damaged]
-        warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
-                     for path in named_as_checkpoints(run.checkpoints_dir, partial=True)]
-    else:
-        checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint)
-    if checkpoint is None and options.checkpoint:
-        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
-    return [checkpoint.name if checkpoint else "", *warnings]
-
-
-def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
-    """Open a checkpoint that rank 0 has found whole, and check that it belongs to the run.
-
-    Args:
-        thoroughly: read every byte, as one process of each machine does: it may have its own copy.
-    """
-    try:
-        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
-    except UserError as error:
-        raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
-                        " another machine of the run") from None
-    check_same_run(checkpoint, run, data.fingerprints)
-    check_position(checkpoint, data.plan)
-    return checkpoint
-
-
 def check_disk_space(run: Run) -> None:
     """Refuse to train if the next checkpoint could not be saved.
 
@@ -274,11 +238,11 @@ def check_disk_space(run: Run) -> None:
                         f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
 
 
-def check_budget(prepared: PreparedRun, clock: PhaseClock) -> None:
-    """Refuse to continue a run that has spent its budget."""
-    seconds_left, spent = nearest_limit(prepared.run.train, clock)
-    if not prepared.is_trained and seconds_left <= 0:
-        raise UserError(f"{prepared.run.train_path}: {spent}; raise it to go on")
+def check_budget(run: Run, clock: PhaseClock) -> None:
+    """Refuse to continue a run that has spent its budget. Raises: UserError."""
+    seconds_left, spent = nearest_limit(run.train, clock)
+    if seconds_left <= 0:
+        raise UserError(f"{run.train_path}: {spent}; raise it to go on")
 
 
 def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:

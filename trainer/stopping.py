@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
 from basics.errors import STOP_SIGNALS
 from gpt import num_parameters
 from processes.watchdog import Watchdog
-from reporting.clock import PhaseClock
+from reporting.clock import (
+    CHART,
+    CHECKPOINT,
+    COMPILE,
+    DIAGNOSTICS,
+    TRAINING,
+    VALIDATION,
+    WAITING,
+    PhaseClock,
+    nearest_limit,
+)
 from reporting.loss_window import REPORT_INTERVAL
-from reporting.speed import checkpoint_bytes
+from reporting.speed import SLOW_DISK_BYTES_PER_SECOND, checkpoint_bytes
 from reporting.summary import BUDGET, MAX_STEPS, SIGNAL, StopReason
 from trainer.background_saver import BackgroundSaver
-from trainer.budget import Pace, nearest_limit
 from trainer.startup import PreparedRun, is_due
 
 SAFETY_MARGIN = 0.25  # of the time ahead: steps may take longer than measured
@@ -32,11 +43,10 @@ class Stop:
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
                  group: dist.ProcessGroup, saver: BackgroundSaver) -> None:
-        self._prepared, self._config = prepared, prepared.run.train
+        self._prepared, self._plan, self._config = prepared, prepared.plan, prepared.run.train
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
         self._checkpoint_bytes = checkpoint_bytes(
             prepared.run.model, self._config, num_parameters(prepared.run.model))
-        self._num_steps = prepared.plan.num_steps
         self.reason = StopReason(MAX_STEPS, MAX_STEPS) if prepared.options.max_steps else None
 
     @property
@@ -62,7 +72,7 @@ class Stop:
         """
         shared = torch.tensor([self._watchdog.stop_signal, int(is_spent)])
         with self._watchdog.suspended():
-            self._share_largest(shared)
+            dist.all_reduce(shared, dist.ReduceOp.MAX, self._group)
         number, is_spent = shared.tolist()
         if number:
             self.reason = StopReason(SIGNAL, STOP_SIGNALS[number])
@@ -71,43 +81,44 @@ class Stop:
             self.reason = StopReason(BUDGET, nearest_limit(self._config, self._clock)[1])
         return bool(number or is_spent)
 
-    def _share_largest(self, numbers: torch.Tensor) -> None:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
-
     def is_validation_due(self, global_step: int) -> bool:
         """Return whether a validation is due after this step. Not a collective."""
-        return self._config.validates and self._is_due(global_step,
-                                                       self._config.validation_interval)
+        return self._config.validates and is_due(
+            global_step, self._config.validation_interval, num_steps=self._plan.num_steps)
 
     def is_save_due(self, global_step: int) -> bool:
         """Return whether the run's intervals ask for a checkpoint here. Not a collective."""
-        return (self.is_validation_due(global_step)
-                or self._is_due(global_step, self._config.checkpoint_interval))
-
-    def counts_train_loss(self, global_step: int) -> bool:
-        """Return whether `best` goes by this step's training loss. Not a collective."""
-        return not self._config.validates and self.is_save_due(global_step)
-
-    def _is_due(self, global_step: int, interval: int | None) -> bool:
-        return is_due(global_step, interval, num_steps=self._num_steps)
+        return self.is_validation_due(global_step) or is_due(
+            global_step, self._config.checkpoint_interval, num_steps=self._plan.num_steps)
 
     def _last_step(self) -> int:
-        options, began_at = self._prepared.options, self._prepared.first_step
-        if options.began_at is not None:
-            began_at = options.began_at
-        return min(self._num_steps, began_at + (options.max_steps or self._num_steps)) - 1
+        options, num_steps = self._prepared.options, self._plan.num_steps
+        began_at = self._prepared.first_step if options.began_at is None else options.began_at
+        return min(num_steps, began_at + (options.max_steps or num_steps)) - 1
 
     def _is_spent_after(self, global_step: int) -> bool:
-        """Return whether the steps up to the next report would exceed the budget. Rank 0."""
-        pace = Pace.measured(self._clock, self._config, plan=self._prepared.plan,
-                             num_steps=global_step - self._prepared.first_step,
-                             checkpoint_bytes=self._checkpoint_bytes)
+        """Return whether the steps up to the next report would exceed the budget. Rank 0.
+
+        By what the parts have taken in this launch. One that has not happened yet is estimated: a
+        validation as forward passes, a third of a step's work each, on one process; a checkpoint
+        as written to a slow disk.
+        """
+        clock, plan, config = self._clock, self._plan, self._config
+        spent = clock.read_this_launch()
+        num_measured = global_step - self._prepared.first_step  # all but the first one
+        step = (spent[TRAINING] + spent[DIAGNOSTICS] + spent[WAITING]) / num_measured if (
+            num_measured) else spent[COMPILE]
+        num_batches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
+        validation = clock.longest[VALIDATION] or (
+            step / plan.gradient_accumulation_steps / 3 * num_batches)
+        save = clock.longest[CHECKPOINT] + clock.longest[CHART] or (
+            self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND)
         last_step = self._last_step()
         ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, last_step) + 1)
         due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
         num_saves = 1 + sum(self.is_save_due(step) for step in due if step != last_step)
         # A launch ends with a save, whose write may have to wait for the one before.
-        seconds = (len(ahead) * pace.step + num_saves * pace.save
-                   + sum(map(self.is_validation_due, due)) * pace.validation
+        seconds = (len(ahead) * step + num_saves * save
+                   + sum(map(self.is_validation_due, due)) * validation
                    + 2 * self._saver.longest_write_seconds + LAST_CHARTS_SECONDS)
-        return seconds * (1 + SAFETY_MARGIN) > nearest_limit(self._config, self._clock)[0]
+        return seconds * (1 + SAFETY_MARGIN) > nearest_limit(config, clock)[0]

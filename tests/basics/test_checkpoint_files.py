@@ -34,7 +34,8 @@ from run_config import Run, load_run
 from tests.support import odd_files
 from tests.support.checkpoints import describe, save, state
 from tests.support.workplace import Workplace
-from trainer.startup import PreparedRun, choose_checkpoint
+from trainer.resuming import choose_checkpoint
+from trainer.startup import PreparedRun
 
 NAME = "20260101Z000000-iteration-3"
 A, B = Identity(name="aa"), Identity(name="bb")

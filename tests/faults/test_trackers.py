@@ -11,7 +11,6 @@ from reporting.metric_names import NAMES
 from reporting.tracker import TrackedRun
 from tests.support.runs import (
     metrics_of,
-    summary_of,
     train_undisturbed,
     weights_of,
     with_deadlines,
@@ -79,15 +78,3 @@ def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(
     assert values["final/steps"][-1] == (12, 12.0)
     keys = {key for record in records for key in record} - {STEPS}
     assert keys <= NAMES.keys()  # all that a run records is shown
-
-
-def test_a_stop_signal_does_not_wait_long_for_a_tracker(workplace: Workplace) -> None:
-    run_dir = add(workplace, "trackio")
-    result = workplace.ddp_train(
-        "tiny", "--nproc-per-node", "2", **{VARIABLE: "train:signal:rank=0:hit=7:number=15"},
-        **stand_in(workplace, HANGS), **with_deadlines(after_command=1, tracker=200))
-    assert result.returncode == 128 + 15, result.stderr
-    assert "warning: tracker trackio: it was ended after " in result.stdout
-    summary = summary_of(run_dir)
-    assert (summary["status"], summary["reason"]) == ("stopped", "SIGTERM")
-    assert summary["global_step"] == read_lines(run_dir / "metrics.jsonl")[-1][STEPS]

@@ -17,7 +17,8 @@ import pytest
 from basics.directory_lock import lock_directory
 from basics.failpoints import MARKS, VARIABLE
 from processes import beside
-from processes.beside import Beside
+from processes.beside import Beside, start_module
+from tests.support.runs import wait_for
 from tests.support.workplace import PROJECT_DIR
 
 HANGS = "sleep 3600"
@@ -26,34 +27,25 @@ HANGS = "sleep 3600"
 class Scripts:
     """Shell scripts that run instead of a module, one after another; the last one repeatedly."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *codes: str) -> None:
+    def __init__(self, folder: Path, *codes: str) -> None:
         self._folder, self._codes = folder, list(codes)
         self.started: list[subprocess.Popen[bytes]] = []
-        self.niceness: list[int] = []
-        monkeypatch.setattr(beside, "start_module", self._start)
 
-    def _start(self, module: str, run_dir: Path, niceness: int) -> subprocess.Popen[bytes]:
+    def __call__(self) -> subprocess.Popen[bytes]:
         assert all(process.poll() is not None for process in self.started), "two at a time"
         code = self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
-        self.niceness.append(niceness)
         self.started.append(subprocess.Popen(
             ["sh", "-c", code], cwd=self._folder, process_group=0, bufsize=0,
             stdin=subprocess.PIPE, stderr=subprocess.PIPE))
-        os.set_blocking(self.started[-1].stderr.fileno(), False)
         return self.started[-1]
 
 
-def drawing(run_dir: Path, **options: object) -> Beside:
-    return Beside("chart", "reporting.charts", run_dir, **options)
+def drawing(run_dir: Path) -> Beside:
+    return Beside("chart", lambda: start_module("reporting.charts", run_dir))
 
 
-def never() -> float:
-    return math.inf
-
-
-def failure_after_end(process: Beside, scripts: Scripts) -> str:
-    scripts.started[-1].wait(60)
-    return process.take_failure()
+def finish(process: Beside) -> str:
+    return process.finish(lambda: math.inf)
 
 
 def wait_until_gone(pid: int) -> None:
@@ -65,104 +57,85 @@ def wait_until_gone(pid: int) -> None:
 
 
 def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhile(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tmp_path: Path
 ) -> None:
-    scripts = Scripts(monkeypatch, tmp_path, "read word", "true")
-    process = drawing(tmp_path)
-    for _ in range(4):
-        process.start()
-    assert len(scripts.started) == 1
-    scripts.started[0].stdin.write(b"go on\n")
-    assert process.finish(never) == "" and len(scripts.started) == 2
-    assert process.finish(never) == "" and len(scripts.started) == 2  # nothing is due
-
-
-def test_at_the_end_what_still_runs_is_done_again_at_normal_priority(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    scripts = Scripts(monkeypatch, tmp_path, HANGS, "true")
-    process = drawing(tmp_path)
+    scripts = Scripts(tmp_path, "touch began; read word", "true")
+    process = Beside("chart", scripts)
     process.start()
-    process.hurry()
-    assert process.finish(never) == ""
-    first, second = scripts.started
-    assert first.returncode < 0 and second.returncode == 0
-    assert scripts.niceness == [19, 0]
-    process.hurry()
-    assert process.finish(never) == "" and len(scripts.started) == 2
+    wait_for(tmp_path / "began")
+    for _ in range(3):
+        process.start()
+    assert process.pop_failure() == "" and len(scripts.started) == 1
+    scripts.started[0].stdin.write(b"go on\n")
+    assert finish(process) == "" and len(scripts.started) == 2
+    assert finish(process) == "" and len(scripts.started) == 2  # nothing is due
 
 
 @pytest.mark.parametrize(("code", "failure"), [
-    ("echo no good >&2; exit 1", "no good"), ("exit 3", "ended with status 3; advice"),
+    ("echo no good >&2; exit 1", "no good; advice"),
+    ("exit 3", "ended with status 3; advice"),
     ("kill -9 $$", "its process was ended by signal 9 (Killed); advice"),
-    ("echo a note >&2", "a note"), ("true", "")])
+    ("echo a note >&2", "a note; advice"), ("true", "")])
 def test_what_it_says_and_how_it_failed_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, failure: str
+    tmp_path: Path, code: str, failure: str
 ) -> None:
-    scripts = Scripts(monkeypatch, tmp_path, code)
-    process = drawing(tmp_path, advice="; advice")
+    process = Beside("chart", Scripts(tmp_path, code), advice="; advice")
     process.start()
-    assert failure_after_end(process, scripts) == failure
-    assert process.take_failure() == process.finish(never) == ""
+    assert finish(process) == failure
+    assert process.pop_failure() == finish(process) == ""
 
 
-def test_a_failure_is_told_although_the_next_one_was_asked_for_and_not_after_a_success(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_failure_is_told_although_the_next_one_runs_and_not_after_a_success(
+    tmp_path: Path
 ) -> None:
-    scripts = Scripts(monkeypatch, tmp_path, "exit 3", "exit 4", "exit 5", "exit 0")
-    process = drawing(tmp_path)
-    for _ in range(2):
-        process.start()
-        scripts.started[-1].wait(60)
-    assert process.take_failure() == "ended with status 3; ended with status 4"
+    scripts = Scripts(tmp_path, "touch first; read word; exit 3", "touch second; read word; exit 4",
+                      "exit 0")
+    process = Beside("chart", scripts)
     process.start()
-    scripts.started[-1].wait(60)
+    wait_for(tmp_path / "first")
     process.start()
-    assert process.finish(never) == ""  # the last one did all that there was to do
+    scripts.started[0].stdin.write(b"go on\n")
+    wait_for(tmp_path / "second")
+    assert process.pop_failure() == "ended with status 3"
+    process.start()
+    scripts.started[1].stdin.write(b"go on\n")
+    assert finish(process) == ""  # the last one did all that there was to do
 
 
-def test_one_that_hangs_is_ended_with_all_that_it_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    beats = []
-    Scripts(monkeypatch, tmp_path, f"trap '' TERM; {HANGS} & echo $! > pid; wait; {HANGS}")
-    process = drawing(tmp_path, heartbeat=lambda: beats.append(1))
+def test_one_that_cannot_be_started_is_a_failure(tmp_path: Path) -> None:
+    process = Beside("chart", lambda: subprocess.Popen([tmp_path / "missing"]))
     process.start()
-    pid = tmp_path / "pid"
-    failure = process.finish(
-        lambda: 0.0 if beats and pid.exists() and pid.read_text() else math.inf)
+    assert finish(process).startswith("FileNotFoundError: ")
+
+
+def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    beats, pid = [], tmp_path / "pid"
+    process = Beside("chart", Scripts(
+        tmp_path, f"trap '' TERM; {HANGS} & echo $! > pid; wait; {HANGS}"))
+    process.start()
+    process.start()  # the one that waits is not started any more
+    failure = process.finish(lambda: 0.0 if beats and pid.exists() and pid.read_text()
+                             else math.inf, heartbeat=lambda: beats.append(1))
     assert failure.startswith("it was ended after ")
     wait_until_gone(int(pid.read_text()))
-
-
-def test_what_it_leaves_behind_does_not_hold_up_the_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its stderr stays open as long as that lives."""
-    scripts = Scripts(monkeypatch, tmp_path, f"{HANGS} & echo $! > pid; exit 7")
-    process = drawing(tmp_path)
-    process.start()
-    assert failure_after_end(process, scripts) == "ended with status 7"
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert finish(process) == "its process was ended by signal 9 (Killed)"
 
 
 def test_one_that_should_last_is_started_again_after_a_while_until_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    scripts = Scripts(monkeypatch, tmp_path, "true", "exit 3", "read word; test $word = end")
-    process = drawing(tmp_path)
-    process.retry_seconds = 100.0
-    now = time.monotonic()
+    monkeypatch.setattr(beside, "RETRY_SECONDS", 0.05)
+    scripts = Scripts(tmp_path, "exit 3", "touch second; read word; exit 3",
+                      "touch third; read word; test $word = end")
+    process = Beside("tracker", scripts, lasts=True)
     process.start()
-    assert failure_after_end(process, scripts) == "ended with status 0"
-    assert process.take_failure() == "" and len(scripts.started) == 1  # not yet
-    monkeypatch.setattr(time, "monotonic", lambda: now + 1000)
-    assert process.take_failure() == ""  # starts it
-    assert failure_after_end(process, scripts) == "ended with status 3"
-    monkeypatch.setattr(time, "monotonic", lambda: now + 2000)
-    assert process.take_failure() == "" and len(scripts.started) == 3
+    wait_for(tmp_path / "second")
+    assert process.pop_failure() == "ended with status 3"
+    scripts.started[1].stdin.write(b"go on\n")
+    wait_for(tmp_path / "third")
+    assert process.pop_failure() == ""  # the same again
     process.tell_end()
-    assert process.finish(never) == "" and len(scripts.started) == 3
+    assert finish(process) == "" and len(scripts.started) == 3
 
 
 def struck_pid(marks: Path) -> int:
@@ -194,13 +167,15 @@ def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(
                 or key.endswith(("RANK", "WORLD_SIZE"))]
     assert variables["CUDA_VISIBLE_DEVICES"] == "" and variables["OMP_NUM_THREADS"] == "1"
     os.kill(pid, signal.SIGTERM)
-    assert process.finish(never) == "its process was ended by signal 15 (Terminated)"
+    assert finish(process) == "its process was ended by signal 15 (Terminated)"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    code = ("import sys, time\nfrom pathlib import Path\nfrom processes.beside import Beside\n"
-            "Beside('chart', 'reporting.charts', Path(sys.argv[1])).start()\ntime.sleep(3600)")
+    code = ("import sys, time\nfrom pathlib import Path\n"
+            "from processes.beside import Beside, start_module\n"
+            "Beside('chart', lambda: start_module('reporting.charts', Path(sys.argv[1]))).start()\n"
+            "time.sleep(3600)")
     marks = tmp_path / "marks"
     trainer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=PROJECT_DIR,
                                env=os.environ | {VARIABLE: "draw:hang", MARKS: str(marks)})

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from basics.json_files import to_json
-from processes.beside import Beside
+from processes.beside import Beside, start_module
 from reporting import charts
 from reporting.charts import (
     LINES,
@@ -67,7 +67,7 @@ def test_a_process_draws_the_same(tmp_path: Path) -> None:
     for place in (drawn, directly):
         place.mkdir(parents=True)  # the title is the run's name
     (drawn / "metrics.jsonl").write_text("".join(to_json(r) + "\n" for r in records(300)))
-    process = Beside("chart", "reporting.charts", drawn)
+    process = Beside("chart", lambda: start_module("reporting.charts", drawn))
     process.start()
     assert process.finish(lambda: math.inf) == ""
     draw_charts(directly, records(300))

@@ -31,40 +31,34 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(loss_window.LAG, "cpu", 1)
 
 
-def fill(window: LossWindow, number: int, *, steps: int = REPORT_INTERVAL) -> None:
-    """Add losses of `number`, and close the window."""
+def fill(window: LossWindow, number: int, *, steps: int = REPORT_INTERVAL,
+         waits: bool = False) -> list[tuple[int, float, float]]:
+    """Add losses of `number`, and close the window.
+
+    Returns:
+        The last step, learning rate and mean loss of each window that is read.
+    """
     for _ in range(steps):
         window.add(torch.tensor(float(number)), torch.tensor(2.0 * number))
-    window.close(number * REPORT_INTERVAL, number / 10, PhaseClock())
-
-
-def read(window: LossWindow, *, waits: bool) -> list[tuple[int, float, float]]:
-    """Take windows; return the last step, learning rate and mean loss of each."""
-    return [(closed.global_step, closed.learning_rate, window.summarise(closed).train_loss)
-            for closed in window.take(waits=waits)]
+    closed = window.close(number * REPORT_INTERVAL, number / 10, PhaseClock(), waits=waits)
+    return [(each.global_step, each.learning_rate, summary.train_loss) for each, summary in closed]
 
 
 def test_on_a_cpu_a_window_is_read_at_once() -> None:
-    window = LossWindow(CPU)
-    fill(window, 1)
-    assert read(window, waits=False) == [(10, 0.1, 1.0)]
-    assert read(window, waits=True) == []
+    assert fill(LossWindow(CPU), 1) == [(10, 0.1, 1.0)]
 
 
 def test_with_a_lag_a_window_is_read_when_the_next_one_is_closed(late: None) -> None:
-    window, found = LossWindow(CPU), []
-    for number in (1, 2, 3):
-        fill(window, number)
-        found.append(read(window, waits=False))
-    assert found == [[], [(10, 0.1, 1.0)], [(20, 0.2, 2.0)]]
+    window = LossWindow(CPU)
+    assert [fill(window, number) for number in (1, 2, 3)] == [
+        [], [(10, 0.1, 1.0)], [(20, 0.2, 2.0)]]
 
 
 def test_whoever_waits_gets_all_windows_in_order(late: None) -> None:
     window = LossWindow(CPU)
     fill(window, 1)
-    fill(window, 2, steps=3)
-    assert read(window, waits=True) == [(10, 0.1, 1.0), (20, 0.2, 2.0)]
-    assert window.take_loss_since_checkpoint() == pytest.approx((10 * 1.0 + 3 * 2.0) / 13)
+    assert fill(window, 2, steps=3, waits=True) == [(10, 0.1, 1.0), (20, 0.2, 2.0)]
+    assert window.pop_loss_since_checkpoint() == pytest.approx((10 * 1.0 + 3 * 2.0) / 13)
 
 
 def test_losses_are_averaged_over_processes_and_without_skipped_steps(
@@ -75,9 +69,7 @@ def test_losses_are_averaged_over_processes_and_without_skipped_steps(
     window = LossWindow(CPU)
     for loss, norm in ((2.0, 1.0), (4.0, math.inf), (4.0, math.inf), (6.0, 3.0)):
         window.add(torch.tensor(loss), torch.tensor(norm))
-    window.close(4, 0.1, PhaseClock())
-    (closed,) = window.take(waits=True)
-    summary = window.summarise(closed)
+    ((_, summary),) = window.close(4, 0.1, PhaseClock(), waits=True)
     assert (summary.train_loss, summary.train_loss_max, summary.grad_norm) == (6.0, 9.0, 2.0)
     assert summary.skipped_steps == window.longest_skipped == 2
 
@@ -94,8 +86,8 @@ def test_speed_is_that_of_the_windows_own_steps(
         for _ in range(steps):
             now.seconds += seconds_a_step
             window.add(torch.tensor(1.0), torch.tensor(1.0))
-        window.close(0, 0.1, PhaseClock())
-        speeds.extend(closed.steps_per_second() for closed in window.take(waits=waits))
+        speeds.extend(closed.steps_per_second()
+                      for closed, _ in window.close(0, 0.1, PhaseClock(), waits=waits))
 
     window.restart_timing()
     train(0.5, 10, waits=False)
@@ -117,8 +109,8 @@ def test_the_slowest_step_of_a_window_is_told(late: None, monkeypatch: pytest.Mo
         for each in seconds:
             now.seconds += each
             window.add(torch.tensor(1.0), torch.tensor(float("nan")))  # skipped steps count too
-        window.close(first_step + len(seconds) - 1, 0.1, PhaseClock())
-        found.extend(map(window.summarise, window.take(waits=True)))
+        found.extend(summary for _, summary in window.close(
+            first_step + len(seconds) - 1, 0.1, PhaseClock(), waits=True))
 
     now.seconds += 100  # it compiles
     window.add(torch.tensor(1.0), torch.tensor(1.0))
@@ -132,21 +124,19 @@ def test_the_slowest_step_of_a_window_is_told(late: None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-def test_closing_and_taking_windows_never_waits_for_the_device() -> None:
+def test_closing_and_reading_windows_never_waits_for_the_device() -> None:
     device = torch.device("cuda", 0)
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     window = LossWindow(device)
     value = torch.tensor(3.0, device=device)
-    fill(window, 1)  # NCCL starts
-    read(window, waits=True)
+    fill(window, 1, waits=True)  # NCCL starts
     torch.cuda._sleep(10**9)  # some tenths of a second
-    for number in (2, 3):
-        window.add(value, value)
-        window.close(number, 0.1, PhaseClock())
-        early = window.take(waits=False)
-        assert len(early) == number - 2
-    assert not early[0].ended._event.query()  # the device is still asleep
-    (last,) = window.take(waits=True)
-    assert window.summarise(last).train_loss == 3.0 and last.values.is_pinned()
+    window.add(value, value)
+    assert window.close(2, 0.1, PhaseClock(), waits=False) == []
+    (asleep,) = window._closed
+    assert not asleep.ended._event.query()  # the device is still asleep
+    window.add(value, value)
+    _, (last, summary) = window.close(3, 0.1, PhaseClock(), waits=True)
+    assert summary.train_loss == 3.0 and last.values.is_pinned()
     assert last.steps_per_second() > 0

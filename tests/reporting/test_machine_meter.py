@@ -47,7 +47,7 @@ def ended() -> bool:
 def test_a_reading_has_the_host_and_every_gpu_and_is_recorded_once(meter: MachineMeter) -> None:
     meter.start(earlier_kwh=2.5)
     meter.renew()
-    reading = meter.take()
+    reading = meter.pop_reading()
     assert set(reading) == set(OF_MACHINE) - {"mfu"}
     assert reading["gpu_memory_gib"] == [20, 20] and reading["gpu_use_percent"] == [97, 97]
     assert reading["gpu_temperature_c"] == [61, 61] and reading["gpu_power_w"] == [651.25] * 2
@@ -56,8 +56,8 @@ def test_a_reading_has_the_host_and_every_gpu_and_is_recorded_once(meter: Machin
     assert 0 < reading["host_ram_gib"] < 1e5 and reading["disk_free_gib"] > 0
     assert reading["host_load"] >= 0
     meter.stop()
-    assert ended() and set(meter.take()) == set(reading)  # a last one
-    assert meter.take() == {} and meter.take_failure() == ""
+    assert ended() and set(meter.pop_reading()) == set(reading)  # a last one
+    assert meter.pop_reading() == {} and meter.pop_failure() == ""
 
 
 def test_without_gpus_only_the_host_is_read(
@@ -67,8 +67,8 @@ def test_without_gpus_only_the_host_is_read(
     meter = MachineMeter(tmp_path, [], seconds=1e6)
     meter.start()
     meter.stop()
-    assert ended() and set(meter.take()) == HOST
-    assert meter.energy_kwh is None and meter.throttling() is None and meter.take_failure() == ""
+    assert ended() and set(meter.pop_reading()) == HOST
+    assert meter.energy_kwh is None and meter.throttling() is None and meter.pop_failure() == ""
 
 
 def test_a_driver_that_hangs_holds_nobody_up(
@@ -82,7 +82,7 @@ def test_a_driver_that_hangs_holds_nobody_up(
     try:
         meter.renew()
         meter.stop()
-        assert meter.take() == {} and meter.energy_kwh is None
+        assert meter.pop_reading() == {} and meter.energy_kwh is None
         assert threads() and all(thread.daemon for thread in threads())  # the process can exit
     finally:
         goes_on.set()
@@ -99,11 +99,11 @@ def test_a_failure_is_told_once_and_readings_go_on(
         patch.setattr(machine_meter.psutil, "disk_usage", fail)
         meter.start()
         meter.renew()
-        assert meter.take() == {} and meter.take_failure() == "OSError: Stale file handle"
+        assert meter.pop_reading() == {} and meter.pop_failure() == "OSError: Stale file handle"
         meter.renew()
-        assert meter.take_failure() == ""
+        assert meter.pop_failure() == ""
     meter.stop()
-    assert ended() and HOST < set(meter.take())
+    assert ended() and HOST < set(meter.pop_reading())
 
 
 @pytest.mark.parametrize(("masks", "reason"), [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,19 +14,19 @@ import psutil
 import pytest
 
 from basics.errors import UserError
-from basics.failpoints import VARIABLE
 from reporting import tracker
 from reporting.metrics_file import remove_metrics_from
 from reporting.tracker import (
     STATE_NAME,
     TrackedRun,
-    TrackerProcess,
+    begin_tracking,
     check_tracker,
     send_records,
 )
 from reporting.tracker_backends import wandb_mode
 from run_config import Run
 from tests.support.network import environment_of_refusal
+from tests.support.runs import wait_for
 from tests.support.trackers import (
     Values,
     add_records,
@@ -34,6 +35,7 @@ from tests.support.trackers import (
     in_tensorboard,
     in_trackio,
     in_wandb,
+    started,
     track,
     tracked_run,
 )
@@ -42,15 +44,16 @@ from tests.support.workplace import Workplace
 REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
 
 
-class Recorder:
-    """A tracker that keeps the steps that it is given."""
+class Launches:
+    """Launches of one run, with a tracker that keeps the steps that it gets over all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.status = run, ""
         self.steps: list[int] = []
         self.last_steps: list[int] = []  # that it had when it was opened
-        self.status = ""
+        monkeypatch.setattr(tracker, "open_tracker", self.open)
 
-    def open(self, run: Run, id: str, last_step: int, **_: object) -> Recorder:
+    def open(self, run: Run, id: str, last_step: int, **_: object) -> Launches:
         self.last_steps.append(last_step)
         return self
 
@@ -63,19 +66,10 @@ class Recorder:
     def finish(self, status: str, figures: dict[str, float]) -> None:
         self.status = status
 
-
-class Launches:
-    """Launches of one run, with a tracker that keeps what it has over all of them."""
-
-    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run, self.recorder = run, Recorder()
-        monkeypatch.setattr(tracker, "open_tracker", self.recorder.open)
-        monkeypatch.setattr("processes.beside.start_module", lambda *_: None)
-
     def resume(self, first_step: int) -> None:
         """Begin a launch, whose tracker does not come as far as to its first record."""
         remove_metrics_from(self.run.metrics_path, first_step)
-        TrackerProcess(self.run).start()
+        begin_tracking(self.run, starts_over=False)
 
     def send(self, *steps: Callable[[], None]) -> int:
         """Have the tracker work while this happens, one thing after another."""
@@ -112,23 +106,15 @@ def test_each_record_is_passed_on_once_as_it_comes(launches: Launches) -> None:
         file.flush()
 
     def end_it() -> None:
-        assert launches.recorder.steps == [1, 2]
+        assert launches.steps == [1, 2]
         file.write('"train_loss": 1.0}\n')
         file.flush()
 
     add_summary(launches.run, 2)
     with launches.run.metrics_path.open("a") as file:
         assert launches.send(launches.add(0, 1), begin_a_record, end_it) == 3
-    assert launches.recorder.steps == [1, 2, 3] and launches.recorder.status == "finished"
+    assert launches.steps == [1, 2, 3] and launches.status == "finished"
     assert launches.sent == {"trackio": 3}
-
-
-def test_a_resumed_run_goes_on_where_the_tracker_was(launches: Launches) -> None:
-    launches.send(launches.add(0, 1))
-    add_records(launches.run, 2, 3)  # while the tracker was gone
-    launches.resume(4)
-    assert launches.send(launches.add(4)) == 3
-    assert launches.recorder.steps == [1, 2, 3, 4, 5] and launches.recorder.last_steps == [0, 2]
 
 
 def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) -> None:
@@ -137,8 +123,8 @@ def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) ->
     add_records(launches.run, 2, 3, 4)
     launches.resume(4)
     launches.send(launches.add(4, 5))
-    assert launches.recorder.steps == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert launches.recorder.last_steps == [0, 2] and launches.sent == {"trackio": 6}
+    assert launches.steps == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert launches.last_steps == [0, 2] and launches.sent == {"trackio": 6}
 
 
 def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(
@@ -148,7 +134,7 @@ def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(
         launches.send(*(launches.add(step) for step in range(3)), kill)
     assert launches.sent == {"trackio": 2}  # has the third one arrived?
     launches.send(launches.add(3))
-    assert launches.recorder.steps == [1, 2, 3, 3, 4]
+    assert launches.steps == [1, 2, 3, 3, 4]
 
 
 def test_the_id_stays_until_a_run_starts_over_or_the_state_is_damaged(tmp_path: Path) -> None:
@@ -198,8 +184,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
     add_records(run, 0, 1, 2, layer_grad_norm=[0.5, 0.25])
     assert track(run) == ""
     remove_metrics_from(run.metrics_path, 2)  # killed, and resumed after the second step
-    process = TrackerProcess(run)
-    process.start()
+    process = started(run)
     add_records(run, 2, 3)
     add_summary(run, 3)
     assert end(process) == ""
@@ -213,14 +198,6 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
         assert (final["final/best_loss"], final["final/status"]) == (1.25, "finished")
     else:
         assert values["final/best_loss"] == [(4, 1.25)]
-
-
-def test_fresh_starts_a_new_tracked_run(offline: None, workplace: Workplace) -> None:
-    run = tracked_run(workplace, "tensorboard")
-    add_records(run, 0)
-    assert track(run) == track(run, starts_over=True) == ""
-    first, second = (run.run_dir / "tensorboard").iterdir()
-    assert in_tensorboard(first) == in_tensorboard(second)
 
 
 def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(
@@ -280,18 +257,19 @@ def test_a_tracker_that_fails_is_told_once(
 def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
     run: Run, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(TrackerProcess, "retry_seconds", 0.0)
-    monkeypatch.setenv(VARIABLE, "tracker:raise")
-    process = TrackerProcess(run)
-    process.start()
-    assert process.take_failure() == "RuntimeError: failpoint tracker" + REMEDY
-    assert process.take_failure() == ""  # the same again
-    monkeypatch.delenv(VARIABLE)
-    stand_in.write(log=f"open({str(tmp_path / 'steps')!r}, 'a').write(f'{{step}} ')")
-    assert process.take_failure() == ""  # starts it
+    steps = tmp_path / "steps"
+    monkeypatch.setattr("processes.beside.RETRY_SECONDS", 0.0)
+    stand_in.write(log=f"open({str(steps)!r}, 'a').write(f'{{step}} '); step == 1 or sys.exit(3)")
+    process = started(run)
+    wait_for(steps)
+    while not (failure := process.pop_failure()):
+        time.sleep(0.05)
+    assert failure == "SystemExit: 3" + REMEDY
+    stand_in.write(log=f"open({str(steps)!r}, 'a').write(f'{{step}} ')")
     add_records(run, 2)
-    assert end(process) == ""
-    assert (tmp_path / "steps").read_text() == "1 2 3 "
+    while not steps.read_text().endswith("1 2 3 "):
+        time.sleep(0.05)
+    assert end(process) == "" and steps.read_text().startswith("1 2 ")  # the same is told once
 
 
 @pytest.mark.parametrize("place", ["init", "log", "finish"])
@@ -300,8 +278,7 @@ def test_a_tracker_that_hangs_is_ended_at_the_limit_and_nothing_is_lost(
 ) -> None:
     pid = tmp_path / "pid"
     stand_in.write(**{place: f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"})
-    process = TrackerProcess(run)
-    process.start()
+    process = started(run)
     process.tell_end()
     failure = process.finish(lambda: 0.0 if pid.exists() and pid.read_text() else math.inf)
     assert failure.startswith("it was ended after ") and failure.endswith(REMEDY)
@@ -315,7 +292,7 @@ def test_a_tracker_that_takes_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -
     said: list[str] = []
     with tracker._warning_if_slow(said.append):
         while not said:
-            os.sched_yield()
+            time.sleep(0.05)
     assert said == ["it has taken no records for 0 minutes"]
 
 
@@ -330,7 +307,6 @@ def test_a_tracker_whose_trainer_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_without_a_tracker_starts_nothing(workplace: Workplace) -> None:
     run = tracked_run(workplace, "none")
     assert track(run) == "" and check_tracker(run) == []
-    assert not (run.run_dir / STATE_NAME).exists()
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("trackio", None)], ids=["none", "a directory"])

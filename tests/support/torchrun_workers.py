@@ -84,11 +84,11 @@ def count_compilations() -> None:
     def charts_and_counts(reports: Reports) -> None:
         charts(reports)
         counts = {kind: dict(counters[kind]) for kind in ("frames", "stats", "graph_break")}
-        reports.console.say(f"compiled: {json.dumps(counts)}")
+        reports.log.say(f"compiled: {json.dumps(counts)}")
 
     def end_and_counts(reports: Reports, *arguments: object, **keywords: object) -> None:
         end(reports, *arguments, **keywords)
-        reports.console.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
+        reports.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
 
     Reports.draw_charts, Reports.end = charts_and_counts, end_and_counts
     del sys.argv[1:3]

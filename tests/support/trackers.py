@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from basics.json_files import to_json
-from reporting.tracker import TrackerProcess
+from processes.beside import Beside
+from reporting.tracker import begin_tracking, tracker_process
 from run_config import Run, load_run
 from tests.support.workplace import Workplace
 
@@ -37,15 +38,21 @@ def add_summary(run: Run, global_step: int) -> None:
         "seconds": {"training": 2.0, "chart": 1.0}, "usd": None, "best": {"loss": 1.25}}))
 
 
+def started(run: Run, *, starts_over: bool = False) -> Beside:
+    """Start the process of a run's tracker, as at the start of a launch."""
+    begin_tracking(run, starts_over=starts_over)
+    process = tracker_process(run)
+    process.start()
+    assert process.pop_failure() == ""
+    return process
+
+
 def track(run: Run, *, starts_over: bool = False) -> str:
     """Have a process send what there is, as at the end of a launch; return its failure."""
-    process = TrackerProcess(run, starts_over=starts_over)
-    process.start()
-    assert process.take_failure() == ""
-    return end(process)
+    return end(started(run, starts_over=starts_over))
 
 
-def end(process: TrackerProcess) -> str:
+def end(process: Beside) -> str:
     process.tell_end()
     until = time.monotonic() + 150
     return process.finish(lambda: until)

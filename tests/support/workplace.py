@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import json
 import multiprocessing
 import os
@@ -282,9 +281,8 @@ def _run_script(script: str, arguments: list[str]) -> None:
     charts.draw_by_hand = draw_bare
     if "draw:" not in os.environ.get(failpoints.VARIABLE, ""):
         start_module = beside.start_module
-        beside.start_module = lambda module, run_dir, niceness: (
-            DrawnHere(run_dir) if module == "reporting.charts"
-            else start_module(module, run_dir, niceness))
+        beside.start_module = lambda module, run_dir: (
+            DrawnHere(run_dir) if module == "reporting.charts" else start_module(module, run_dir))
     torch.distributed.run.run = lambda options: _run_agent(
         options.training_script, options.training_script_args,
         nproc_per_node=int(options.nproc_per_node))
@@ -312,15 +310,14 @@ def draw_bare(path: Path, plot: Callable[[Figure], object]) -> Path:
     return partial.replace(path)
 
 
-class DrawnHere:
+class DrawnHere(contextlib.nullcontext):
     """A process that draws, and has ended: what it does is done in this one."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.stdin, self.stderr = io.BytesIO(), io.BytesIO()
-        charts.draw_charts(run_dir, read_metrics(run_dir / "metrics.jsonl"))
+    stderr, returncode = None, 0
 
-    def poll(self) -> int:
-        return 0
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(self)
+        charts.draw_charts(run_dir, read_metrics(run_dir / "metrics.jsonl"))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save_file
 
 from basics.errors import UserError
-from reporting.console import batch_arithmetic
+from reporting.run_log import batch_arithmetic
 from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace, write_tokens

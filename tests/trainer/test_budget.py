@@ -1,4 +1,4 @@
-"""Budgets: their limits, the measured pace, and launches that end inside them."""
+"""When a launch ends: budgets, with simulated launches that end inside them, signals, steps."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from basics.errors import UserError
 from processes.command_line import Options
-from reporting.clock import PhaseClock
+from reporting.clock import PhaseClock, nearest_limit
 from run_config import ModelConfig, TrainConfig
 from tests.support.fake_time import FakeTime
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batch_plan import BatchPlan
-from trainer.budget import Pace, nearest_limit
 from trainer.startup import check_budget
 from trainer.stopping import Stop
 
-PLAN = BatchPlan(microbatch_size=4, gradient_accumulation_steps=2, world_size=2,
-                 context_length=16, num_steps=1000)
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
 
 
 def train_config(**changes: object) -> TrainConfig:
@@ -37,23 +39,6 @@ def clock_with(now: FakeTime, **seconds: float) -> PhaseClock:
         with clock.phase(phase):
             now.seconds += spent
     return clock
-
-
-def pace_of(clock: PhaseClock, num_steps: int = 20) -> Pace:
-    return Pace.measured(clock, train_config(microbatch_size=4), num_steps=num_steps, plan=PLAN,
-                         checkpoint_bytes=12 * 10**9)
-
-
-def test_the_pace_is_measured(now: FakeTime) -> None:
-    clock = clock_with(now, compile=30, training=36, waiting=4, validation=5, checkpoint=2, chart=1)
-    assert pace_of(clock) == Pace(step=2.0, validation=5, save=3)
-
-
-def test_costs_not_measured_yet_are_estimated(now: FakeTime) -> None:
-    pace = pace_of(clock_with(now, compile=30, training=60))
-    # three validation microbatches, each a third of one of a step's two; 12 GB at 100 MB/s
-    assert pace == Pace(step=3.0, validation=pytest.approx(3 * 3 / 2 / 3), save=120)
-    assert pace_of(clock_with(now, compile=30), num_steps=0).step == 30
 
 
 def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
@@ -69,24 +54,24 @@ def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
 def test_a_run_that_has_spent_its_budget_does_not_go_on(now: FakeTime) -> None:
     clock = clock_with(now, training=1800)
     clock.resume({"training": 1800}, {})
+    check_budget(SimpleNamespace(train=train_config(max_hours=1.1)), clock)
     run = SimpleNamespace(train=train_config(max_hours=1.0), train_path="train.json")
-    check_budget(SimpleNamespace(run=run, is_trained=True), clock)
     with pytest.raises(UserError, match="train.json: max_hours is 1, .* has taken 1; raise it"):
-        check_budget(SimpleNamespace(run=run, is_trained=False), clock)
+        check_budget(run, clock)
 
 
 class Simulated(Stop):
     """A run whose steps, validations, checkpoints and writes only let time pass."""
 
-    def __init__(self, seconds: dict[str, float], *, limit: float) -> None:
+    def __init__(self, seconds: dict[str, float], *, limit: float,
+                 plan: BatchPlan | None = None) -> None:
         self.seconds, self.now, self.written_at = seconds, 30.0, 0.0
-        train = TrainConfig(**TINY_TRAIN | {
-            "validation_interval": 50, "max_hours": limit / 3600})
+        train = train_config(validation_interval=50, max_hours=limit / 3600)
         self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
         self.clock._now = lambda: self.now
-        plan = BatchPlan(2, 1, 1, 16, num_steps=3000)
         prepared = SimpleNamespace(
-            first_step=0, plan=plan, options=Options("simulated"),
+            first_step=0, plan=plan or BatchPlan(2, 1, 1, 16, num_steps=3000),
+            options=Options("simulated"),
             run=SimpleNamespace(train=train, model=ModelConfig(**TINY_MODEL)))
         process = SimpleNamespace(device=torch.device("cpu"), is_main=True)
         watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
@@ -94,8 +79,10 @@ class Simulated(Stop):
                          saver=self.saver)
         self._checkpoint_bytes = 12 * 10**8
 
-    def _share_largest(self, numbers: torch.Tensor) -> None:
-        pass
+    def pass_time(self, **seconds: float) -> None:
+        for phase, spent in seconds.items():
+            with self.clock.phase(phase):
+                self.now += spent
 
     def look_at_saver(self) -> None:
         if 0 < self.written_at <= self.now:
@@ -126,8 +113,8 @@ class Simulated(Stop):
             self.look_at_saver()
             self.now += self.seconds["checkpoint"]
         self.written_at = self.now + self.seconds["write"]
-        with self.clock.phase("validation"):
-            self.now += self.seconds["validation"] if self.is_validation_due(step) else 0
+        if self.is_validation_due(step):
+            self.pass_time(validation=self.seconds["validation"])
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,32 +133,44 @@ def test_no_limit_is_exceeded(
     assert taken > 0.5 * limit
 
 
-@pytest.mark.parametrize(("global_step", "seconds"), [
-    (9, 10 * 5 + 10 + 2), (49, 10 * 5 + 7 + 2 * 10 + 2)])  # with the validation of step 49
+MEASURED = {"compile": 30, "training": 4, "waiting": 0.5, "diagnostics": 0.5}  # 5 s a step
+
+
+@pytest.mark.parametrize(("global_step", "spent", "seconds"), [
+    (1, MEASURED | {"validation": 7, "checkpoint": 9, "chart": 1}, 10 * 5 + 10 + 2),
+    (49, MEASURED | {"training": 244, "validation": 7, "checkpoint": 9, "chart": 1},
+     10 * 5 + 7 + 2 * 10 + 2),  # with the validation of step 49
+    # Estimates: two validation microbatches, each a third of one of a step's two; 1.2 GB at
+    # 100 MB/s. Before any step is measured, one takes as long as the first.
+    (49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 * 2 + 2 * 12 + 2),
+    (0, {"compile": 30}, 10 * 30 + 12 + 2),
+])
 def test_the_time_ahead_has_due_work_and_a_quarter_more(
-    monkeypatch: pytest.MonkeyPatch, global_step: int, seconds: float
+    global_step: int, spent: dict[str, float], seconds: float
 ) -> None:
-    monkeypatch.setattr(Pace, "measured", lambda *_, **__: Pace(step=5, validation=7, save=10))
     for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
-        stop = Simulated({}, limit=3600 + left)
-        stop.now = 3600
+        stop = Simulated({}, limit=30 + sum(spent.values()) + left,
+                         plan=BatchPlan(4, 2, 2, 16, num_steps=1000))
+        stop.pass_time(**spent)
         assert stop.after(global_step, is_report_due=True) == is_spent
 
 
 @pytest.mark.parametrize(("shared", "reason"), [
     ([15, 0], "SIGTERM"), ([15, 1], "SIGTERM"), ([0, 1], "max_hours is 1, and "), ([0, 0], None)])
-def test_all_ranks_end_for_what_any_of_them_knows(shared: list[int], reason: str | None) -> None:
+def test_all_ranks_end_for_what_any_of_them_knows(
+    monkeypatch: pytest.MonkeyPatch, shared: list[int], reason: str | None
+) -> None:
     """A signal to any rank and the budget of rank 0: one agreement for all."""
     stop = Simulated({}, limit=3600)
     stop._watchdog.process.is_main = False
     offered, noted = [], []
     stop._watchdog.note_stop = noted.append  # else it might end before its watchdog hears of it
 
-    def share(numbers: torch.Tensor) -> None:
+    def share(numbers: torch.Tensor, *_: object) -> None:
         offered.append(numbers.tolist())
         numbers.copy_(torch.tensor(shared))
 
-    stop._share_largest = share
+    monkeypatch.setattr(dist, "all_reduce", share)
     assert stop.after(9, is_report_due=True) == (reason is not None)
     assert offered == [[0, 0]]
     assert (stop.reason.text if stop.reason else "").startswith(reason or "")

@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import run_in_process
+from tests.support.runs import summary_of
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
 
 PRICE = 36_000  # dollars an hour: ten a second
 LONG = {"min_train_tokens": 2000 * 128, "validation_interval": 50, "learning_rate": 1e-3}
-
-
-def summary_of(run_dir: Path) -> dict:
-    return json.loads((run_dir / "summary.json").read_text())
 
 
 def change(run_dir: Path, **values: object) -> None:
@@ -55,45 +52,32 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
     assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
 
 
-def test_without_a_price_there_are_no_dollars(workplace: Workplace) -> None:
+def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(
+    workplace: Workplace
+) -> None:
     run_dir = workplace.add_run()
     workplace.add_dataset()
-    assert "$" not in succeeded(workplace.torchrun(1, "tiny")).stdout.split("sample:")[0]
-    assert summary_of(run_dir)["usd"] is None
+    totals, validated = [], {}
+    for arguments, price in ((("--max-steps", "5"), PRICE), (("--max-steps", "7"), PRICE / 10),
+                             ((), PRICE)):  # the last one goes on from the first one's checkpoint
+        checkpoint = [path.name for path in run_dir.glob("checkpoints/*-4")] if totals[1:] else []
+        succeeded(workplace.torchrun(1, "tiny", *checkpoint, *arguments, "--usd-per-hour",
+                                     str(price)))
+        summary = summary_of(run_dir)
+        totals.append((sum(summary["seconds"].values()), summary["usd"]["total"]))
+        if not validated:
+            validated = read_lines(next(run_dir.glob("checkpoints/*-4/validation.json")))[0]
+            assert sum(validated["usd"].values()) == pytest.approx(
+                10 * sum(validated["seconds"].values()), rel=1e-2)
+    (first, first_usd), (second, second_usd), (third, third_usd) = totals
+    assert second_usd == pytest.approx(first_usd + second - first, rel=1e-3)
+    assert third_usd == pytest.approx(second_usd + 10 * (third - second), rel=1e-3)
+    lost = second - sum(validated["seconds"].values())
+    assert summary["seconds"]["lost"] == pytest.approx(lost, rel=0.01) and lost > 0
+    output = succeeded(workplace.torchrun(1, "tiny", "--fresh", "--max-steps", "5")).stdout
+    assert summary_of(run_dir)["seconds"]["lost"] == 0 and summary_of(run_dir)["usd"] is None
+    assert "$" not in output.split("sample:")[0]
     assert not any("usd" in record for record in read_lines(run_dir / "metrics.jsonl"))
-
-
-def test_a_resumed_run_adds_the_cost_of_each_launch(workplace: Workplace) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5", "--usd-per-hour", str(PRICE)))
-    meta = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())
-    assert sum(meta["usd"].values()) == pytest.approx(10 * sum(meta["seconds"].values()), rel=1e-2)
-    first = summary_of(run_dir)
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "2", "--usd-per-hour",
-                                 str(PRICE / 10)))
-    both = summary_of(run_dir)
-    later = sum(both["seconds"].values()) - sum(first["seconds"].values())
-    validated = json.loads(next(run_dir.glob("checkpoints/*-4/validation.json")).read_text())
-    spent = sum(validated["seconds"].values())
-    assert sum(meta["seconds"].values()) < spent <= sum(first["seconds"].values())
-    assert both["seconds"]["lost"] == pytest.approx(sum(first["seconds"].values()) - spent)
-    assert both["usd"]["total"] == pytest.approx(first["usd"]["total"] + later, rel=1e-3)
-
-
-def test_undone_steps_are_counted_as_lost(workplace: Workplace) -> None:
-    run_dir = workplace.add_run(train={"usd_per_hour": float(PRICE)})
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "10"))
-    before = summary_of(run_dir)
-    earlier = next(p.name for p in run_dir.glob("checkpoints/*-iteration-4"))
-    succeeded(workplace.torchrun(1, "tiny", earlier))
-    after = summary_of(run_dir)
-    assert after["usd"]["lost"] > 0 and after["seconds"]["lost"] > 0
-    kept = json.loads(next(run_dir.glob("checkpoints/*-iteration-4/validation.json")).read_text())
-    lost = sum(before["seconds"].values()) - sum(kept["seconds"].values())
-    assert after["seconds"]["lost"] == pytest.approx(lost, rel=0.01)
-    assert after["usd"]["total"] > before["usd"]["total"]
 
 
 def test_launches_that_were_killed_while_they_started_use_up_the_budget(
@@ -106,14 +90,6 @@ def test_launches_that_were_killed_while_they_started_use_up_the_budget(
     result = run_in_process(*workplace.arguments("tiny"))
     assert result.returncode == 2
     assert "max_hours is 1, and the run has taken 2" in result.stderr
-
-
-def test_fresh_resets_the_cost(workplace: Workplace) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "5"))
-    succeeded(workplace.torchrun(1, "tiny", "--fresh", "--max-steps", "5"))
-    assert summary_of(run_dir)["seconds"]["lost"] == 0
 
 
 @pytest.mark.parametrize("limit", [  # two seconds

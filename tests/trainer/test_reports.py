@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.runs import last_line_of_ours, metrics_of, summary_of, weights_of
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
+from trainer import startup
 from trainer.reports import Reports
 
 SETTINGS = {"min_train_tokens": 31 * 128, "validation_interval": 25,
@@ -46,55 +47,50 @@ def test_skipped_steps_end_a_late_run_too(workplace: Workplace) -> None:
     assert summary_of(run_dir)["status"] == "failed"
 
 
-def stub(monkeypatch: pytest.MonkeyPatch) -> Reports:
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> Reports:
     reports = Reports.__new__(Reports)
-    for name in ("console", "window", "prepared", "beside", "clock", "saver", "process", "run"):
+    for name in ("log", "window", "prepared", "beside", "clock", "saver", "process", "run",
+                 "losses"):
         monkeypatch.setattr(reports, name, MagicMock(), raising=False)
     reports._reports_speed = reports._watches_compiler = False
-    reports.prepared.first_step = 0
-    monkeypatch.setattr(reports, "_report_windows", lambda _: None)
-    monkeypatch.setattr(reports, "warn_of_failed_write", lambda: None)
+    reports.prepared.first_step, reports.saver.pop_failure.return_value = 0, ""
     return reports
 
 
 def test_a_recompilation_after_the_first_validation_is_one_warning(
-    monkeypatch: pytest.MonkeyPatch
+    reports: Reports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports = stub(monkeypatch)
     reports.run.train.sample_prompts = None
     found = ["before the validation", "", "f, because g"]
     monkeypatch.setattr("trainer.reports.recompilation", lambda: found.pop(0))
     for validates in (False, True, True):
         reports.write(10, 0.1, waits=False)
         if validates:
-            reports.write_samples(10)
+            reports.report_validation(10, 3.5, 1.0)
     reports.write(20, 0.1, waits=False)
-    assert not found and [call.args[1] for call in reports.console.warn.call_args_list] == [
-        "", "f, because g"]
+    assert not found and [call.args for call in reports.log.warn.call_args_list] == [
+        ("a step compiled again", line) for line in ("", "f, because g")]
 
 
 def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports, order = stub(monkeypatch), []
-    reports.watchdog = MagicMock()
-    reports.console.start = lambda *_, **__: order.append("records")
-    monkeypatch.setattr("trainer.reports.write_identity", lambda *_: order.append("identity"))
-    monkeypatch.setattr("trainer.reports.clean_up", MagicMock(side_effect=KeyboardInterrupt))
+    order: list[str] = []
+    monkeypatch.setattr(startup, "write_identity", lambda *_: order.append("identity"))
+    monkeypatch.setattr(startup, "remove_metrics_from", lambda *_, **__: order.append("records"))
+    monkeypatch.setattr(startup, "clean_up", MagicMock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        reports.begin(1)
-    assert order == ["identity", "records"]
+        startup.open_run_dir(MagicMock())
+    assert order == ["identity", *3 * ["records"]]
 
 
-def test_every_report_collects_what_reference_counts_leave(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_report_collects_what_reference_counts_leave(reports: Reports) -> None:
     """On every rank: activation checkpointing leaves cycles, and collection is not automatic."""
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
 
-    reports = stub(monkeypatch)
     gc.disable()
     try:
         left = weakref.ref(Cycle())

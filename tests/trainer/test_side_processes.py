@@ -1,49 +1,316 @@
-"""How long processes beside training are waited for at the end, and what a failure means."""
+"""Commands of the user, and how long all that runs beside training is waited for at the end."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from basics.checkpoint_files import Identity, write_identity
 from basics.errors import UserError
+from processes.beside import Beside
+from processes.launch import Process
 from processes.signals import Deadlines
 from reporting.clock import PhaseClock
-from run_config import TrainConfig
-from tests.support.workplace import TINY_TRAIN
+from run_config import Run, TrainConfig, load_run
+from tests.support.checkpoints import ONE_PROCESS, save
+from tests.support.in_process import run_in_process
+from tests.support.runs import last_line_of_ours, summary_of, wait_for
+from tests.support.workplace import (
+    TINY_TRAIN,
+    Workplace,
+    read_lines,
+    start_forked,
+    succeeded,
+)
 from trainer import side_processes
 from trainer.reports import Reports
-from trainer.side_processes import SideProcesses
+from trainer.side_processes import (
+    SideProcesses,
+    after_checkpoint,
+    run_command,
+    run_facts,
+    run_when_done,
+)
+
+ENDED = {"status": "finished", "reason": None, "global_step": 9, "num_steps": 10, "tokens": 640,
+         "train_loss": 2.5, "validation_loss": 2.25, "seconds": {"training": 2.0, "chart": 1.0},
+         "usd": {"training": 0.5, "total": 0.75}}
+SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 320}
+
+
+def run_after(workplace: Workplace, summary: dict, command: str | None, *, stop_signal: int = 0,
+              process: Process = ONE_PROCESS, has_trained: bool = True,
+              after_checkpoint: str | None = None) -> Run:
+    """Run a command as after a launch that has left this summary."""
+    if not (workplace.runs_dir / "tiny").exists():
+        workplace.add_run()
+    run = load_run(workplace.runs_dir, "tiny")
+    run.summary_path.write_text(json.dumps(summary))
+    options = SimpleNamespace(when_done=command, after_checkpoint=after_checkpoint)
+    prepared = SimpleNamespace(run=run, options=options, is_finished=not has_trained)
+    run_when_done(prepared, process, stop_signal=stop_signal)
+    return run
+
+
+@pytest.mark.parametrize(("status", "reason", "stopped_by", "stop_signal", "said"), [
+    ("finished", None, None, 0, ""),
+    ("stopped", "max_hours 2 is spent", "budget", 0, ""),
+    ("stopped", "--max-steps", "--max-steps", 0, "not run: --max-steps ended the launch"),
+    ("finished", None, None, signal.SIGINT, "not run: SIGINT ended the launch"),
+    ("running", None, None, 0, "not run: the run has not ended"),
+    ("failed", "rank 1 has ended", None, 0, "not run: rank 1 has ended ended the launch"),
+])
+def test_it_runs_after_the_end_of_the_run_or_its_budget_on_rank_0_only(
+    workplace: Workplace, capsys: pytest.CaptureFixture, status: str, reason: str | None,
+    stopped_by: str | None, stop_signal: int, said: str,
+) -> None:
+    ended = ENDED | {"status": status, "reason": reason, "stopped_by": stopped_by}
+    run_after(workplace, ended, "echo", process=replace(ONE_PROCESS, rank=1))
+    assert capsys.readouterr().out == ""
+    run = run_after(workplace, ended, "echo hello", stop_signal=stop_signal)
+    lines = capsys.readouterr().out.splitlines()
+    if said:
+        assert lines == [f"when-done: {said}"] and "when_done" not in summary_of(run.run_dir)
+        return
+    assert lines[:2] == ["when-done: running echo hello", "when-done: hello"]
+    assert lines[2].startswith("when-done: ended with status 0 after ")
+    assert summary_of(run.run_dir) == ended | {"when_done": {"status": 0}}
+
+
+@pytest.mark.parametrize(("earlier", "runs"), [
+    ({"when_done": {"status": 1}}, True),
+    ({"when_done": {"status": None}}, True),  # killed, or the machine was
+    ({}, True),  # the same, before the command began
+    ({"when_done": "damaged"}, True),
+    ({"when_done": {"status": 0}}, False),
+])
+def test_a_launch_of_a_finished_run_repeats_it_until_it_succeeds(
+    workplace: Workplace, capsys: pytest.CaptureFixture, earlier: dict, runs: bool
+) -> None:
+    run_after(workplace, ENDED | earlier, "true", has_trained=False)
+    assert capsys.readouterr().out.startswith(
+        "when-done: running true\n" if runs else
+        "when-done: not run: it has succeeded after an earlier launch\n")
+
+
+def test_what_began_is_on_disk_before_the_machine_may_go(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shut_down(command: str, environment: dict[str, str]) -> tuple[int, int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_processes, "run_command", shut_down)
+    with pytest.raises(KeyboardInterrupt):
+        run_after(workplace, ENDED, "poweroff")
+    assert summary_of(workplace.runs_dir / "tiny")["when_done"] == {"status": None}
+
+
+def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
+    run_dir = workplace.add_run()
+    best, newest = (save(run_dir / "checkpoints", step, loss) for step, loss in ((4, 1.0), (9, 2)))
+    run = load_run(workplace.runs_dir, "tiny")
+    assert run_facts(run, ENDED) == {
+        "DDP_TRAIN_RUN": "tiny", "DDP_TRAIN_RUN_DIR": str(run_dir), "DDP_TRAIN_IDENTITY": "",
+        "DDP_TRAIN_STATUS": "finished", "DDP_TRAIN_REASON": "", "DDP_TRAIN_STEP": "10",
+        "DDP_TRAIN_NUM_STEPS": "10", "DDP_TRAIN_TOKENS": "640", "DDP_TRAIN_LOSS": "2.25",
+        "DDP_TRAIN_CHECKPOINT": str(newest.path), "DDP_TRAIN_BEST": str(best.path),
+        "DDP_TRAIN_SECONDS": "3.0", "DDP_TRAIN_USD": "0.75"}
+    unknown = run_facts(run, ENDED | {"validation_loss": None, "usd": None})
+    assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
+
+
+def test_it_is_not_taken_for_a_process_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    private = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS",
+               "DDP_TRAIN_SPENT_SECONDS"}
+    for name in private:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_TOKEN", "of the user")
+    assert run_command("env", {"DDP_TRAIN_RUN": "tiny"}) == (0, 0)
+    lines = capsys.readouterr().out.replace("when-done: ", "").splitlines()
+    found = dict(line.partition("=")[::2] for line in lines)
+    assert not private & found.keys()
+    assert found["DDP_TRAIN_RUN"] == "tiny" and found["HF_TOKEN"] == "of the user"
+
+
+def test_what_it_prints_is_shown_by_lines_and_what_it_leaves_behind_is_not_waited_for(
+    capsys: pytest.CaptureFixture
+) -> None:
+    command = r"printf 'a\033[2J\rb\n'; echo error >&2; printf 'no end'; exit 7"
+    assert run_command(command, {}) == (7, 0)
+    assert capsys.readouterr().out.splitlines() == [
+        "when-done: a\\x1b[2J", "when-done: b", "when-done: error", "when-done: no end"]
+    assert run_command("sleep 60 & echo $! > /dev/null; kill -9 $$", {}) == (137, 0)
+
+
+def test_a_stop_signal_ends_it(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_processes, "GRACE_SECONDS", 0.5)
+    ignoring = "trap '' TERM; kill -TERM $PPID; sleep 60; sleep 60"  # its parent is this process
+    with pytest.raises(UserError, match="the run is finished, and --when-done was ended by SIGTERM"
+                       ) as caught:
+        run_after(workplace, ENDED, ignoring)
+    assert caught.value.status == 128 + signal.SIGTERM
+    assert summary_of(workplace.runs_dir / "tiny")["when_done"]["status"] == 128 + signal.SIGKILL
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
+    try:
+        assert run_command("kill -HUP $PPID; exit 3", {}) == (3, 0)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def saved(workplace: Workplace) -> Run:
+    """A run that has a checkpoint, in a directory whose name a shell would take apart."""
+    spaced = workplace.runs_dir.with_name("my runs")
+    workplace.add_run()
+    workplace.runs_dir.rename(spaced)
+    run = load_run(spaced, "tiny")
+    save(run.checkpoints_dir, 4)
+    return run
+
+
+def finish(command: Beside) -> str:
+    command.start()
+    return command.finish(lambda: math.inf)
+
+
+def test_after_checkpoint_knows_the_run_and_its_newest_checkpoint(
+    saved: Run, tmp_path: Path
+) -> None:
+    write_identity(saved.run_dir, Identity(name="abc", earlier={"": 6}))
+    saved.summary_path.write_text('{"status": "running", "num_steps": 10}')
+    said = tmp_path / "said"
+    command = after_checkpoint(
+        "printf '%s\\n' {run} {run_dir} {checkpoint} {identity} ${run}- {other} $DDP_TRAIN_STEP"
+        f" $DDP_TRAIN_LOSS > {said}", saved)
+    newest = save(saved.checkpoints_dir, 6, loss=2.5).path
+    assert finish(command) == ""
+    assert said.read_text().splitlines() == [
+        "tiny", str(saved.run_dir), str(newest), "abc", "-", "{other}", "7", "2.5"]
+
+
+def test_training_does_not_wait_for_what_after_checkpoint_has_to_know(
+    saved: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its facts are read from a disk that may be slow."""
+    answers, facts = threading.Event(), side_processes.run_facts
+    monkeypatch.setattr(side_processes, "run_facts",
+                        lambda *arguments: answers.wait(60) and facts(*arguments))
+    command = after_checkpoint(f"touch {tmp_path}/done", saved)
+    for _ in range(3):
+        command.start()
+        assert command.pop_failure() == ""
+    answers.set()
+    assert finish(command) == "" and (tmp_path / "done").exists()
+
+
+def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(
+    saved: Run, tmp_path: Path
+) -> None:
+    command = after_checkpoint(f"echo no space; test -e '{tmp_path}/room'", saved)
+    log = saved.run_dir / "after-checkpoint.log"
+    assert finish(command) == f"ended with status 1; {log} has its output"
+    assert log.read_text() == "no space\n"
+    (tmp_path / "room").touch()
+    assert finish(command) == "" and command.pop_failure() == ""
+
+
+def test_a_finished_run_repeats_after_checkpoint_before_when_done(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    def launch(after_checkpoint: str) -> None:
+        run_after(workplace, ENDED, f"touch {tmp_path}/done", has_trained=False,
+                  after_checkpoint=after_checkpoint)
+
+    for command, status, message in (
+        ("exit 1", 1, "--after-checkpoint: ended with status 1"),
+        ("kill -TERM $PPID; sleep 60", 143, "SIGTERM ended --after-checkpoint"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            launch(command)
+        assert caught.value.status == status and not (tmp_path / "done").exists()
+    launch("true")
+    assert (tmp_path / "done").exists()
+
+
+def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train=SHORT)
+    workplace.add_dataset()
+    said = workplace.root / "said"
+    command = f"env > {said}; cp $DDP_TRAIN_RUN_DIR/summary.json {said}.json; exit 3"
+    two_processes = ("--nproc-per-node", "2")
+    result = workplace.ddp_train("tiny", *two_processes, "--when-done", command)
+    assert result.returncode == 1, result.stderr
+    assert last_line_of_ours(result) == (
+        "Error: the run is finished, and --when-done ended with status 3")
+    facts = dict(line.split("=", 1) for line in said.read_text().splitlines() if "=" in line)
+    assert facts["DDP_TRAIN_STATUS"] == "finished" and facts["DDP_TRAIN_STEP"] == "5"
+    assert Path(facts["DDP_TRAIN_CHECKPOINT"]).name.endswith("-iteration-4")
+    assert not facts.keys() & {"RANK", "WORLD_SIZE"}
+    assert json.loads(Path(f"{said}.json").read_text())["status"] == "finished"
+    assert summary_of(run_dir)["when_done"] == {"status": 3}
+    again = run_in_process(*workplace.arguments("tiny", *two_processes, "--when-done", "exit 4"))
+    assert again.returncode == 1 and "--when-done ended with status 4" in again.stderr
+    assert "tiny is complete" in again.stdout
+    under_torchrun = succeeded(workplace.torchrun(2, "tiny", "--when-done", "exit 0"))
+    assert under_torchrun.stdout.count("when-done: ended with status 0") == 1
+
+
+@pytest.mark.thorough
+def test_torchrun_waits_for_it_and_a_signal_to_torchrun_ends_it(workplace: Workplace) -> None:
+    run_dir = workplace.add_run(train=SHORT)
+    workplace.add_dataset()
+    began = workplace.root / "began"
+    process, _ = start_forked("ddp_train.py", workplace.arguments(
+        "tiny", "--when-done", f"echo $$ > {began}; sleep 100"), num_processes=2)
+    wait_for(began)
+    time.sleep(3)
+    assert process.is_alive() and summary_of(run_dir)["when_done"]["status"] is None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=20)
+    assert not process.is_alive()
+    assert summary_of(run_dir)["when_done"]["status"] == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{began.read_text().strip()}").exists()
+    assert read_lines(run_dir / "metrics.jsonl")
 
 
 class End:
     """The end of a launch, at second 1000 of a clock that only waiting moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **train: object) -> None:
-        self.now, self.waited, self.warnings, self.failure = 1000.0, {}, [], ""
+        self.now, self.stop_at, self.failure = 1000.0, math.inf, ""
+        self.waited: dict[str, float] = {}
+        self.warnings: list[str] = []
         self.started: list[str] = []
-        self.stop_at = float("inf")
-        self.watchdog = SimpleNamespace(stop_signal=0, stop_by=float("inf"), deadlines=Deadlines())
+        self.watchdog = SimpleNamespace(stop_signal=0, stop_by=math.inf, deadlines=Deadlines(),
+                                        heartbeat=lambda: None)
         clock = PhaseClock()
         clock.usd_per_hour = 3600.0
         self.beside = SideProcesses.__new__(SideProcesses)
         vars(self.beside).update(
-            _watchdog=self.watchdog, _clock=clock,
-            _train=TrainConfig(**TINY_TRAIN | train),
-            _console=SimpleNamespace(warn=self.warn),
-            _charts=self.process("charts"), _tracker=self.process("tracker"),
+            _watchdog=self.watchdog, _clock=clock, _prepared=SimpleNamespace(
+                run=SimpleNamespace(train=TrainConfig(**TINY_TRAIN | train))),
+            _log=SimpleNamespace(warn=lambda what, failure: self.warnings.append(
+                f"{what}: {failure}")),
+            charts=self.process("charts"), tracker=self.process("tracker"),
             after_checkpoint=self.process("command"))
         monkeypatch.setattr(side_processes.time, "monotonic", lambda: self.now)
 
-    def warn(self, what: str, failure: str) -> None:
-        if failure:
-            self.warnings.append(f"{what}: {failure}")
-
     def process(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(
-            start=lambda: self.started.append(name), hurry=lambda: None, tell_end=lambda: None,
-            finish=lambda until: self.hang(name, until))
+            start=lambda: self.started.append(name), tell_end=lambda: None,
+            finish=lambda until, heartbeat: self.hang(name, until))
 
     def hang(self, name: str, until: Callable[[], float]) -> str:
         """Wait as long as it is allowed."""
@@ -89,13 +356,6 @@ def test_a_signal_while_the_command_is_waited_for_shortens_that(end: End) -> Non
     assert end.now < end.watchdog.stop_by
 
 
-def test_a_longer_grace_is_the_commands(end: End) -> None:
-    end.watchdog.deadlines = Deadlines(stop=120.0)
-    end.stop()
-    end.beside.finish()
-    assert end.waited["command"] == 117.0
-
-
 @pytest.mark.parametrize(("budget", "seconds"), [(1e6, 900), (300.0, 300), (1.0, 60)])
 def test_the_budget_bounds_the_wait_for_the_command(
     monkeypatch: pytest.MonkeyPatch, budget: float, seconds: float
@@ -105,59 +365,37 @@ def test_the_budget_bounds_the_wait_for_the_command(
     assert end.waited["command"] == pytest.approx(seconds, abs=5)
 
 
-class Ending:
-    """The reports of a run at the end of a launch."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, failure: str, unwritten: str) -> None:
-        self.statuses: list[str] = []
-        self.reports = Reports.__new__(Reports)
-        saver = SimpleNamespace(retry=lambda: None, is_behind=False, has_finite_loss=True,
-                                facts=dict, take_failure=lambda: "", wait=lambda **_: None)
-        console = SimpleNamespace(finish=lambda _: unwritten, say=lambda _: None,
-                                  write_status=lambda *status: self.statuses.append(status[0]))
-        vars(self.reports).update(
-            prepared=SimpleNamespace(is_trained=False, first_step=0,
-                                     data=SimpleNamespace(tokenizer_name=None)),
-            run=SimpleNamespace(checkpoints_dir="none", run_dir="runs/tiny"), clock=PhaseClock(),
-            plan=SimpleNamespace(num_steps=6),
-            saver=saver, console=console, process=SimpleNamespace(is_main=True),
-            watchdog=SimpleNamespace(stop_signal=0, deadlines=Deadlines()),
-            _has_ended=False, code="1",
-            meter=SimpleNamespace(stop=lambda: None, energy_kwh=None),
-            losses=SimpleNamespace(train=TrainConfig(**TINY_TRAIN), facts=dict,
-                                   model=SimpleNamespace(num_parameters=lambda: 1)),
-            beside=SimpleNamespace(finish=lambda: failure, finish_charts=lambda: None))
-        monkeypatch.setattr("trainer.reports.list_checkpoints", lambda _: [])
-        monkeypatch.setattr("trainer.reports.machine_facts", lambda *_: {})
-
-    def end(self) -> None:
-        self.reports.end(5, stop_reason=None, lacks_validation=False)
-
-
-def test_a_launch_whose_last_command_failed_ends_with_status_1_and_stays_finished(
-    monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("failure", "unwritten", "status", "message"), [
+    ("", "", None, ""),
+    ("no space", "", 1, "--after-checkpoint: no space; the check"),
+    ("no space", "summary.json: full", 4, "summary.json: full"),
+])
+def test_a_launch_ends_with_its_worst_failure_and_a_whole_summary_stays(
+    monkeypatch: pytest.MonkeyPatch, failure: str, unwritten: str, status: int | None, message: str
 ) -> None:
-    ending = Ending(monkeypatch, failure="no space", unwritten="")
-    with pytest.raises(UserError, match="--after-checkpoint: no space; the check") as caught:
-        ending.end()
-    assert caught.value.status == 1
-    ending.reports._before_exit("failed", "so the watchdog says")
-    assert ending.statuses == []
-
-
-def test_a_signal_after_the_summary_leaves_it_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = Ending(monkeypatch, failure="", unwritten="")
-    ending.reports._before_exit("stopped", "SIGTERM")
-    assert ending.statuses == ["stopped"]
-    ending.end()
-    ending.reports._before_exit("stopped", "SIGTERM")
-    assert ending.statuses == ["stopped"]
-
-
-def test_a_summary_that_could_not_be_written_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = Ending(monkeypatch, failure="no space", unwritten="summary.json: full")
-    with pytest.raises(UserError, match="summary.json: full") as caught:
-        ending.end()
-    assert caught.value.status == 4
-    ending.reports._before_exit("failed", "full")
-    assert ending.statuses == ["failed"]
+    statuses: list[str] = []
+    reports = Reports.__new__(Reports)
+    vars(reports).update(
+        prepared=SimpleNamespace(first_step=0, data=SimpleNamespace(tokenizer_name=None)),
+        run=SimpleNamespace(checkpoints_dir="none", run_dir="runs/tiny"), clock=PhaseClock(),
+        plan=SimpleNamespace(num_steps=6), process=SimpleNamespace(is_main=True),
+        saver=SimpleNamespace(is_behind=False, has_finite_loss=True, pop_failure=lambda: "",
+                              wait=lambda **_: None, num_checkpoints=1, longest_write_seconds=0),
+        log=SimpleNamespace(finish=lambda _: unwritten, say=lambda _: None,
+                            write_status=lambda *written: statuses.append(written[0])),
+        watchdog=SimpleNamespace(stop_signal=0, deadlines=Deadlines()), _has_ended=False, code="1",
+        meter=SimpleNamespace(stop=lambda: None, energy_kwh=None),
+        losses=SimpleNamespace(train=TrainConfig(**TINY_TRAIN), facts=dict,
+                               model=SimpleNamespace(num_parameters=lambda: 1)),
+        beside=SimpleNamespace(finish=lambda: failure, finish_charts=lambda: None))
+    monkeypatch.setattr("trainer.reports.list_checkpoints", lambda _: [])
+    monkeypatch.setattr("trainer.reports.machine_facts", lambda *_: {})
+    reports._before_exit("stopped", "SIGTERM")
+    assert statuses == ["stopped"]
+    try:
+        reports.end(5, stop_reason=None, lacks_validation=False)
+        assert status is None
+    except UserError as error:
+        assert error.status == status and message in str(error)
+    reports._before_exit("failed", "so the watchdog says")
+    assert statuses == ["stopped", *["failed"] * bool(unwritten)]

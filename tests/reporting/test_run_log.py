@@ -1,4 +1,4 @@
-"""The console and the records on a full disk, and with a closed pipe."""
+"""The log and the records of a run on a full disk, and with a closed pipe."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from processes.command_line import Options
-from processes.startup_agreement import AgreedError, Agreement
+from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
-from reporting.console import Console
+from reporting.run_log import RunLog
 from run_config import load_run
 from tests.support.fake_time import FakeTime
 from tests.support.runs import SETTINGS, last_line_of_ours, summary_of, weights_of, with_fault
@@ -91,7 +90,7 @@ def test_unwritten_records_are_status_4_and_the_next_launch_finishes(
 def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     trained = SimpleNamespace(
-        console=SimpleNamespace(say=said.append),
+        log=SimpleNamespace(say=said.append),
         prepared=SimpleNamespace(data=SimpleNamespace(tokenizer_name="gpt2")),
         _sampler=lambda: SimpleNamespace(text=draw),
         process=SimpleNamespace(device=torch.device("cpu")),
@@ -105,7 +104,7 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
 
 
 class Validating:
-    """A console that reports validations, after steps of one second each."""
+    """A log that reports validations, after steps of one second each."""
 
     def __init__(self, workplace: Workplace, now: FakeTime, *, world_size: int = 8,
                  **train: object) -> None:
@@ -113,8 +112,8 @@ class Validating:
                                    "validation_sequences": 20} | train)
         run, plan = load_run(workplace.runs_dir, "tiny"), BatchPlan(1, 1, world_size, 16, 1000)
         self.now, self.clock, self.said = now, PhaseClock(), []
-        self.console = Console(run, plan, clock=self.clock, is_active=True)
-        self.console.say = self.said.append
+        self.log = RunLog(run, plan, clock=self.clock, is_active=True)
+        self.log.say = self.said.append
         self.clock.enter("compile")
         self.global_step = 0
 
@@ -127,7 +126,7 @@ class Validating:
     def validate(self, seconds: float) -> list[str]:
         """Return the lines after the validation's own."""
         self.said.clear()
-        self.console.report_validation(self.global_step, 3.5, seconds)
+        self.log.report_validation(self.global_step, 3.5, seconds)
         return self.said[1:]
 
 
@@ -146,52 +145,23 @@ def test_validation_that_leaves_processes_idle_is_told_once(
     assert validating.validate(15) == []
 
 
-def test_a_validation_before_the_first_step_of_a_launch_goes_by_earlier_launches(
-    workplace: Workplace, now: FakeTime
-) -> None:
-    validating = Validating(workplace, now)
-    validating.clock.resume({"training": 80.0, "waiting": 19.0}, {})
-    validating.global_step = 99
-    assert "takes 13% of the time" in validating.validate(15)[0]
-
-
-@pytest.mark.parametrize(("train", "world_size", "seconds"), [
-    ({}, 8, 2.0),  # 2% of 102 seconds is more
-    ({"validate_on": "all"}, 8, 15),
-    ({}, 1, 15),
-    ({"validation_sequences": 1}, 8, 15),  # one microbatch cannot be shared
+@pytest.mark.parametrize(("train", "world_size", "seconds", "says"), [
+    ({}, 8, 2.0, ""),  # 2% of 102 seconds is more
+    ({"validate_on": "all"}, 8, 15, ""),
+    ({}, 1, 15, ""),
+    ({"validation_sequences": 1}, 8, 15, ""),  # one microbatch cannot be shared
+    ({"validation_interval": 10_000}, 8, 21, "takes 2% of the time"),  # longer than the run
 ])
-def test_validation_that_leaves_no_process_idle_for_long_is_not_told(
-    workplace: Workplace, now: FakeTime, train: dict, world_size: int, seconds: float
+def test_validation_is_told_if_it_leaves_processes_idle_for_long_enough(
+    workplace: Workplace, now: FakeTime, train: dict, world_size: int, seconds: float, says: str
 ) -> None:
     validating = Validating(workplace, now, world_size=world_size, **train)
-    validating.train_to(99)
-    assert validating.validate(seconds) == []
-
-
-def test_the_share_is_that_of_a_run_shorter_than_its_interval(
-    workplace: Workplace, now: FakeTime
-) -> None:
-    validating = Validating(workplace, now, validation_interval=10_000)
-    validating.train_to(999)
-    assert "takes 2% of the time" in validating.validate(21)[0]
-
-
-@pytest.mark.parametrize("summary", [
-    {"run": "tiny", "status": "running", "reason": None},
-    {"run": "tiny", "status": "stopped", "reason": "SIGTERM"},
-])
-def test_a_search_does_not_change_the_summary_of_a_run(
-    workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch, summary: dict
-) -> None:
-    (run_dir / "summary.json").write_text(json.dumps(summary))
-    options = Options("tiny", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir,
-                      find_learning_rate=True)
-    for status in (0, 1):
-        monkeypatch.setattr(launcher, "start_torchrun", lambda *_, status=status, **__: status)
-        assert launcher.launch("ddp_train.py", options, PhaseClock(),
-                               Agreement.in_one_process()) == status
-        assert summary_of(run_dir) == summary
+    validating.clock.resume({"training": 80.0, "waiting": 19.0}, {})  # in earlier launches
+    validating.global_step = 99
+    if says:
+        validating.train_to(999)
+    said = "".join(validating.validate(seconds))
+    assert says in said and bool(says) == bool(said)
 
 
 def test_a_config_changed_during_training_is_not_read_at_the_end(
@@ -207,14 +177,3 @@ def test_a_config_changed_during_training_is_not_read_at_the_end(
     assert launcher.launch("ddp_train.py", replace(options, nproc_per_node=2), PhaseClock(),
                            Agreement.in_one_process()) == 7
     assert summary_of(run_dir)["status"] == "failed"
-
-
-def test_an_agreed_error_keeps_its_exit_status() -> None:
-    agreement = Agreement.in_one_process()
-
-    def fail() -> None:
-        raise UserError("the disk is full", 4)
-
-    with pytest.raises(AgreedError, match="^the disk is full$") as caught:
-        agreement.run("step", fail)
-    assert caught.value.status == 4

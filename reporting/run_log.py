@@ -1,4 +1,4 @@
-"""The terminal and the records of a run: progress bar or plain lines, metrics, summary."""
+"""The log of a run: a progress bar or plain lines, `metrics.jsonl`, `summary.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import ClosedWindow, WindowSummary
-from reporting.metrics_file import remove_metrics_from
 from reporting.speed import shared_validation
 from reporting.summary import RunEnd, duration, step_seconds, summarise, summary_lines, write_status
 from run_config import Run
@@ -28,7 +27,7 @@ ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the ste
 WORTH_SHARING = 0.02  # share of the time that validation takes on rank 0 while the others wait
 
 
-class Console:
+class RunLog:
     """Prints and records the progress of a run. On ranks other than 0 it does nothing."""
 
     def __init__(self, run: Run, plan: BatchPlan, *, clock: PhaseClock, is_active: bool) -> None:
@@ -37,7 +36,8 @@ class Console:
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._unwritten, self._is_behind = "", False  # records that a full disk refused
-        self._others_wait = run.train.validate_on == "rank0" and self._shared_validation() < 1
+        self._shared_validation = shared_validation(run.train.num_validation_sequences, plan)
+        self._others_wait = run.train.validate_on == "rank0" and self._shared_validation < 1
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
@@ -51,11 +51,9 @@ class Console:
         if failure:
             self.say(f"warning: {what}: {failure}")
 
-    def start(self, first_step: int, *, lacks_validation: bool = False) -> None:
-        """Remove the records of steps that will be repeated, and start the bar at `first_step`."""
+    def start(self, first_step: int) -> None:
+        """Say in `summary.json` that the run trains, and start the bar at `first_step`."""
         if self.is_active:
-            for path in (self.run.metrics_path, self.run.samples_path, self.run.evaluations_path):
-                remove_metrics_from(path, first_step, lacks_validation=lacks_validation)
             self.write_status("running", None)
             self._bar = tqdm(total=self.plan.num_steps, initial=first_step, unit="step",
                              desc=visible(self.run.name), disable=None, dynamic_ncols=True)
@@ -79,16 +77,18 @@ class Console:
         """
         if not self.is_active:
             return
-        global_step, learning_rate = closed.global_step, closed.learning_rate
-        speed, seconds = closed.steps_per_second(), closed.seconds
-        tokens_per_second = speed and speed * self.plan.tokens_per_step
+        global_step, seconds = closed.global_step, closed.seconds
+        tokens_per_second = None
+        if speed := closed.steps_per_second():
+            tokens_per_second = speed * self.plan.tokens_per_step
         self._record(global_step, asdict(window) | {
-            "learning_rate": learning_rate,
-            "tokens_per_second": tokens_per_second,
+            "learning_rate": closed.learning_rate, "tokens_per_second": tokens_per_second,
         } | machine, seconds=seconds, usd=closed.usd)
         share = seconds[VALIDATION] / sum(seconds.values())
         said = f"{tokens_per_second or 0:,.0f} tok/s | {share:.0%} in validation"
-        seconds_left = self._seconds_left(global_step, seconds)
+        recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONE_TIME_PHASES)
+        num_left = self.plan.num_steps - 1 - global_step
+        seconds_left = num_left * recurring / (global_step + 1)
         if self.clock.usd_per_hour is not None:
             usd = sum(closed.usd.values())
             at_end = usd + seconds_left / 3600 * self.clock.usd_per_hour
@@ -100,7 +100,7 @@ class Console:
             self._last_plain_line = time.monotonic()
             self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,}"
                      f" | loss {window.train_loss:.4f} | grad norm {window.grad_norm:.2f}"
-                     f" | lr {learning_rate:.2e} | {said} | {duration(seconds_left)} left")
+                     f" | lr {closed.learning_rate:.2e} | {said} | {duration(seconds_left)} left")
 
     def report_diagnostics(self, global_step: int, values: dict[str, Any],
                            closed: ClosedWindow) -> None:
@@ -119,29 +119,23 @@ class Console:
         self._record(global_step, record)
         self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
                  f" | {seconds:.1f} s")
-        if self._others_wait:
-            self._report_waiting(global_step, seconds)
-
-    def _report_waiting(self, global_step: int, seconds: float) -> None:
-        """Say once what it costs that only rank 0 validates, as soon as a step's time is known."""
         training_seconds = step_seconds(self.clock.read())
-        if not global_step or not training_seconds:  # the first step of a launch is not measured
-            return
-        self._others_wait = False
+        if self._others_wait and global_step and training_seconds:  # a launch's first step has none
+            self._others_wait = False  # this is said once
+            self._say_share(seconds, training_seconds / global_step)
+
+    def _say_share(self, seconds: float, step_seconds: float) -> None:
+        """Say what it costs that only rank 0 validates, if that is worth a change."""
         interval = min(self.run.train.validation_interval or math.inf, self.plan.num_steps)
-        interval_seconds = training_seconds / global_step * interval
+        interval_seconds = step_seconds * interval
         share = seconds / (seconds + interval_seconds)
         if share >= WORTH_SHARING:
-            shared = seconds * self._shared_validation()
-            others = self.plan.world_size - 1
+            shared, others = seconds * self._shared_validation, self.plan.world_size - 1
             wait = "process waits" if others == 1 else f"{others} processes wait"
             self.say(f"validation takes {share:.0%} of the time, on rank 0 while"
                      f" the other {wait}; with \"validate_on\": \"all\" in"
                      " train.json (also when resuming) all share it: about"
                      f" {100 * shared / (shared + interval_seconds):.2g}%, the same loss")
-
-    def _shared_validation(self) -> float:
-        return shared_validation(self.run.train.num_validation_sequences, self.plan)
 
     def finish(self, end: RunEnd) -> str:
         """Write `summary.json` and print it; return what could not be written, if anything."""
@@ -187,11 +181,6 @@ class Console:
             return f"metrics.jsonl could not be written ({why_not_written(error)})"
         self._unwritten = ""
         return ""
-
-    def _seconds_left(self, global_step: int, seconds: dict[str, float]) -> float:
-        steps_left = self.plan.num_steps - 1 - global_step
-        recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONE_TIME_PHASES)
-        return steps_left * recurring / (global_step + 1)
 
 
 def batch_arithmetic(plan: BatchPlan) -> list[str]:
