@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointing import SnapshotBuffers
 from ddp_train import TrainingStep
 from lab.evaluate.held_out import choose_slice, evaluate
-from lab.evaluate.sharing import Share
 from processes.launch import Process, nccl_in_use
 from reporting.sampling import Sampler, SamplingOptions, generate_tokens
 from run_config import ModelConfig, TrainConfig
@@ -224,8 +223,7 @@ def test_a_model_evaluates_and_generates_as_on_a_cpu(tmp_path: Path) -> None:
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         model = random_model(vocab_size=257, context_length=32).to(device)
         target = LoadedModel("x", model, "bytes")
-        share = Share(Process(rank=0, local_rank=0, world_size=1, device=device))
-        losses.append(evaluate(target, file, stretch, microbatch_size=4, share=share).loss)
+        losses.append(evaluate(target, file, stretch, microbatch_size=4).loss)
         texts.append(generate_tokens(target.model, [65], SamplingOptions(50, temperature=0)))
     assert abs(losses[0] - losses[1]) < 1e-5
     assert texts[0] == texts[1]

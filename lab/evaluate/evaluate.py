@@ -47,23 +47,20 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     """Measure models on held-out tokens and print one table, lowest loss first.
 
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
-    hub (owner/name). Under torchrun (torchrun --nproc_per_node=8 -m lab evaluate ...) the processes
-    share the work. The results of a run are added to its evaluations.jsonl; of a run with several
+    hub (owner/name). The results of a run are added to its evaluations.jsonl; of a run with several
     checkpoints a chart over tokens is drawn in its directory. In brackets are 95% intervals: of
     losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
     from lab.evaluate.held_out_files import Tokens
     from lab.evaluate.measure import Request, draw, measure_all
-    from lab.evaluate.sharing import join_processes
 
     tasks = (*tasks, *(["=".join(benchmark)] if benchmark else []))
     request = Request(targets, checkpoints, tasks, measures_loss=with_loss or not tasks,
                       microbatch_size=microbatch_size, tokens=Tokens(**tokens))
     with stdout_to_stderr(as_json):
-        share = join_processes()
-        measured = measure_all(request, share)
-    if share.process.is_main and measured.results:
+        measured = measure_all(request)
+    if measured.results:
         if as_json:
             print_json(measured.document())
         else:

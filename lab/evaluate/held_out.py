@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
-from basics.errors import UserError
+from basics.errors import UserError, one_line
 from gpt import GPTModel
-from lab.evaluate.intervals import Interval, add_by_block, exp, of_ratio, pair_sums, rounded
-from lab.evaluate.sharing import Share
+from lab.evaluate.intervals import Interval, exp, of_ratio, pair_sums, rounded
 from tokens.batches import TOKENIZERS_BY_VOCABULARY, byte_lengths, check_token_ids
 from tokens.token_file import TokenFile
 from tokens.tokenizer import file_beside, load_tokenizer, short_name
@@ -110,48 +110,39 @@ def check_tokenizer(target: LoadedModel, file: TokenFile) -> None:
 
 
 @torch.inference_mode()
-def evaluate(target: LoadedModel, file: TokenFile, token_slice: Slice, *, microbatch_size: int,
-             share: Share) -> Evaluation:
-    """Measure a model on a slice, in sequences of its own context length. Every rank.
+def evaluate(target: LoadedModel, file: TokenFile, token_slice: Slice, *,
+             microbatch_size: int) -> Evaluation:
+    """Measure a model on a slice, in sequences of its own context length.
 
     The last sequence may be shorter. All is computed in float32 and summed in float64, so that the
-    microbatch size and the number of processes do not change the first six decimals. The intervals
-    are of the ratio of the blocks' losses to their tokens, or bytes; a sequence belongs to the
-    block in which it begins.
+    microbatch size does not change the first six decimals. The intervals are of the ratio of the
+    blocks' losses to their tokens, or bytes.
 
     Raises:
         UserError: a token is outside the model's vocabulary.
     """
     torch.set_float32_matmul_precision("highest")
     lengths = token_lengths(target, file)
-
-    def own_sums() -> list[float]:
-        sums = np.zeros(3)  # sequences, losses, bytes
-        blocks = np.zeros((-(-token_slice.num_tokens // BLOCK_TOKENS), 3))  # losses, tokens, bytes
-        for first, tokens in _microbatches(target, file, token_slice,
-                                           microbatch_size=microbatch_size, share=share):
-            losses = _losses(target, tokens)
-            starts = np.arange(len(losses)) * target.model.config.context_length
-            counts = np.diff(starts, append=len(tokens) - 1)
-            num_bytes = 0 * counts if lengths is None else np.add.reduceat(
-                lengths[tokens[1:]], starts)
-            sums += [len(losses), losses.sum(), num_bytes.sum()]
-            add_by_block(blocks, first + starts, [losses, counts, num_bytes], block=BLOCK_TOKENS)
-        return [*sums, *np.ravel(blocks)]
-
-    (num_sequences, loss_sum, num_bytes), blocks = _added(share.sum(*share.run(own_sums)))
-    bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
+    num_sequences, loss_sum, num_bytes = 0, 0.0, 0
+    blocks = np.zeros((-(-token_slice.num_tokens // BLOCK_TOKENS), 3))  # losses, tokens, bytes
+    for first, tokens in _microbatches(target, file, token_slice, microbatch_size):
+        losses = _losses(target, tokens)
+        starts = np.arange(len(losses)) * target.model.config.context_length
+        counts = np.diff(starts, append=len(tokens) - 1)
+        of_bytes = 0 * counts if lengths is None else np.add.reduceat(lengths[tokens[1:]], starts)
+        num_sequences += len(losses)
+        loss_sum += losses.sum()
+        num_bytes += of_bytes.sum()
+        # A sequence belongs to the block in which it begins.
+        np.add.at(blocks, (first + starts) // BLOCK_TOKENS,
+                  np.stack([losses, counts, of_bytes], axis=1).astype(np.float64))
+    blocks = blocks[blocks[:, 1] > 0]
+    bits = float(loss_sum / math.log(2) / num_bytes) if num_bytes else None
     nats_interval = of_ratio(pair_sums(blocks[:, 0], blocks[:, 2]))
     return Evaluation(
-        token_slice, loss_sum / token_slice.num_tokens, bits, int(num_sequences),
+        token_slice, float(loss_sum / token_slice.num_tokens), bits, num_sequences,
         of_ratio(pair_sums(blocks[:, 0], blocks[:, 1])),
         nats_interval and tuple(bound / math.log(2) for bound in nats_interval))
-
-
-def _added(sums: list[float]) -> tuple[list[float], np.ndarray]:
-    """Split the sums of all processes into totals and those of the blocks that are not empty."""
-    blocks = np.array(sums[3:]).reshape(-1, 3)
-    return sums[:3], blocks[blocks[:, 1] > 0]
 
 
 def _losses(target: LoadedModel, tokens: np.ndarray) -> np.ndarray:
@@ -201,16 +192,16 @@ def token_lengths(target: LoadedModel, file: TokenFile) -> np.ndarray | None:
     return byte_lengths(tokenizer, num_ids=target.model.config.vocab_size)
 
 
-def _microbatches(target: LoadedModel, file: TokenFile, token_slice: Slice, *, microbatch_size: int,
-                  share: Share) -> Iterator[tuple[int, np.ndarray]]:
-    """Read this process's microbatches, (B * T + 1,) uint16 each; the last may be shorter.
+def _microbatches(target: LoadedModel, file: TokenFile, token_slice: Slice,
+                  microbatch_size: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Read the microbatches, (B * T + 1,) uint16 each; the last may be shorter.
 
     Before each is the place of its first token in the slice.
     """
     config = target.model.config
     stride = microbatch_size * config.context_length
-    indices = share.indices(math.ceil(token_slice.num_tokens / stride))
-    for index in share.progress(indices, desc=target.name):
+    for index in tqdm(range(math.ceil(token_slice.num_tokens / stride)), unit="batch",
+                      desc=one_line(target.name), leave=False, disable=None):
         first = token_slice.start_token + index * stride
         stop = min(first + stride, token_slice.start_token + token_slice.num_tokens) + 1
         tokens = file.read(first, stop)

@@ -9,7 +9,6 @@ from pathlib import Path
 from basics.errors import UserError
 from basics.files import check_inside
 from lab.evaluate.held_out import Slice, choose_slice
-from lab.evaluate.sharing import Share
 from preparation.ensure_dataset import provide_dataset
 from run_config import DATASET_NAME, load_run
 from tokens.token_file import TokenFile
@@ -47,8 +46,8 @@ class HeldOut:
         return self.files[dataset], self.slices[dataset]
 
 
-def open_held_out(options: Tokens, names: list[str], share: Share) -> HeldOut:
-    """Open the targets' datasets and choose the tokens. Every rank.
+def open_held_out(options: Tokens, names: list[str]) -> HeldOut:
+    """Open the targets' datasets and choose the tokens.
 
     Runs whose datasets are the same text in other tokens are measured on all of it, each on its
     own dataset.
@@ -56,11 +55,9 @@ def open_held_out(options: Tokens, names: list[str], share: Share) -> HeldOut:
     Raises:
         UserError: a dataset is missing, too short, or of other text than another.
     """
-    datasets = share.run(lambda: _datasets(options, names))
-    files = {dataset: share.run_first_on_each_node(lambda name=dataset: _open(options, name))
-             for dataset in dict.fromkeys(datasets)}
-    slices = share.run(lambda: _slices(options, files))
-    return HeldOut(dict(zip(names, datasets, strict=True)), files, slices)
+    datasets = _datasets(options, names)
+    files = {dataset: _open(options, dataset) for dataset in dict.fromkeys(datasets)}
+    return HeldOut(dict(zip(names, datasets, strict=True)), files, _slices(options, files))
 
 
 def _datasets(options: Tokens, names: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ def of_share(num_right: float, num_questions: int) -> Interval:
 
 
 def pair_sums(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the sums from which `of_ratio` computes: (6,) float64; those of parts add up.
+    """Return the sums from which `of_ratio` computes: (6,) float64.
 
     Args:
         x: (N,), for example the loss of each sequence.
@@ -34,19 +34,6 @@ def pair_sums(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """
     x, y = x.astype(np.float64), y.astype(np.float64)
     return np.array([len(x), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()])
-
-
-def add_by_block(sums: np.ndarray, starts: np.ndarray, columns: list[np.ndarray], *,
-                 block: int) -> None:
-    """Add values to the sums of the blocks in which they start, in place.
-
-    Args:
-        sums: (blocks, columns) float64.
-        starts: (N,), the positions of the values, for example of sequences of tokens.
-        columns: (N,) each.
-        block: the length of a block, in positions.
-    """
-    np.add.at(sums, starts // block, np.stack(columns, axis=1).astype(np.float64))
 
 
 def of_ratio(sums: np.ndarray) -> Interval | None:
@@ -74,7 +61,7 @@ def exp(exponent: float) -> float:
 
 
 def rounded(interval: Interval | None) -> Interval | None:
-    """Round to six decimals: further ones depend on the number of processes."""
+    """Round to six decimals: further ones depend on the microbatch size."""
     return interval and (round(interval[0], 6), round(interval[1], 6))
 
 

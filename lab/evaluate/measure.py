@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from basics.errors import UserError, print_error
 from lab.compare.run_figures import append_evaluation
@@ -14,7 +16,6 @@ from lab.evaluate.models import Chosen, choose_models, warn_of_skipped
 from lab.evaluate.questions import Quiz, parse_task, read_quizzes
 from lab.evaluate.results import Result, Row, TaskResult, loss_rows, task_rows
 from lab.evaluate.scoring import encode_questions, score
-from lab.evaluate.sharing import Share
 from run_config import load_run
 from trainer.models import LoadedModel, is_run, load_model
 
@@ -69,65 +70,61 @@ class Measured:
         return {"schema": "evaluate/1", "models": [one.as_document() for one in self.results]}
 
 
-def measure_all(request: Request, share: Share) -> Measured:
-    """Measure every model; an error ends the work, but loses no result. Every rank.
+def measure_all(request: Request) -> Measured:
+    """Measure every model; an error ends the work, but loses no result.
 
     Raises:
         UserError: a target, the tokens or the questions cannot be used; nothing was measured.
     """
     runs_dir = request.tokens.runs_dir
-    models = [Chosen(*facts) for facts in share.from_rank_0(lambda: [
-        astuple(one) for one in choose_models(request.targets, request.checkpoints, runs_dir)])]
-    wanted = share.run(lambda: [parse_task(text) for text in request.tasks])
-    work = Work(
-        open_held_out(request.tokens, list(dict.fromkeys(model.name for model in models)), share)
-        if request.measures_loss else None,
-        share.run_first_on_each_node(lambda: read_quizzes(wanted)), request.microbatch_size)
+    models = choose_models(request.targets, request.checkpoints, runs_dir)
+    wanted = [parse_task(text) for text in request.tasks]
+    names = list(dict.fromkeys(model.name for model in models))
+    work = Work(open_held_out(request.tokens, names) if request.measures_loss else None,
+                read_quizzes(wanted), request.microbatch_size)
     results: list[Result] = []
     for model in models:
         try:
-            results += _measure(model, runs_dir, work, share)
+            results += _measure(model, runs_dir, work)
         except UserError as error:
             return Measured(results, work, error)
     return Measured(results, work, None if results else UserError("no checkpoint could be read"))
 
 
-def _measure(model: Chosen, runs_dir: Path, work: Work, share: Share) -> list[Result]:
-    """Measure one model, which is freed before the next one is loaded. Every rank.
+def _measure(model: Chosen, runs_dir: Path, work: Work) -> list[Result]:
+    """Measure one model, which is freed before the next one is loaded.
 
     Returns no result if it is one of all checkpoints, and cannot be loaded.
     """
     try:
-        target = share.run_first_on_each_node(lambda: _load(model, runs_dir, share))
+        target = _load(model, runs_dir)
     except UserError as error:
         if not model.is_optional:
             raise
-        if share.process.is_main:
-            warn_of_skipped(error)
+        warn_of_skipped(error)
         return []
     result = _describe(target)
     # Errors of the questions come before any work.
-    texts = [encode_questions(target, quiz.questions, share) for quiz in work.quizzes]
+    texts = [encode_questions(target, quiz.questions) for quiz in work.quizzes]
     if work.held_out:
-        result.evaluation = _evaluate(target, work, share)
+        result.evaluation = _evaluate(target, work)
     for quiz, encoded in zip(work.quizzes, texts, strict=True):
-        scored = score(target, quiz.questions, encoded, microbatch_size=work.microbatch_size,
-                       share=share)
+        scored = score(target, quiz.questions, encoded, microbatch_size=work.microbatch_size)
         found = result.tasks[quiz.name] = TaskResult.of(quiz, scored)
-        if scored.num_cut and share.process.is_main:
+        if scored.num_cut:
             print_error(f"warning: {quiz.name}: {scored.num_cut:,} texts are longer than the"
                         f" context of {target.name} and lost their beginning, as in lm-eval")
-        _record(target, found.as_record(), share)
+        _record(target, found.as_record())
     return [result]
 
 
-def _load(model: Chosen, runs_dir: Path, share: Share) -> LoadedModel:
+def _load(model: Chosen, runs_dir: Path) -> LoadedModel:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checkpoint = model.checkpoint
     if is_run(model.name, runs_dir):
         directory = load_run(runs_dir, model.name).checkpoints_dir
         checkpoint = checkpoint if (directory / checkpoint).is_dir() else model.asked_for
-    return load_model(model.name, runs_dir=runs_dir, checkpoint_name=checkpoint,
-                       device=share.process.device)
+    return load_model(model.name, runs_dir=runs_dir, checkpoint_name=checkpoint, device=device)
 
 
 def _describe(target: LoadedModel) -> Result:
@@ -139,19 +136,18 @@ def _describe(target: LoadedModel) -> Result:
                   checkpoint=checkpoint and checkpoint.name)
 
 
-def _evaluate(target: LoadedModel, work: Work, share: Share) -> Evaluation:
+def _evaluate(target: LoadedModel, work: Work) -> Evaluation:
     file, token_slice = work.held_out.of(target.name)
-    share.run(lambda: check_tokenizer(target, file))
-    measured = evaluate(target, file, token_slice, microbatch_size=work.microbatch_size,
-                        share=share)
+    check_tokenizer(target, file)
+    measured = evaluate(target, file, token_slice, microbatch_size=work.microbatch_size)
     _record(target, measured.as_record() | {
-        "tokenizer": target.tokenizer_name, "text": text_identity(file, token_slice)}, share)
+        "tokenizer": target.tokenizer_name, "text": text_identity(file, token_slice)})
     return measured
 
 
-def _record(target: LoadedModel, measured: dict[str, object], share: Share) -> None:
-    """Append a run's results to its evaluations.jsonl. Rank 0 writes."""
-    if target.run is None or not share.process.is_main:
+def _record(target: LoadedModel, measured: dict[str, object]) -> None:
+    """Append a run's results to its evaluations.jsonl."""
+    if target.run is None:
         return
     record = {"target": target.name, "checkpoint": target.checkpoint.name,
               "global_step": target.checkpoint.meta.global_step,

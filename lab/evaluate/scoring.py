@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
-from basics.errors import UserError
+from basics.errors import UserError, one_line
 from lab.evaluate.held_out import TOKENS_PER_CHUNK
 from lab.evaluate.intervals import Interval, exp, of_ratio, of_share, pair_sums
-from lab.evaluate.sharing import Share
 from tokens.tokenizer import Tokenizer
 from trainer.models import LoadedModel
 
@@ -89,21 +89,20 @@ class _Result(NamedTuple):
     is_greedy: bool
 
 
-def encode_questions(target: LoadedModel, questions: list[Question], share: Share) -> Texts:
-    """Turn this process's questions into tokens. Every rank.
+def encode_questions(target: LoadedModel, questions: list[Question]) -> Texts:
+    """Turn questions into tokens.
 
     Raises:
         UserError: a choice is longer than the model's context, or its tokenizer is not known.
     """
-    tokenizer = share.run(target.load_tokenizer)
-    return share.run(lambda: [_texts_of(target, tokenizer, questions[index])
-                              for index in share.indices(len(questions))])
+    tokenizer = target.load_tokenizer()
+    return [_texts_of(target, tokenizer, question) for question in questions]
 
 
 @torch.inference_mode()
-def score(target: LoadedModel, questions: list[Question], texts: Texts, *, microbatch_size: int,
-          share: Share) -> Score:
-    """Score a model on all questions. Every rank.
+def score(target: LoadedModel, questions: list[Question], texts: Texts, *,
+          microbatch_size: int) -> Score:
+    """Score a model on all questions.
 
     Args:
         texts: of `encode_questions`.
@@ -111,20 +110,14 @@ def score(target: LoadedModel, questions: list[Question], texts: Texts, *, micro
             pass; of shorter texts, as many more.
     """
     torch.set_float32_matmul_precision("highest")
-
-    def own_sums() -> list[float]:
-        indices = share.indices(len(questions))
-        unique = list(dict.fromkeys(text for of_one in texts for text, _ in of_one))
-        results = _results(target, unique, microbatch_size=microbatch_size, share=share)
-        answers = np.array([_judge(questions[index], [results[text] for text, _ in of_one])
-                            for index, of_one in zip(indices, texts, strict=True)]).reshape(-1, 4)
-        num_cut = sum(is_cut for of_one in texts for _, is_cut in of_one)
-        return [*answers[:, :3].sum(axis=0), num_cut,
-                *pair_sums(answers[:, 3], np.ones(len(answers)))]
-
-    right, normalised, greedy, num_cut, *sums = share.sum(*share.run(own_sums))
-    return Score(len(questions), int(right), int(normalised), int(greedy), np.array(sums),
-                 int(num_cut))
+    unique = list(dict.fromkeys(text for of_one in texts for text, _ in of_one))
+    results = _results(target, unique, microbatch_size=microbatch_size)
+    answers = np.array([_judge(question, [results[text] for text, _ in of_one])
+                        for question, of_one in zip(questions, texts, strict=True)])
+    right, normalised, greedy = map(int, answers[:, :3].sum(axis=0))
+    return Score(len(questions), right, normalised, greedy,
+                 pair_sums(answers[:, 3], np.ones(len(answers))),
+                 num_cut=sum(is_cut for of_one in texts for _, is_cut in of_one))
 
 
 def _judge(question: Question, results: list[_Result]) -> tuple[bool, bool, bool, float]:
@@ -154,8 +147,8 @@ def _texts_of(target: LoadedModel, tokenizer: Tokenizer,
     return found
 
 
-def _results(target: LoadedModel, texts: list[_Text], *, microbatch_size: int,
-             share: Share) -> dict[_Text, _Result]:
+def _results(target: LoadedModel, texts: list[_Text], *,
+             microbatch_size: int) -> dict[_Text, _Result]:
     """Score different texts, in batches of similar lengths, the longest first.
 
     A text is scored once: two equal choices must have exactly equal log probabilities.
@@ -163,8 +156,9 @@ def _results(target: LoadedModel, texts: list[_Text], *, microbatch_size: int,
     by_length = sorted(texts, key=lambda text: -len(text.tokens))
     budget = microbatch_size * target.model.config.context_length
     batches = list(_batches(by_length, budget))
-    return {text: result for place in share.progress(range(len(batches)), desc=target.name)
-            for text, result in zip(batches[place], _score(target, batches[place]), strict=True)}
+    return {text: result for batch in tqdm(batches, desc=one_line(target.name), unit="batch",
+                                           leave=False, disable=None)
+            for text, result in zip(batch, _score(target, batch), strict=True)}
 
 
 def _batches(texts: list[_Text], budget: int) -> Iterator[list[_Text]]:

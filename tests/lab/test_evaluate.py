@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -25,30 +23,20 @@ from lab.evaluate import charts as lab_charts
 from lab.evaluate import held_out, measure
 from lab.evaluate.held_out import choose_slice, evaluate
 from lab.evaluate.models import Chosen
-from lab.evaluate.sharing import Share
-from processes.launch import Process
-from processes.startup_agreement import Agreement
 from reporting import metrics_file
 from tests.support.hub_server import Hub, serving
-from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.lm_eval_tasks import write_records
 from tests.support.models import export, random_model
-from tests.support.workplace import Workplace, forked, read_lines, write_tokens
+from tests.support.workplace import Workplace, read_lines, write_tokens
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
 from trainer.models import LoadedModel, load_model
 
-ALONE = Share(Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
-
 
 def lab_evaluate(workplace: Workplace, *arguments: str, **environment: str) -> Result:
     return run_lab(*workplace.arguments("evaluate", *arguments), **environment)
-
-
-def torchrun_evaluate(workplace: Workplace, *arguments: str) -> CompletedProcess[str]:
-    return forked("lab/__main__.py", workplace.arguments("evaluate", *arguments), num_processes=2)
 
 
 def rows_of(result: Result | CompletedProcess[str]) -> list[list[str]]:
@@ -74,8 +62,7 @@ def test_loss_perplexity_and_bits_per_byte_match_their_definitions(tmp_path: Pat
     tokens[10:60:7] = 256  # ends of text: eight among the targets
     file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="bytes")
     token_slice = choose_slice(file, "mine", start_token=3, num_tokens=64)
-    found = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=3,
-                     share=ALONE)
+    found = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=3)
     ids = torch.from_numpy(tokens[3:68])
     losses = [F.cross_entropy(model(ids[i : i + 8][None])[0].double(), ids[i + 1 : i + 9],
                               reduction="sum").item() for i in range(0, 64, 8)]
@@ -93,8 +80,7 @@ def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path: Pa
     file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="gpt2")
     model = random_model(vocab_size=50257, context_length=1)
     token_slice = choose_slice(file, "mine", start_token=0, num_tokens=None)
-    found = evaluate(LoadedModel("x", model, "gpt2"), file, token_slice, microbatch_size=4,
-                     share=ALONE)
+    found = evaluate(LoadedModel("x", model, "gpt2"), file, token_slice, microbatch_size=4)
     num_bytes = len(text.encode()) - len("Every")  # the first token is not a target
     assert token_slice.num_tokens == len(tokens) - 1
     assert found.bits_per_byte == pytest.approx(
@@ -107,8 +93,9 @@ def test_the_microbatch_size_does_not_change_the_loss(tmp_path: Path) -> None:
     file = token_file(tmp_path / "validation.safetensors", tokens)
     token_slice = choose_slice(file, "mine", start_token=None, num_tokens=None)
     assert (token_slice.start_token, token_slice.num_tokens) == (0, 1999)  # the last sequence has 7
-    losses = [evaluate(LoadedModel("x", model, None), file, token_slice, microbatch_size=size,
-                       share=ALONE).loss for size in (1, 3, 4, 7, 100)]
+    target = LoadedModel("x", model, None)
+    losses = [evaluate(target, file, token_slice, microbatch_size=size).loss
+              for size in (1, 3, 4, 7, 100)]
     assert losses == pytest.approx([losses[0]] * 5, abs=1e-6)
 
 
@@ -135,15 +122,6 @@ def test_a_run_has_the_loss_of_its_own_validation(trained: Workplace) -> None:
     record = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")[-1]
     assert record["checkpoint"] == checkpoint and record["num_tokens"] == 480
     assert record["loss"] == pytest.approx(float(loss), abs=1e-6) and record["global_step"] >= 4
-
-
-def test_two_processes_give_the_same_result_as_one(trained: Workplace) -> None:
-    arguments = "tiny", "--microbatch-size", "2", "--json"
-    by_two = checked(process_succeeded(torchrun_evaluate(trained, *arguments)).stdout)
-    assert by_two == checked(succeeded(lab_evaluate(trained, *arguments)).stdout)
-    records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
-    assert len(records) == 2  # one per command, not per process
-    assert records[0] | {"time": ""} == records[1] | {"time": ""}
 
 
 def test_several_targets_are_one_table_with_the_lowest_loss_first(
@@ -221,8 +199,7 @@ def test_models_of_any_context_length_are_evaluated_on_the_same_tokens(tmp_path:
     token_slice = choose_slice(file, "mine", start_token=2, num_tokens=50)
     for context_length in (8, 12, 50, 64):
         model = random_model(vocab_size=257, context_length=context_length)
-        found = evaluate(LoadedModel("x", model, None), file, token_slice, microbatch_size=2,
-                         share=ALONE)
+        found = evaluate(LoadedModel("x", model, None), file, token_slice, microbatch_size=2)
         ids, total = torch.from_numpy(tokens[2:53]), 0.0
         for first in range(0, 50, context_length):
             stop = min(first + context_length, 50)
@@ -230,41 +207,6 @@ def test_models_of_any_context_length_are_evaluated_on_the_same_tokens(tmp_path:
             total += F.cross_entropy(logits, ids[first + 1 : stop + 1], reduction="sum").item()
         assert found.slice.num_tokens == 50
         assert found.loss == pytest.approx(total / 50, abs=1e-6)
-
-
-def test_an_error_in_one_process_ends_all_with_one_message(trained: Workplace) -> None:
-    bad = np.full(500, 3, dtype=np.uint16)
-    bad[20:] = 300  # in the part of rank 1
-    for split in ("train", "validation"):
-        write_tokens(trained.datasets_dir / f"bad/{split}.safetensors", bad)
-    result = torchrun_evaluate(trained, "tiny", "--dataset", "bad", "--tokens", "32",
-                               "--microbatch-size", "1")
-    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1 and "outside the model's vocabulary" in lines[0]
-    assert result.stdout == ""
-
-
-def test_a_share_has_every_index_once_and_sums_over_all_processes() -> None:
-    """Two ranks as threads that share one store."""
-    store = torch.distributed.HashStore()
-
-    def work(rank: int) -> tuple[list[int], list[float]]:
-        agreement = Agreement.in_one_process()
-        agreement._rank, agreement._world_size, agreement._store = rank, 2, store
-        share = Share(dataclasses.replace(ALONE.process, rank=rank, local_rank=rank, world_size=2),
-                      agreement)
-        share.run_first_on_each_node(lambda: order.append(rank))
-        indices = list(share.indices(5))
-        total = share.sum(0.1 + sum(indices), rank)
-        with pytest.raises(UserError, match="rank 1 is wrong"):
-            share.run(lambda: raise_(UserError("rank 1 is wrong")) if rank else None)
-        return indices, total
-
-    order: list[int] = []
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(work, range(2))
-    assert (first[0], second[0]) == ([0, 2, 4], [1, 3]) and order == [0, 1]
-    assert first[1] == second[1] == [pytest.approx(10.2), 1]
 
 
 def test_the_training_split_can_be_evaluated(trained: Workplace) -> None:
@@ -441,8 +383,7 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_blocks(
     file = token_file(tmp_path / "validation.safetensors",
                       np.random.default_rng(0).integers(0, 256, size=200), tokenizer="bytes")
     token_slice = choose_slice(file, "mine", start_token=0, num_tokens=160)
-    found = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=3,
-                     share=ALONE)
+    found = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=3)
     ids = torch.from_numpy(file.read(0, 161).astype(np.int64))
     with torch.no_grad():
         losses = [F.cross_entropy(model(ids[i : i + 8][None])[0], ids[i + 1 : i + 9]).item()
@@ -460,12 +401,11 @@ def test_the_interval_of_the_loss_is_that_of_the_mean_of_blocks(
         low, high = record[f"{key}_interval"]
         assert low < record[key] < high
     for size in (1, 2, 100):
-        again = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=size,
-                         share=ALONE)
+        again = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=size)
         assert again.loss_interval == pytest.approx(found.loss_interval, abs=1e-6)
     one = choose_slice(file, "mine", start_token=0, num_tokens=16)
-    assert evaluate(LoadedModel("x", model, "bytes"), file, one, microbatch_size=3,
-                    share=ALONE).loss_interval is None
+    alone = evaluate(LoadedModel("x", model, "bytes"), file, one, microbatch_size=3)
+    assert alone.loss_interval is None
 
 
 def test_a_result_that_comes_while_a_launch_replaces_the_file_is_kept(
@@ -476,7 +416,7 @@ def test_a_result_that_comes_while_a_launch_replaces_the_file_is_kept(
     checkpoint = SimpleNamespace(name="x", meta=SimpleNamespace(global_step=3, tokens=1))
     target = SimpleNamespace(name="tiny", checkpoint=checkpoint,
                              run=SimpleNamespace(evaluations_path=path))
-    evaluation = threading.Thread(target=measure._record, args=(target, {"loss": 1.5}, ALONE))
+    evaluation = threading.Thread(target=measure._record, args=(target, {"loss": 1.5}))
     write = metrics_file.write_atomically
 
     def write_late(*arguments: Any, **options: Any) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import Result
 
 from basics.errors import UserError
@@ -18,10 +17,8 @@ from lab.evaluate.evaluate import NAMES
 from lab.evaluate.questions import read_quiz, read_quizzes
 from lab.evaluate.results import TaskResult
 from lab.evaluate.scoring import Question, encode_questions, score
-from lab.evaluate.sharing import Share
 from lab.evaluate.tasks import TASKS
 from lab.publish.export import write_export
-from processes.launch import Process
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
@@ -32,7 +29,6 @@ from tests.support.workplace import succeeded as process_succeeded
 from tokens.tokenizer import load_tokenizer
 from trainer.models import LoadedModel
 
-ALONE = Share(Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
 MAY_BE_EMPTY = ("activity_label", "ctx_a", "ctx_b", "question", "goal")  # before the choices
 RECORDS = {name: records_of(name, 1)[0] for name in NAMES}
 
@@ -74,8 +70,8 @@ def test_lm_eval_gives_an_export_the_same_scores(
     for name, path in paths.items():
         quiz = read_quiz(name, str(path))
         for size in (1, 3, 100):
-            texts = encode_questions(target, quiz.questions, ALONE)
-            scored = score(target, quiz.questions, texts, microbatch_size=size, share=ALONE)
+            texts = encode_questions(target, quiz.questions)
+            scored = score(target, quiz.questions, texts, microbatch_size=size)
             found = TaskResult.of(quiz, scored).figures
             expected = {key: theirs[f"local_{name}"][names[key]] for key in found}
             assert {key: figure.value for key, figure in found.items()} == pytest.approx(
@@ -253,8 +249,8 @@ def test_equal_choices_are_a_tie_that_the_first_one_wins() -> None:
     """In different batches, their log probabilities could differ in the last bit."""
     target = LoadedModel("x", random_model(vocab_size=257, context_length=32), "bytes")
     questions = [Question("a" * n, ["b" * 9, "b" * 9, "c" * 5], right=1) for n in range(1, 22)]
-    texts = encode_questions(target, questions, ALONE)
-    found = score(target, questions, texts, microbatch_size=1, share=ALONE)
+    texts = encode_questions(target, questions)
+    found = score(target, questions, texts, microbatch_size=1)
     assert found.num_right == 0 == found.num_right_normalised
 
 
