@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from basics.curve_fits import LogQuadratic, fit_log_quadratic
-from lab.compare.run_figures import number
+from lab.runs import number
 from lab.sweep.plan import Sweep
 from lab.sweep.results import Entry
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from basics.errors import UserError, visible
+from lab.runs import RUNNING, identity_of, is_launched, launched_runs, read_part
 from lab.watch.columns import KEYS, columns_of
-from lab.watch.files import identity_of, read_part
-from lab.watch.run_state import RUNNING, is_launched, launched_runs, read_state
+from lab.watch.run_state import read_state
 from lab.watch.thinning import first_changed, thin
 
 MAX_RUNS = 200
@@ -78,7 +78,7 @@ class Watched:
             rows_before = int(number) if is_known and within is None else 0
             x, lines = columns.axis(axis), {}
             for key in KEYS:
-                rows, values = map(np.array, (columns.series[key].rows, columns.series[key].values))
+                rows, values = map(np.array, columns.series[key])
                 if len(rows):
                     part = slice(None) if within is None else _inside(x[rows], *within)
                     lines[key] = _line(key, x[rows[part]], values[part], max_points=max_points,
