@@ -25,10 +25,10 @@ PAGE = """<!DOCTYPE html>
 <meta charset="utf-8">
 <title>Comparison of runs</title>
 <style>
-body {{ font-family: sans-serif; margin: 2em; }}
+body {{ font-family: sans-serif; margin: 1.5em; }}
 .table {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: 80%; }}
-th, td {{ padding: 0.3em 0.6em; border-bottom: 1px solid #ccc; vertical-align: top; }}
+table {{ border-collapse: collapse; font-size: 75%; }}
+th, td {{ padding: 0.3em 0.5em; border-bottom: 1px solid #ccc; vertical-align: top; }}
 .left {{ text-align: left; }}
 .right {{ text-align: right; }}
 img {{ max-width: 100%; display: block; margin: 1em 0; }}

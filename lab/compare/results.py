@@ -168,7 +168,7 @@ def read_result(run_dir: Path) -> Result:
     tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
     code = files.summary.get("code")
     return Result(
-        name=run_dir.name, status=files.status[:20], config=config, machine=machine,
+        name=run_dir.name, status=files.status, config=config, machine=machine,
         size=_size(config), device=machine[0] if isinstance(facts.get("device"), str) else None,
         figures=_figures(files, records, config, judged), records=records,
         tests={slice_of(test): test for test in tests},  # later ones win

@@ -81,9 +81,9 @@ def test_every_command_tells_the_same_time_and_money(runs_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("summary", "heartbeat", "written", "status"), [
-    ({"status": "running"}, 0, 0, "running"),
+    ({"status": "running", "num_steps": 200}, 0, 0, "running"),
     ({"status": "running"}, 75, 0, "no heartbeat"),
-    ({"status": "running"}, None, 0, "running"),
+    ({"status": "running", "num_steps": 200}, None, 0, "running"),
     ({"status": "running"}, None, 7200, "running when last written"),
     ({"status": "stopped", "reason": "SIGTERM"}, 0, 0, "stopped"),
     ({"status": "a\x1b[2J"}, None, 0, "a\\x1b[2J"),
