@@ -36,7 +36,7 @@ HEARTBEAT_SECONDS = 60  # a run that trains writes its heartbeat every few secon
 RUNNING, NO_HEARTBEAT, NEW = "running", "no heartbeat", "not launched"
 LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat, such as a copy
 LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run has one of them
-END_BYTES = 2**18  # of the records, some 900: what a list shows of a run
+END_BYTES = 2**18  # of the records, some 900 or twice as many: what a list shows of a run
 
 Record = dict[str, Any]
 
@@ -88,17 +88,26 @@ def last_records(path: Path, found: Identity | None) -> tuple[Record, ...]:
     if found is None:
         return ()
     try:
-        start = max(0, found.size - END_BYTES)
+        start = max(0, found.size // END_BYTES - 1) * END_BYTES
         text = read_part(path, start).decode(errors="replace")
         records = valid_records(text.partition("\n")[2] if start else text)
         if start and not any("validation_loss" in record for record in records):
-            content = read_part(path)
-            at = content.rfind(b"\n", 0, max(0, content.rfind(b'"validation_loss"'))) + 1
-            line = content[at:at + MAX_RECORD_LENGTH].partition(b"\n")[0]
-            records = valid_records(line.decode(errors="replace")) + records
+            records = _validation_before(path, found.inode, start) + records
     except OSError:  # removed or replaced meanwhile
         return ()
     return tuple(records)
+
+
+@lru_cache(maxsize=128)
+def _validation_before(path: Path, inode: int, end: int) -> list[Record]:
+    """Return the last validation that begins before a place; of a file, that does not change."""
+    content = read_part(path, max_bytes=end + MAX_RECORD_LENGTH)
+    place = content.rfind(b'"validation_loss"')
+    if place < 0:
+        return []
+    start = content.rfind(b"\n", 0, place) + 1
+    line = content[start:start + MAX_RECORD_LENGTH].partition(b"\n")[0]
+    return valid_records(line.decode(errors="replace"))
 
 
 def last_value(records: Iterable[Record], key: str) -> float | None:

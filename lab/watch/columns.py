@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from array import array
 from collections.abc import Iterator
@@ -34,7 +33,6 @@ class Columns:
     """The columns of one `metrics.jsonl`.
 
     Attributes:
-        version: changes when the file is replaced, so that its rows are others.
         axes: of each axis, a number a row; NaN where a record has none.
         series: of each of `KEYS`, the rows that have a number, and the numbers.
     """
@@ -62,7 +60,6 @@ class Columns:
         return np.array(self.axes[name], dtype=np.float64)
 
     def _forget(self) -> None:
-        self.version = secrets.token_hex(6)
         self.axes = {name: array("d") for name in AXES}
         self.series = {key: (array("i"), array("d")) for key in KEYS}
         self._found: Identity | None = None

@@ -143,15 +143,18 @@ def _seconds_per_step(records: Sequence[Record]) -> float | None:
     lie between two of them and are not to come again.
     """
     reports = [record for record in records if "train_loss" in record and "seconds" in record]
-    rates = [(after["seconds"] - before["seconds"]) / steps
-             for before, after in pairwise(reports[-PACE_RECORDS:])
+    reports = reports[-PACE_RECORDS:]
+    rates = [(after["seconds"] - before["seconds"]) / steps for before, after in pairwise(reports)
              if (steps := after["global_step"] - before["global_step"]) > 0]
     if not rates or (pace := statistics.median(rates)) < 0:
         return None
-    first, last = (reports[-PACE_RECORDS:][end]["global_step"] for end in (0, -1))
+    first, last = reports[0], reports[-1]
+    steps = last["global_step"] - first["global_step"]
+    if steps <= 0:
+        return pace
     validating = sum(record.get("validation_seconds") or 0.0 for record in records
-                     if first < record["global_step"] <= last)
-    return pace + validating / (last - first) if last > first else pace
+                     if first["global_step"] < record["global_step"] <= last["global_step"])
+    return min(pace + validating / steps, max(pace, (last["seconds"] - first["seconds"]) / steps))
 
 
 def _usd_per_hour(reports: Sequence[Record]) -> float | None:

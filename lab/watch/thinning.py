@@ -26,7 +26,7 @@ class Buckets:
 def thin(values: np.ndarray, max_points: int) -> Buckets:
     """Put values into at most `max_points` buckets.
 
-    A bucket has a power of two of values, so that only the last one changes when values are
+    A bucket has a power of two of values, so that only the last point moves when values are
     appended, until all buckets double.
 
     Args:
@@ -50,13 +50,3 @@ def bucket_size(num_values: int, max_points: int) -> int:
     while num_values > max_points and -(-num_values // size) > max_points // 2:
         size *= 2
     return size
-
-
-def first_changed(before: int, now: int, max_points: int) -> int:
-    """Return the first index from which on other values are drawn, after some were appended.
-
-    Args:
-        before, now: the numbers of values.
-    """
-    size = bucket_size(now, max_points)
-    return before // size * size if size == bucket_size(before, max_points) else 0
