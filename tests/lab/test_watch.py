@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from lab.watch.answers import MAX_POINTS, Watched
+from lab.watch.answers import MAX_POINTS, Watched, bucket_size, thin
 from lab.watch.columns import Columns
 from lab.watch.server import FILES, HEADERS, STATIC, Server
-from lab.watch.thinning import bucket_size, thin
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.watching import (
     HOSTILE,
