@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -223,8 +224,9 @@ def load_run(runs_dir: Path, name: str) -> Run:
             its files is missing, unreadable or wrong.
     """
     if not RUN_NAME.fullmatch(name):
-        raise UserError(f"run {name[:60]!r} is not a plain name; wanted a directory inside"
-                        f" {runs_dir}")
+        also = "" if os.path.exists(name) else ", and no such directory"
+        raise UserError(f"run {name[:60]!r} is not a plain name{also}; wanted a directory inside"
+                        f" {runs_dir}, of letters, digits, '.', '_' and '-', at most 128")
     run_dir = runs_dir / name
     if not run_dir.is_dir():
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))

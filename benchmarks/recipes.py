@@ -19,10 +19,11 @@ import click
 from tabulate import tabulate
 
 from basics.errors import UserError, print_line
-from lab.compare.formats import UNKNOWN
-from lab.compare.run_results import FINISHED, Result, read_result
+from lab.compare.results import Result, read_result
 from lab.compare.tokens_to_loss import first_reaching
-from lab.sweep.noise import Difference
+from lab.stats import Difference
+from lab.table import UNKNOWN
+from reporting.summary import FINISHED
 
 RECIPES = {"bytes-muon": ("bytes-original", "bytes-adamw"),
            "bpe-muon": ("bpe-original", "bpe-adamw-one-rate", "bpe-adamw"),

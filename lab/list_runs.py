@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from basics.cli import print_json
 from basics.errors import visible
 
-if TYPE_CHECKING:
-    from lab.watch.run_state import RunState
-
-HEADS = ["run", "status", "step", "loss", "validation\nloss", "time", "US$"]
-NEW = "not launched"
+MIN_STATUS = 24  # characters of a line in a narrow terminal
 
 
 @click.command()
@@ -29,41 +24,31 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     It may be run while they train.
     """
     # Imported here so that --help is fast.
-    from tabulate import tabulate
-
-    from lab.watch.run_state import RunState, chosen_runs, read_state
-    from lab.watch.text import figures
-
-    states = sorted((read_state(runs_dir, name) for name in chosen_runs(runs_dir, runs)),
-                    key=lambda state: not state.is_running)
-    new = [] if runs else _not_launched(runs_dir, {state.name for state in states})
-    if as_json:
-        print_json({"schema": "list/1", "runs": [
-            asdict(state) for state in (*states, *(RunState(name, NEW) for name in new))]})
-        return
-    rows = [[state.name, f"{state.status} ({state.reason})" if state.reason else state.status,
-             *figures(state)] for state in states]
-    rows += [[name, NEW, *["-"] * 5] for name in new]
-    click.echo(visible(tabulate(rows, headers=HEADS, disable_numparse=True,
-                                colalign=["left", "left", *["right"] * 5])))
-    click.echo(visible(_total(states)))
-
-
-def _total(states: list[RunState]) -> str:
-    """Return the sum of what runs have taken and cost."""
-    from lab.compare.formats import dollars
+    from lab.runs import NEW, chosen_runs, new_runs
+    from lab.table import Column, Table, dollars, terminal_width
+    from lab.watch.run_state import RunState, read_state
+    from lab.watch.text import HEADS, figures
     from reporting.summary import duration
 
+    new = [name for name in new_runs(runs_dir) if name in runs or not runs]
+    launched = [] if runs and set(runs) <= set(new) else chosen_runs(
+        runs_dir, [name for name in runs if name not in new])
+    states = sorted((read_state(runs_dir, name) for name in launched),
+                    key=lambda state: not state.is_running)
+    states += [RunState(name, NEW) for name in new]
+    if as_json:
+        print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
+        return
+    table = Table(
+        [Column("run", "run", "left"), Column("status", "status", "left", MIN_STATUS),
+         *(Column(head, head) for head in HEADS[1:])],
+        [[state.name, f"{state.status} ({state.reason})" if state.reason else state.status,
+          *figures(state)] for state in states])
+    click.echo(visible(table.terminal(terminal_width())))
     priced = [state.usd for state in states if state.usd is not None]
-    rest = len(states) - len(priced)
-    return (f"in all: {duration(sum(state.seconds or 0.0 for state in states))}"
-            + (f", US${dollars(sum(priced))}" if priced else "")
-            + (f" and {rest} of {len(states)} runs without a price" if priced and rest else ""))
-
-
-def _not_launched(runs_dir: Path, launched: set[str]) -> list[str]:
-    """Return the names of the runs that have a config only."""
-    from run_config import RUN_NAME
-
-    names = {path.parent.name for path in runs_dir.glob("*/train.json")} - launched
-    return sorted(filter(RUN_NAME.fullmatch, names))
+    total = f"in all: {duration(sum(state.seconds or 0.0 for state in states))}"
+    if priced:
+        total += f", US${dollars(sum(priced))}"
+    if priced and (rest := len(launched) - len(priced)):
+        total += f" and {rest} of {len(launched)} runs without a price"
+    click.echo(total)

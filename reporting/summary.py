@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from reporting.clock import (
     WAITING,
     PhaseClock,
 )
-from reporting.metrics_file import read_metrics
+from reporting.metrics_file import is_number, read_metrics
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 
@@ -35,8 +34,11 @@ SHOWN_PHASES = {
     LOST: "after the checkpoint resumed from",
 }
 FINISHED = "finished"
+FINAL_KEYS = ("num_steps", "tokens", "num_parameters", "train_loss", "validation_loss",
+              "validation_bits_per_byte", "skipped_steps", "tokens_per_second",
+              "tokens_per_second_overall")  # what trackers show at the end
+LARGEST = 1e15  # the largest number that a run could have measured
 MAX_STEPS, SIGNAL, BUDGET = "--max-steps", "signal", "budget"  # what stops a launch before that
-HEARTBEAT_SECONDS = 120.0  # a heartbeat that is older is that of a process that was killed
 
 
 @dataclass(frozen=True)
@@ -109,15 +111,6 @@ def has_status(run: Run, status: str) -> bool:
     return read_summary(run).get("status") == status
 
 
-def is_training(run: Run) -> bool:
-    """Return whether a run trains now: it says so, and its heartbeat is not old."""
-    try:
-        age = time.time() - run.heartbeat_path.stat().st_mtime
-    except OSError:
-        return False
-    return age < HEARTBEAT_SECONDS and has_status(run, "running")
-
-
 def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None,
                  num_steps: int) -> None:
     """Write a `summary.json` with a run's status, its reason, its length and what it has spent."""
@@ -148,6 +141,20 @@ def when_done_status(summary: dict[str, Any]) -> int | None:
     recorded = summary.get("when_done")
     status = recorded.get("status") if isinstance(recorded, dict) else None
     return status if isinstance(status, int) else None
+
+
+def final_figures(summary: dict[str, Any]) -> dict[str, float]:
+    """Return what trackers show of a complete `summary.json`; empty if the run has not ended."""
+    if not is_number(summary.get("global_step"), 0, LARGEST):  # only a status: it was not the end
+        return {}
+    figures: dict[str, Any] = {key: summary.get(key) for key in FINAL_KEYS}
+    figures["steps"] = summary["global_step"] + 1
+    with suppress(TypeError, KeyError, AttributeError):  # damaged, or without a price
+        figures["seconds"] = sum(summary["seconds"].values())
+        figures["best_loss"] = summary["best"]["loss"]
+        figures["usd"] = summary["usd"]["total"]
+    return {f"final/{key}": float(value) for key, value in figures.items()
+            if is_number(value, -LARGEST, LARGEST)}
 
 
 def _spent(seconds: dict[str, float], usd: dict[str, float]) -> dict[str, Any]:

@@ -25,9 +25,8 @@ from basics.failpoints import failpoint
 from basics.files import read_regular_file, write_atomically
 from processes import beside
 from processes.beside import Beside, serve
-from reporting.metric_names import final_figures, metrics_of, shown_step
-from reporting.metrics_file import read_metrics, valid_records
-from reporting.summary import read_summary
+from reporting.metrics_file import metrics_of, read_metrics, shown_step, valid_records
+from reporting.summary import final_figures, read_summary
 from reporting.tracker_backends import open_tracker, wandb_mode
 from run_config import Run, load_run
 

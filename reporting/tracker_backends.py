@@ -16,7 +16,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from basics.errors import describe
-from reporting.metric_names import STEP
+from reporting.metrics_file import STEP
 from run_config import Run
 
 PROJECT = "ddp-train"  # where runs appear in wandb and Trackio

@@ -126,6 +126,14 @@ def test_numbers_beyond_their_limits_are_refused(workplace: Workplace) -> None:
                     f"{key} "), (key, value)
 
 
+@pytest.mark.parametrize("name", ["../tiny", "/etc", ".", "", "a/b", "tiny\n", "x" * 200])
+def test_run_names_stay_inside_the_runs_directory(workplace: Workplace, name: str) -> None:
+    workplace.add_run()
+    with pytest.raises(UserError, match="is not a plain name.*letters.*at most 128") as found:
+        load_run(workplace.runs_dir, name)
+    assert ("no such directory" in str(found.value)) == (name not in ("/etc", "."))
+
+
 def test_the_error_for_a_missing_run_lists_the_existing_ones(workplace: Workplace) -> None:
     workplace.add_run()
     with pytest.raises(UserError, match="no such run; .* has: tiny"):

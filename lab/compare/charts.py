@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lab.compare.rows import LOSS_NAMES, Comparison, Row, deciding_loss
-from lab.compare.run_figures import Record, number
-from lab.compare.run_results import Result
+from lab.compare.results import Result
+from lab.compare.rows import LOSS_NAMES, Row, deciding_loss
 from lab.curve_fits import fit_log_quadratic
+from lab.runs import number
 from reporting.charts import draw_by_hand
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ LOSS_CURVES, LOSS_OVER_BATCH, MEMORY = (
     "loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png")
 MAX_POINTS = 60  # of a training curve; the noise of more would hide the other curves
 MAX_NAMES = 16  # in a legend
-HIGH_START = 0.1  # share of a curve of which the loss axis shows only the lowest loss
+HIGH_START = 0.1  # of a curve
+MARGIN = 0.08  # share of an axis between its ends and the points
 FEW_VALIDATIONS = 15  # up to this number, each one is marked
 PUBLISHED_COLOR, OTHER_COLOR = "tab:red", "tab:gray"
 NEEDED_FOR_PARABOLA, NEEDED_FOR_LINE = 3, 2  # different x
@@ -114,7 +115,7 @@ def _points(points: dict[tuple[float, float], Row], label: str, color: str) -> P
                   has_curve=color != OTHER_COLOR)
 
 
-def draw_comparison(comparison: Comparison, charts_dir: Path) -> tuple[list[Path], list[str]]:
+def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list[str]]:
     """Draw the charts that have data, and delete those of an earlier comparison.
 
     Returns:
@@ -124,16 +125,14 @@ def draw_comparison(comparison: Comparison, charts_dir: Path) -> tuple[list[Path
         OSError: a file cannot be written.
     """
     charts_dir.mkdir(parents=True, exist_ok=True)
-    losses, memory = loss_panels(comparison.rows), memory_points(comparison.rows)
+    curves, losses, memory = _curves(rows, "global_step"), loss_panels(rows), memory_points(rows)
     written, missing = [], []
-    for name, plot, has_points, reason in (
-        (LOSS_CURVES, lambda figure: _plot_curves(figure, comparison.rows),
-         any(len(_curve(result, key, _step)[0]) for row in comparison.rows
-             for result in row.results for key in ("train_loss", "validation_loss")),
+    for name, has_points, plot, reason in (
+        (LOSS_CURVES, list(curves), lambda figure: _plot_curves(figure, rows),
          "no run has a metrics.jsonl with losses"),
-        (LOSS_OVER_BATCH, lambda figure: _plot_losses(figure, losses), losses,
+        (LOSS_OVER_BATCH, losses, lambda figure: _plot_losses(figure, losses),
          "no finished run has a loss and a batch size"),
-        (MEMORY, lambda figure: _plot_memory(figure, memory), memory,
+        (MEMORY, memory, lambda figure: _plot_memory(figure, memory),
          "no run has recorded its peak memory"),
     ):
         (charts_dir / name).unlink(missing_ok=True)
@@ -144,92 +143,83 @@ def draw_comparison(comparison: Comparison, charts_dir: Path) -> tuple[list[Path
     return written, missing
 
 
-def _step(record: Record) -> float | None:
-    return record["global_step"] + 1  # people count from 1
-
-
-def _per(key: str, unit: float) -> Callable[[Record], float | None]:
-    def read(record: Record) -> float | None:
-        value = number(record.get(key))
-        return None if value is None else value / unit
-    return read
-
-
-def _curve(result: Result, key: str, x_of: Callable[[Record], float | None]) -> tuple[Any, Any]:
+def points_of(result: Result, key: str, x_key: str = "tokens") -> tuple[Any, Any]:
     """Return x and y of a loss, of the records that have both."""
     points = [(x, y) for record in result.records
-              if (x := x_of(record)) is not None and (y := number(record.get(key))) is not None]
+              if (x := number(record.get(x_key))) is not None
+              and (y := number(record.get(key))) is not None]
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
-    return x, y
+    return (x + 1 if x_key == "global_step" else x), y  # people count from 1
 
 
-def _smooth(x: Any, y: Any) -> tuple[Any, Any]:
-    """Average adjacent points so that at most MAX_POINTS are left."""
-    groups = np.array_split(np.arange(len(x)), min(len(x), MAX_POINTS)) if len(x) else []
-    return (np.array([x[group[-1]] for group in groups]),
-            np.array([y[group].mean() for group in groups]))
+def _curves(rows: list[Row], x_key: str) -> Iterator[tuple[int, str, Any, Any]]:
+    """Yield the place of the row, the key, x and y of each loss; the training loss smoothed."""
+    for place, row in enumerate(rows):
+        for result in row.results:
+            for key in ("train_loss", "validation_loss"):
+                x, y = points_of(result, key, x_key)
+                if key == "train_loss" and len(x):  # averages of at most MAX_POINTS groups
+                    groups = np.array_split(np.arange(len(x)), min(len(x), MAX_POINTS))
+                    x = np.array([x[group[-1]] for group in groups])
+                    y = np.array([y[group].mean() for group in groups])
+                if len(x):
+                    yield place, key, x, y
 
 
 def _plot_curves(figure: Figure, rows: list[Row]) -> None:
     """Plot the losses of all runs over steps, and over tokens, time and dollars if recorded."""
-    drawn = [row for row in rows if any(result.records for result in row.results)]
-    hours = max([number(record.get("seconds")) or 0.0 for row in drawn
-                 for result in row.results for record in result.records], default=0.0) / 3600
-    unit, seconds = ("hours", 3600) if hours > 1 else ("minutes", 60)
-    panels = {"tokens": _per("tokens", 1), unit: _per("seconds", seconds), "US$": _per("usd", 1)}
-    panels = {"global step": _step} | {
-        label: x_of for label, x_of in panels.items() if _largest(drawn, x_of) > 0}
+    rows = [row for row in rows if any(result.records for result in row.results)]
+    panels = {label: curves for label, key in (
+        ("global step", "global_step"), ("tokens", "tokens"), ("minutes", "seconds"),
+        ("US$", "usd")) if (curves := list(_curves(rows, key)))}
+    if any(x[-1] > 3600 for _, _, x, _ in panels.get("minutes", ())):
+        panels = {"hours" if label == "minutes" else label: panels[label] for label in panels}
+    units = {"minutes": 60, "hours": 3600}
     shape, size = ((2, 2), (12, 9)) if len(panels) == 4 else ((1, len(panels)), (12, 5.6))
     figure.set_size_inches(*size)
-    for axes, (label, x_of) in zip(figure.subplots(*shape, sharey=True, squeeze=False).flat,
-                                   panels.items(), strict=True):
+    for axes, (label, curves) in zip(figure.subplots(*shape, sharey=True, squeeze=False).flat,
+                                     panels.items(), strict=True):
         axes.set_xlabel(label)
         axes.set_ylabel("loss (nats per token)")
-        _plot_panel(axes, drawn, x_of)
-    figure.axes[0].set_ylim(*_loss_limits(drawn))
+        _plot_panel(axes, [(place, key, x / units.get(label, 1), y)
+                           for place, key, x, y in curves])
+    figure.axes[0].set_ylim(*loss_limits(y for *_, y in panels["global step"]))
     figure.suptitle("training (thin, smoothed) and validation (bold)")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    if len(labels) > MAX_NAMES:
-        labels[MAX_NAMES - 1] = f"and {len(labels) - MAX_NAMES + 1} more"
-    figure.legend(handles[:MAX_NAMES], labels[:MAX_NAMES], loc="outside lower center",
-                  ncols=min(4, len(labels)), frameon=False, fontsize="small")
+    for place, row in enumerate(rows[:MAX_NAMES]):
+        is_last = place == MAX_NAMES - 1 and len(rows) > MAX_NAMES
+        figure.axes[0].plot([], [], color=f"C{place % 10}", linewidth=2.5,
+                            label=f"and {len(rows) - place} more" if is_last
+                            else without_formulas(row.short_name))
+    figure.legend(loc="outside lower center", ncols=min(4, len(rows)), frameon=False,
+                  fontsize="small")
 
 
-def _plot_panel(axes: Axes, rows: list[Row], x_of: Callable[[Record], float | None]) -> None:
-    """Plot all curves that have this x."""
+def _plot_panel(axes: Axes, curves: list[tuple[int, str, Any, Any]]) -> None:
     from matplotlib.ticker import EngFormatter
 
-    for position, row in enumerate(rows):
-        color = f"C{position % 10}"
-        axes.plot([], [], color=color, linewidth=2.5, label=_without_formulas(row.short_name))
-        for result in row.results:  # without path effects: they draw white borders
-            x, y = _smooth(*_curve(result, "train_loss", x_of))
-            axes.plot(x, y, color=color, linewidth=1, alpha=0.5, path_effects=[])
-            validated, y = _curve(result, "validation_loss", x_of)
-            axes.plot(validated, y, color=color, linewidth=2.5, markersize=4, path_effects=[],
-                      marker="o" if len(y) <= FEW_VALIDATIONS else None)
-    if _largest(rows, x_of) >= 1000:  # smaller x would have an m for a thousandth, read as M
+    for place, key, x, y in curves:  # without path effects: they draw white borders
+        style: dict[str, Any] = {"linewidth": 1, "alpha": 0.5} if key == "train_loss" else {
+            "linewidth": 2.5, "markersize": 4,
+            "marker": "o" if len(y) <= FEW_VALIDATIONS else None}
+        axes.plot(x, y, color=f"C{place % 10}", path_effects=[], **style)
+    if max(x.max() for _, _, x, _ in curves) >= 1000:  # smaller x would have an m, read as M
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _largest(rows: list[Row], x_of: Callable[[Record], float | None]) -> float:
-    """Return the largest x of all curves; 0 if there is none."""
-    return max((x for row in rows for result in row.results
-                for key in ("train_loss", "validation_loss")
-                for x in _curve(result, key, x_of)[0]), default=0.0)
+def loss_limits(curves: Iterable[Any], start: float = HIGH_START) -> tuple[float, float]:
+    """Return limits of a loss axis, without the high losses at the beginning of training.
 
-
-def _loss_limits(rows: list[Row]) -> tuple[float, float]:
-    """Return limits of the loss axis, without the high losses at the beginning of training."""
-    curves = [_smooth(*_curve(result, key, _step))[1] for row in rows for result in row.results
-              for key in ("train_loss", "validation_loss")]
-    later = [y[int(len(y) * HIGH_START):] for y in curves if len(y)]
-    low, high = min(y.min() for y in curves if len(y)), max(y.max() for y in later)
-    margin = 0.05 * (high - low) or 0.5
+    Args:
+        start: the share of each curve of which only the lowest loss is shown.
+    """
+    known = [np.asarray(curve) for curve in curves if len(curve)]
+    low = min(curve.min() for curve in known)
+    high = max(curve[int(len(curve) * start):].max() for curve in known)
+    margin = MARGIN * (high - low) or 0.5
     return low - margin, high + margin
 
 
-def _without_formulas(text: str) -> str:
+def without_formulas(text: str) -> str:
     return text.replace("$", r"\$")  # matplotlib parses text between two dollar signs as a formula
 
 
@@ -290,7 +280,7 @@ def _add_legend(axes: Axes) -> None:
 
 def _plot_points(axes: Axes, group: Points) -> None:
     axes.plot(group.x, group.y, color=group.color, marker="o", markersize=8, linestyle="none",
-              zorder=3, label=_without_formulas(group.label))
+              zorder=3, label=without_formulas(group.label))
     for x, y, name in zip(group.x, group.y, group.names, strict=True):
-        axes.annotate(_without_formulas(name), (x, y), textcoords="offset points", xytext=(7, 5),
+        axes.annotate(without_formulas(name), (x, y), textcoords="offset points", xytext=(7, 5),
                       fontsize="x-small", color="gray")

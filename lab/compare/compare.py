@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
@@ -14,34 +16,54 @@ from basics.cli import USD_PER_HOUR, print_json
 from basics.errors import UserError, visible, why_not_written
 
 if TYPE_CHECKING:
-    from lab.compare.rows import Comparison
-    from lab.compare.run_results import Result
-    from lab.compare.tokens_to_loss import TokensToLoss
+    from lab.compare.results import Result
+    from lab.table import Table
 
-WIDTH_WITHOUT_TERMINAL = 160  # characters
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>Comparison of runs</title>
+<style>
+body {{ font-family: sans-serif; margin: 1.5em; }}
+.table {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: 75%; }}
+th, td {{ padding: 0.3em 0.5em; border-bottom: 1px solid #ccc; vertical-align: top; }}
+.left {{ text-align: left; }}
+.right {{ text-align: right; }}
+img {{ max-width: 100%; display: block; margin: 1em 0; }}
+</style>
+</head>
+<body>
+<h1>Comparison of runs</h1>
+{table}
+{charts}
+</body>
+</html>
+"""
 
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--published", is_flag=True, help="Add the published results of the original system.")
-@click.option("--markdown", "form", flag_value="markdown", help="Print the table in Markdown.")
-@click.option("--csv", "form", flag_value="csv",
+@click.option("--markdown", "forms", flag_value="markdown", multiple=True, type=str,
+              help="Print the table in Markdown.")
+@click.option("--csv", "forms", flag_value="csv", multiple=True, type=str,
               help="Print CSV: more columns, all digits, no marks.")
-@click.option("--json", "form", flag_value="json",
+@click.option("--json", "forms", flag_value="json", multiple=True, type=str,
               help="Print one JSON document: the columns of CSV, and the notes.")
 @click.option("--html", "html_path", type=click.Path(path_type=Path), metavar="FILE",
               help="Also write the table and the charts as one HTML page.")
 @click.option("--charts", "charts_dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Directory for the charts. With --markdown, --csv or --json, charts are only"
-                   " drawn if this or --html is set.  [default: comparison, in --runs-dir]")
+              help="Also draw charts into this directory: losses, loss over batch, memory.")
 @click.option("--to-loss-of", metavar="RUN",
               help="Show after how many tokens each run reached the final validation loss of RUN."
-                   "  [default: of every other run, if there are 2 to 4]")
+                   "  [default: of the finished run with the highest one]")
 @click.option("--usd-per-hour", "prices", multiple=True, metavar="RUN=PRICE",
               help="Price all the time of RUN afterwards; may be repeated.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
-def command(runs: tuple[str, ...], published: bool, form: str | None, html_path: Path | None,
+def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html_path: Path | None,
             charts_dir: Path | None, to_loss_of: str | None, prices: tuple[str, ...],
             runs_dir: Path) -> None:
     """Compare RUNs, or all runs that have been launched. Works while they train.
@@ -49,59 +71,69 @@ def command(runs: tuple[str, ...], published: bool, form: str | None, html_path:
     Runs that differ only in random_seed are merged into one row.
     """
     # Imported here so that --help is fast.
+    from lab.compare.columns import csv_of, table_of, values_of
+    from lab.compare.published import read_published
+    from lab.compare.results import find_results
     from lab.compare.rows import compare
-    from lab.compare.tables import comparison_document, csv_table, html_page
     from lab.compare.tokens_to_loss import tokens_to_loss
+    from lab.table import terminal_width
 
-    comparison = compare(_priced(_results(runs_dir, runs, published=published), prices))
+    if len(forms) > 1:
+        raise UserError(f"--{' and --'.join(forms)} exclude each other; choose one")
+    results = find_results(runs_dir, runs)
+    if not results and not published:
+        raise UserError(f"{runs_dir}: holds no trained run; train one, or add --published")
+    comparison = compare(_priced(results + (read_published() if published else []), prices))
     to_loss = tokens_to_loss(comparison, to_loss_of)
-    if form == "csv":
-        click.echo(visible(csv_table(comparison, to_loss)), nl=False)
-    elif form == "json":
-        print_json(comparison_document(comparison, to_loss))
+    table, values = table_of(comparison, to_loss), values_of(comparison, to_loss)
+    if forms == ("json",):
+        print_json({"schema": "compare/1", "rows": values, "notes": comparison.notes})
     else:
-        click.echo(visible(_tables(comparison, to_loss, form)))
-    if form and not (html_path or charts_dir):
-        return
-    from lab.compare.charts import draw_comparison
-
-    charts_dir = charts_dir or runs_dir / "comparison"
-    with _write_errors_reported(charts_dir, "--charts"):
-        charts, missing = draw_comparison(comparison, charts_dir)
-    if html_path:
-        with _write_errors_reported(html_path, "--html"):
-            html_path.write_text(html_page(comparison, charts, to_loss), encoding="utf-8")
-    for line in [*missing, *(f"written: {path}" for path in [*charts, html_path] if path)]:
-        click.echo(visible(line), err=True)  # stdout may be redirected to a file with the table
+        click.echo(visible(csv_of(values).rstrip("\n") if forms == ("csv",) else table.markdown()
+                           if forms == ("markdown",) else table.terminal(terminal_width())))
+    if charts_dir or html_path:
+        _draw(comparison.rows, table, charts_dir, html_path)
 
 
 def _priced(results: list[Result], prices: tuple[str, ...]) -> list[Result]:
-    """Price results. Raises: UserError: a price is not one, or of none of the runs."""
-    from lab.compare.run_results import priced
+    """Price results as if all of their time had cost as much as is given.
 
-    by_name = {}
+    Raises:
+        UserError: a price is not one, or of none of the runs.
+    """
+    by_name = {result.name: result for result in results}
     for text in prices:
         name, _, price = text.rpartition("=")
-        if name not in [result.name for result in results]:
+        if name not in by_name:
             raise UserError(f"--usd-per-hour {text[:60]!r}: wanted RUN=PRICE, with a RUN of the"
                             " comparison")
-        by_name[name] = USD_PER_HOUR(price)
-    return [priced(result, by_name[result.name]) if result.name in by_name else result
-            for result in results]
+        usd_per_second = USD_PER_HOUR(price) / 3600
+        found, figures = by_name[name], by_name[name].figures
+        usd, validation_usd = (None if seconds is None else seconds * usd_per_second
+                               for seconds in (figures.seconds, figures.validation_seconds))
+        by_name[name] = replace(
+            found, figures=replace(figures, usd=usd, validation_usd=validation_usd),
+            records=tuple(record | {"usd": record["seconds"] * usd_per_second}
+                          if "seconds" in record else record for record in found.records))
+    return list(by_name.values())
 
 
-def _tables(comparison: Comparison, to_loss: TokensToLoss | None, form: str | None) -> str:
-    """Format the comparison, and below it the tokens to a loss, if there are any."""
-    from lab.compare.tables import markdown_table, terminal_table
-    from lab.compare.to_loss_table import to_loss_table
+def _draw(rows: list, table: Table, charts_dir: Path | None, html_path: Path | None) -> None:
+    """Draw charts, and write them and the table as a page. Raises: UserError."""
+    from lab.compare.charts import draw_comparison
 
-    if form == "markdown":
-        tables = markdown_table(comparison), to_loss_table(to_loss, "github")
-    else:
-        width = shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
-        tables = (terminal_table(comparison, width=width),
-                  to_loss_table(to_loss, "plain", width=width))
-    return "\n\n".join(filter(None, tables))
+    with TemporaryDirectory() as aside:
+        with _write_errors_reported(charts_dir or Path(aside), "--charts"):
+            charts, missing = draw_comparison(rows, charts_dir or Path(aside))
+        if html_path:
+            images = [f'<img alt="{path.stem}" src="data:image/png;base64,'
+                      f'{base64.b64encode(path.read_bytes()).decode()}">' for path in charts]
+            with _write_errors_reported(html_path, "--html"):
+                html_path.write_text(PAGE.format(table=table.html(), charts="\n".join(images)),
+                                     encoding="utf-8")
+    written = [*(charts if charts_dir else []), *([html_path] if html_path else [])]
+    for line in [*missing, *(f"written: {path}" for path in written)]:
+        click.echo(visible(line), err=True)  # stdout may be redirected to a file with the table
 
 
 @contextmanager
@@ -112,14 +144,3 @@ def _write_errors_reported(path: Path, option: str) -> Iterator[None]:
         raise UserError(f"{error.filename or path}: cannot be written"
                         f" ({why_not_written(error)}); or set another place with {option}"
                         ) from None
-
-
-def _results(runs_dir: Path, names: tuple[str, ...], *, published: bool) -> list[Result]:
-    """Return the results to compare. Raises: UserError if there are none."""
-    from lab.compare.published import read_published
-    from lab.compare.run_results import find_results
-
-    results = find_results(runs_dir, names)
-    if not results and not published:
-        raise UserError(f"{runs_dir}: holds no trained run; train one, or add --published")
-    return results + (read_published() if published else [])

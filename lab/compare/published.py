@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from basics.errors import UserError
-from lab.compare.run_figures import Figures
-from lab.compare.run_results import PUBLISHED, Result, slice_of
+from lab.compare.results import PUBLISHED, Figures, Result, slice_of
 
 PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
 
@@ -37,7 +36,7 @@ def _result(row: dict[str, Any], test_slice: str) -> Result:
     return Result(
         name=row["name"], status=PUBLISHED, figures=Figures(**known), notes=row.get("notes", ""),
         size=row["model"],
-        tests={test_slice: row["test_loss"]} if "test_loss" in row else {},
+        tests={test_slice: {"loss": row["test_loss"]}} if "test_loss" in row else {},
         device=device or None, memory_gib=row.get("gib_per_gpu"),
         loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),
         memory_group=(PUBLISHED,),

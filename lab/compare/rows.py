@@ -5,17 +5,77 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lab.compare.bits import bits_order, tokens_note
-from lab.compare.row import LOSS_NAMES, Row
-from lab.compare.run_figures import Figures
-from lab.compare.run_results import FINISHED, PUBLISHED, Result, shown
-from lab.compare.student import t_95
+from lab.compare.results import PUBLISHED, Figures, Result, shown
+from lab.runs import number
+from lab.stats import pooled_deviation, t_95
+from reporting.summary import FINISHED
 
 SEED = "random_seed"
+LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
+              "train_loss": "training loss"}  # in order of preference
+BITS_PER_BYTE = {"test_loss": "test_bits_per_byte", "validation_loss": "validation_bits_per_byte"}
+DIFFERENT_TOKENS = 1.1  # ratio of bytes per token, for runs that do not name their tokenizer
+LONGEST_NAME = 40  # characters, in a chart
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run, one published row, or the mean of runs that differ only in their seed.
+
+    Attributes:
+        spread: sample standard deviation of each loss over the seeds, if there are several.
+        settings: settings in which the runs differ, except values that most runs have.
+    """
+
+    results: tuple[Result, ...]
+    figures: Figures
+    spread: dict[str, float] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    is_of_other_slice: bool = False
+    is_within_spread: bool = False
+
+    @property
+    def first(self) -> Result:
+        return self.results[0]
+
+    @property
+    def is_published(self) -> bool:
+        return self.first.status == PUBLISHED
+
+    @property
+    def name(self) -> str:
+        names = ", ".join(result.name for result in self.results)
+        marks = {FINISHED: "", PUBLISHED: "*"}
+        return names + marks.get(self.first.status, f" ({self.first.status})")
+
+    @property
+    def short_name(self) -> str:
+        return self.name if len(self.name) <= LONGEST_NAME else f"{self.name[:LONGEST_NAME]}..."
+
+    @property
+    def differs(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.settings.items())
+
+    @property
+    def test_text(self) -> str:
+        return self.first.text_of(self.first.test_slice)
+
+    def loss(self, kind: str) -> float | None:
+        """Return a loss if it can be compared with those of the other rows."""
+        is_incomparable = kind == "test_loss" and self.is_of_other_slice
+        return None if is_incomparable else getattr(self.figures, kind)
+
+    def bits(self, kind: str) -> float | None:
+        """Return the bits per byte of a loss, if they are known."""
+        return getattr(self.figures, BITS_PER_BYTE[kind]) if kind in BITS_PER_BYTE else None
+
+    def bytes_per_token(self, kind: str) -> float | None:
+        """Return the mean bytes of text of the tokens that a loss was measured on, if known."""
+        loss, bits = getattr(self.figures, kind), self.bits(kind)
+        return loss / math.log(2) / bits if loss and bits else None
 
 
 @dataclass(frozen=True)
@@ -35,17 +95,30 @@ class Comparison:
 
 def compare(results: list[Result]) -> Comparison:
     """Group results into rows, sort the rows and write the notes."""
-    rows = _mark_slices(_group_seeds(_with_test_losses(results)))
+    rows = _group_seeds(_with_test_losses(results))
+    tested = [row for row in rows if row.figures.test_loss is not None]
+    standard = [row for row in tested if row.is_published] or tested
+    usual = Counter(row.test_text for row in standard).most_common(1)
+    rows = [replace(row, is_of_other_slice=row.test_text != usual[0][0]) if row in tested else row
+            for row in rows]
     rows, common_note = _mark_differences(rows)
     kind = deciding_loss(rows)
-    rows = sorted(rows, key=_order(kind))
-    if bits_note := tokens_note(rows, kind):
-        rows, spread_note = sorted(rows, key=bits_order(kind)), ""
-    else:
+
+    def order(row: Row) -> tuple:
+        values = [row.bits(kind)] if bits_note else [
+            row.loss(name) for name in (kind, *LOSS_NAMES)]
+        return (*((value is None, value or 0.0) for value in values), row.name)
+
+    bits_note = _tokens_note(rows, kind)
+    rows, spread_note = sorted(rows, key=order), ""
+    if not bits_note:
         rows, spread_note = _mark_within_spread(rows, kind)
-    return Comparison(rows, kind, [note for note in (
-        bits_note or _sorting_note(rows, kind), common_note, spread_note, *_slice_notes(rows),
-        *_score_notes(rows), _published_note(rows)) if note], mixes_tokenizers=bool(bits_note))
+    notes = [bits_note or _sorting_note(rows, kind), common_note, spread_note,
+             *_slice_notes(rows), *_score_notes(rows)]
+    if any(row.is_published for row in rows):
+        notes.append("* published results of the original system; US$ computed from its seconds"
+                     " and prices, for validation an estimate")
+    return Comparison(rows, kind, list(filter(None, notes)), mixes_tokenizers=bool(bits_note))
 
 
 def _with_test_losses(results: list[Result]) -> list[Result]:
@@ -57,18 +130,19 @@ def _with_test_losses(results: list[Result]) -> list[Result]:
                      for test_slice in result.tests)
     published = {test_slice for result in results if result.status == PUBLISHED
                  for test_slice in result.tests}
-    chosen = [max(result.tests, key=lambda test_slice: (test_slice in published,
-                                                        counts[result.text_of(test_slice)]),
-                  default="")
-              for result in results]
-    return [replace(result, test_slice=test_slice, figures=replace(
-                result.figures, test_loss=result.tests.get(test_slice),
-                test_bits_per_byte=result.test_bits.get(test_slice)))
-            for result, test_slice in zip(results, chosen, strict=True)]
+    found = []
+    for result in results:
+        chosen = max(result.tests, default="", key=lambda test_slice, result=result: (
+            test_slice in published, counts[result.text_of(test_slice)]))
+        test = result.tests.get(chosen, {})
+        found.append(replace(result, test_slice=chosen, figures=replace(
+            result.figures, test_loss=test.get("loss"),
+            test_bits_per_byte=number(test.get("bits_per_byte")))))
+    return found
 
 
 def _group_seeds(results: list[Result]) -> list[Row]:
-    """Group runs that differ only in their seed.
+    """Group runs that differ only in their seed; their figures are the means of what all have.
 
     A second run with the same seed and length is not another sample: it gets its own row.
     """
@@ -81,29 +155,18 @@ def _group_seeds(results: list[Result]) -> list[Row]:
                figures.global_batch_size)
         times_seen[key, seed] += 1
         groups.setdefault((key, times_seen[key, seed]) if config else index, []).append(result)
-    return [_row(tuple(group)) for group in groups.values()]
+    return [Row(tuple(group), group[0].figures) if len(group) == 1 else _mean_row(group)
+            for group in groups.values()]
 
 
-def _row(results: tuple[Result, ...]) -> Row:
-    """Return one row; for several seeds the means of the figures that all of them have."""
-    if len(results) == 1:
-        return Row(results, results[0].figures)
-    columns = {field.name: [getattr(result.figures, field.name) for result in results]
+def _mean_row(group: list[Result]) -> Row:
+    columns = {field.name: [getattr(result.figures, field.name) for result in group]
                for field in fields(Figures)}
-    if len({result.test_slice for result in results}) > 1:
+    if len({result.test_slice for result in group}) > 1:
         columns["test_loss"] = [None]
     whole = {key: values for key, values in columns.items() if None not in values}
-    return Row(results, Figures(**{key: statistics.fmean(v) for key, v in whole.items()}),
+    return Row(tuple(group), Figures(**{key: statistics.fmean(v) for key, v in whole.items()}),
                {kind: statistics.stdev(whole[kind]) for kind in LOSS_NAMES if kind in whole})
-
-
-def _mark_slices(rows: list[Row]) -> list[Row]:
-    """Mark test losses on other text than the published rows, or than most rows."""
-    tested = [row for row in rows if row.figures.test_loss is not None]
-    standard = [row for row in tested if row.is_published] or tested
-    usual = Counter(row.first.test_text for row in standard).most_common(1)
-    return [replace(row, is_of_other_slice=row.figures.test_loss is not None
-                    and row.first.test_text != usual[0][0]) for row in rows]
 
 
 def _mark_differences(rows: list[Row]) -> tuple[list[Row], str]:
@@ -143,23 +206,6 @@ def deciding_loss(rows: list[Row]) -> str:
     return max(LOSS_NAMES, key=lambda kind: counts[kind])  # the first of equals
 
 
-def _order(kind: str) -> Callable[[Row], tuple]:
-    """Return a sort key: this loss, then the others; rows without it come last."""
-    def key(row: Row) -> tuple:
-        losses = [row.loss(name) for name in (kind, *LOSS_NAMES)]
-        return (*((loss is None, loss or 0.0) for loss in losses), row.name)
-    return key
-
-
-def seed_spread(rows: list[Row], kind: str) -> tuple[float, int]:
-    """Return the standard deviation pooled over rows with several seeds; its degrees of freedom."""
-    groups = [(row.spread[kind], len(row.results) - 1) for row in rows
-              if kind in row.spread and row.loss(kind) is not None]
-    freedom = sum(free for _, free in groups)
-    squares = sum(free * spread**2 for spread, free in groups)
-    return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
-
-
 def _mark_within_spread(rows: list[Row], kind: str) -> tuple[list[Row], str]:
     """Mark rows whose difference from the best row may be due to the seeds alone.
 
@@ -170,7 +216,8 @@ def _mark_within_spread(rows: list[Row], kind: str) -> tuple[list[Row], str]:
 
     Source: Student's t-test of two means with pooled variance (Student 1908, Biometrika 6).
     """
-    spread, freedom = seed_spread(rows, kind)
+    spread, freedom = pooled_deviation((row.spread[kind], len(row.results)) for row in rows
+                                       if kind in row.spread and row.loss(kind) is not None)
     best = rows[0].loss(kind) if rows else None
     if not freedom or best is None:
         return rows, ""
@@ -193,6 +240,30 @@ def _sorting_note(rows: list[Row], kind: str) -> str:
     return f"sorted by {LOSS_NAMES[kind]} (nats per token), best first{last}{seeds}"
 
 
+def _tokens_note(rows: list[Row], kind: str) -> str:
+    """Say how rows with different tokenizers are sorted; empty if their losses can be compared.
+
+    Tokenizers differ by their names; for runs without one, by the mean lengths of their tokens.
+    """
+    known = [row for row in rows if row.bytes_per_token(kind) is not None]
+    lengths = [row.bytes_per_token(kind) for row in known]
+    names = {row.first.tokenizer for row in rows if getattr(row.figures, kind) is not None}
+    is_unnamed = any(row.first.tokenizer is None for row in known)
+    if not known or not (len(names - {None}) > 1 or is_unnamed
+                         and max(lengths) >= DIFFERENT_TOKENS * min(lengths)):
+        return ""
+    missing = len(rows) - len(known)
+    last = f"; rows without them come last ({missing})" if missing else ""
+    texts = {row.first.tests.get(row.first.test_slice, {}).get("text") for row in known}
+    is_same_text = kind == "test_loss" and len(texts) == 1 and None not in texts
+    text = "" if is_same_text else (
+        "; the bits are not of the same text: measure runs on the same documents together with lab"
+        " evaluate, else each with --dataset on a few MB of documents prepared with its tokenizer")
+    return (f"sorted by bits per byte of the {LOSS_NAMES[kind]}, best first{last}: tokenizers"
+            f" differ ({min(lengths):.2f} to {max(lengths):.2f} bytes per token), so losses (nats"
+            f" per token) do not compare{text}")
+
+
 def _slice_notes(rows: list[Row]) -> list[str]:
     """Describe the tokens of the test losses; warn if validation losses are of different tokens."""
     notes = []
@@ -212,13 +283,6 @@ def validation_slice(config: dict[str, Any]) -> tuple[str, ...]:
     if config.get("validation_batches") is not None:
         keys += ["validation_batches", "microbatch_size"]
     return tuple(shown(config.get(key)) for key in keys)
-
-
-def _published_note(rows: list[Row]) -> str:
-    if not any(row.is_published for row in rows):
-        return ""
-    return ("* published results of the original system; US$ computed from its seconds and prices,"
-            " for validation an estimate")
 
 
 def _score_notes(rows: list[Row]) -> list[str]:

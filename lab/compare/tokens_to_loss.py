@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from basics.errors import UserError
+from lab.compare.results import shown
 from lab.compare.rows import SEED, Comparison, Row, validation_slice
-from lab.compare.run_figures import Record, number
-from lab.compare.run_results import FINISHED, Result, shown
-
-MAX_ROWS = 4  # up to this number, each row is compared with each
+from lab.runs import Record, number
+from reporting.summary import FINISHED
 
 
 @dataclass(frozen=True)
@@ -24,21 +23,14 @@ class Reached:
 
 @dataclass(frozen=True)
 class TokensToLoss:
-    """For each row of a comparison when it reached the final loss of each reference.
+    """When each row of a comparison reached the final validation loss of one of them.
 
     Attributes:
-        cells: by row and reference; None if the loss was not reached.
+        cells: in the order of the comparison's rows; None if the loss was not reached.
     """
 
-    rows: list[Row]
-    references: list[Row]
-    cells: list[list[Reached | None]]
-
-    def share(self, row: int, reference: int) -> float | None:
-        """Return a cell's tokens as a share of those that the reference itself needed."""
-        own = self.cells[self.rows.index(self.references[reference])][reference]
-        cell = self.cells[row][reference]
-        return cell.tokens / own.tokens if cell and own and own.tokens else None
+    reference: Row
+    cells: list[Reached | None]
 
 
 def first_reaching(records: Iterable[Record], loss: float) -> Reached | None:
@@ -52,22 +44,19 @@ def first_reaching(records: Iterable[Record], loss: float) -> Reached | None:
     """
     before: tuple[float, Reached] | None = None
     for record in records:
-        now, tokens = number(record.get("validation_loss")), number(record.get("tokens"))
+        now, tokens, usd = (number(record.get(key)) for key in ("validation_loss", "tokens", "usd"))
         if now is None or tokens is None:
             continue
-        reached = Reached(tokens, number(record.get("usd")))
-        if now <= loss:
-            return _between(before, (now, reached), loss) if before else reached
-        before = now, reached
+        if now > loss:
+            before = now, Reached(tokens, usd)
+        elif before is None:
+            return Reached(tokens, usd)
+        else:
+            high, first = before
+            share = (high - loss) / (high - now)
+            return Reached(first.tokens + share * (tokens - first.tokens), None
+                           if None in (first.usd, usd) else first.usd + share * (usd - first.usd))
     return None
-
-
-def _between(before: tuple[float, Reached], after: tuple[float, Reached], loss: float) -> Reached:
-    (high, first), (low, second) = before, after
-    share = (high - loss) / (high - low)
-    is_priced = first.usd is not None and second.usd is not None
-    return Reached(first.tokens + share * (second.tokens - first.tokens),
-                   first.usd + share * (second.usd - first.usd) if is_priced else None)
 
 
 def mean_reached(found: list[Reached | None]) -> Reached | None:
@@ -80,30 +69,26 @@ def mean_reached(found: list[Reached | None]) -> Reached | None:
 
 
 def tokens_to_loss(comparison: Comparison, of_run: str | None = None) -> TokensToLoss | None:
-    """Compare all rows with one run's final validation loss, or a few rows with each other.
+    """Compare all rows with one run's final validation loss.
 
     Args:
-        of_run: the reference; without it, rows of finished runs if there are 2 to 4 of them.
-
-    Returns:
-        None without a reference, if there are fewer or more rows.
+        of_run: the reference; without it, the finished row with the highest loss, if there are
+            two: all others have reached that.
 
     Raises:
         UserError: the reference is not in the comparison or has no final validation loss.
     """
     usable = [row for row in comparison.rows if row.first.status == FINISHED and row.first.records
-              and row.figures.validation_loss is not None]
-    references = usable
+              and None not in (row.figures.validation_loss, row.figures.tokens)]
     if of_run is not None:
-        references = [row for row in usable if of_run in (run.name for run in row.results)]
-        if not references:
+        usable = [row for row in usable if of_run in (run.name for run in row.results)]
+        if not usable:
             raise UserError(f"--to-loss-of {of_run[:60]}: no finished run with a validation loss"
                             " has this name; name one of the compared runs")
-    elif not 2 <= len(usable) <= MAX_ROWS:
+    elif len(usable) < 2:
         return None
-    rows = [row for row in comparison.rows if any(run.records for run in row.results)]
-    return TokensToLoss(rows, references,
-                        [[_reached(row, other) for other in references] for row in rows])
+    reference = max(usable, key=lambda row: row.figures.validation_loss)
+    return TokensToLoss(reference, [_reached(row, reference) for row in comparison.rows])
 
 
 def _reached(row: Row, reference: Row) -> Reached | None:
@@ -111,13 +96,11 @@ def _reached(row: Row, reference: Row) -> Reached | None:
 
     The loss to reach is that of the reference's run with the same seed; without one, its mean.
     """
+    if row == reference:
+        return Reached(row.figures.tokens, row.figures.usd)  # all that it took, to its end
     if validation_slice(row.first.config) != validation_slice(reference.first.config):
         return None
-    losses = {_seed(run): run.figures.validation_loss for run in reference.results}
+    losses = {shown(run.config.get(SEED)): run.figures.validation_loss for run in reference.results}
     mean = reference.figures.validation_loss
-    return mean_reached([first_reaching(run.records, losses.get(_seed(run), mean))
+    return mean_reached([first_reaching(run.records, losses.get(shown(run.config.get(SEED)), mean))
                          for run in row.results])
-
-
-def _seed(run: Result) -> str:
-    return shown(run.config.get(SEED))

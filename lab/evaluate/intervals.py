@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from lab.compare.student import t_95
+from lab.stats import t_95
 
 Interval = tuple[float, float]
 Z_95 = 1.959964  # of the normal distribution

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from basics.errors import UserError, print_error
-from lab.compare.run_figures import append_evaluation
 from lab.evaluate.charts import draw_over_tokens
 from lab.evaluate.held_out import Evaluation, check_tokenizer, evaluate, text_identity
 from lab.evaluate.held_out_files import HeldOut, Tokens, open_held_out
@@ -16,6 +15,7 @@ from lab.evaluate.models import Chosen, choose_models, warn_of_skipped
 from lab.evaluate.questions import Quiz, parse_task, read_quizzes
 from lab.evaluate.results import Result, Row, TaskResult, loss_rows, task_rows
 from lab.evaluate.scoring import encode_questions, score
+from lab.runs import append_evaluation
 from run_config import load_run
 from trainer.models import LoadedModel, is_run, load_model
 

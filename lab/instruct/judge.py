@@ -13,9 +13,9 @@ import click
 
 from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.errors import UserError, one_line, visible
-from lab.compare.run_figures import Written, append_evaluation
 from lab.instruct.comparison import Comparison, Judgements, UnusableReplyError, compare
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
+from lab.runs import append_evaluation, last_judged, read_evaluations
 
 if TYPE_CHECKING:
     from lab.instruct.judging import Judge
@@ -203,7 +203,7 @@ def _record(found: Scored, path: Path, answers: AnswersFile, *, judge_model: str
         "target": answers.model, "checkpoint": answers.checkpoint, "judge": judge_model,
         "score": found.mean, "score_interval": found.interval and [*found.interval],
         "questions": found.num_questions}
-    known = Written.read(run_dir).judged
+    known = last_judged(read_evaluations(run_dir))
     if any(known.get(key) != value for key, value in record.items()):
         append_evaluation(run_dir / "evaluations.jsonl", record)
 

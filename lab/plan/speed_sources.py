@@ -16,8 +16,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from basics.errors import UserError
 from basics.files import read_regular_file
 from basics.json_files import FrozenConfig
-from lab.compare.run_figures import number
 from lab.plan.setting import num_parameters
+from lab.runs import number
 from reporting.speed import (
     ASSUMED,
     EXPECTED_SHARE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from basics.errors import one_line
-from lab.compare.run_figures import number
+from lab.runs import number
 from reporting.metrics_file import read_metrics
 from trainer.models import LoadedModel
 

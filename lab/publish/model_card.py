@@ -13,10 +13,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from basics.errors import UserError, first_line, one_line
 from basics.files import read_regular_file
 from basics.text import code, escaped
-from lab.compare.run_figures import Written, number
 from lab.publish.dataset_facts import LANGUAGE_CODE, LICENCE_NAME, declared_of
 from lab.publish.measurements import measurements
-from reporting.summary import is_training
+from lab.runs import RUNNING, RunFiles, number
 from run_config import MUON_DEFAULTS, ModelConfig, TrainConfig
 from tokens.tokenizer import TOKENIZER_FILE
 from trainer.models import HUB_NAME, LoadedModel
@@ -104,7 +103,7 @@ def model_card(target: LoadedModel, facts: CardFacts) -> str:
 
     The run's JSON files may have changed since training; they are read only without a summary.
     """
-    written = Written.read(target.run.run_dir)
+    written = RunFiles.read(target.run.run_dir)
     settings = written.part("train") or target.run.train.model_dump()
     dataset = one_line(str(settings.get("dataset")))
     found = measurements(target, dataset)
@@ -195,7 +194,7 @@ def _tokenizer(target: LoadedModel) -> str:
     return TOKENIZER_FILE if target.tokenizer_path else target.tokenizer_name or "unknown tokenizer"
 
 
-def _training(target: LoadedModel, written: Written) -> dict[str, str]:
+def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
     meta, machine = target.checkpoint.meta, written.part("machine")
     num_steps = number(written.summary.get("num_steps"))
     facts = {"step": f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
@@ -225,7 +224,7 @@ def _training(target: LoadedModel, written: Written) -> dict[str, str]:
 
 def _so_far(target: LoadedModel) -> str:
     """Return what says that later weights are to come; empty if the run does not train now."""
-    if not is_training(target.run):
+    if RunFiles.read(target.run.run_dir).status != RUNNING:
         return ""
     step = target.checkpoint.meta.global_step + 1
     return f" so far:\nthese are the weights after step {step:,}, and training goes on"

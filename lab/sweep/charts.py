@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lab.compare.run_figures import number
+from lab.compare.charts import loss_limits, points_of, without_formulas
 from lab.sweep.plan import Sweep
 from lab.sweep.ranges import Range, ranges_of
-from lab.sweep.results import Entry, Outcome
+from lab.sweep.results import Entry
 from reporting.charts import draw_by_hand
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red"}
 def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     """Draw the charts that have data; return their paths. Raises: OSError."""
     charts = []
-    if any(_validations(found)[0] for entry in entries for found in entry.outcomes):
+    if any(len(points_of(found.result, "validation_loss")[0]) for entry in entries
+           for found in entry.outcomes):
         charts.append(draw_by_hand(sweep.sweep_dir / LOSSES,
                                    lambda figure: _plot_losses(figure, entries)))
     if compared := [entry for entry in entries
@@ -40,35 +41,26 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     return charts
 
 
-def _validations(outcome: Outcome) -> tuple[list[float], list[float]]:
-    """Return the tokens and the losses of a run's validations."""
-    points = [(tokens, loss) for record in outcome.result.records
-              if (loss := number(record.get("validation_loss"))) is not None
-              and (tokens := number(record.get("tokens"))) is not None]
-    return [x for x, _ in points], [y for _, y in points]
-
-
 def _name(entry: Entry) -> str:
     text = "all together" if entry.variant.is_stack else entry.variant.label
     text = text if len(text) <= LONGEST_LABEL else f"{text[:LONGEST_LABEL]}..."
-    return text.replace("$", r"\$")  # matplotlib parses text between two as a formula
+    return without_formulas(text)
 
 
 def _plot_losses(figure: Figure, entries: list[Entry]) -> None:
     """Plot each seed's validation losses, in one colour for each variant."""
     from matplotlib.ticker import EngFormatter
 
-    axes, shown = figure.subplots(), []
+    axes, curves = figure.subplots(), []
     for position, entry in enumerate(entries):
         color = "black" if entry.variant.is_baseline else f"C{position % 10}"
-        if any(_validations(found)[0] for found in entry.outcomes):
+        own = [points_of(found.result, "validation_loss") for found in entry.outcomes]
+        if any(len(x) for x, _ in own):
             axes.plot([], [], color=color, label=_name(entry))
-        for found in entry.outcomes:
-            x, y = _validations(found)
+        for x, y in own:
             axes.plot(x, y, color=color, linewidth=1.5, marker="o", markersize=3, path_effects=[])
-            shown += [*y[int(len(y) * HIGH_START):], *([min(y)] if y else [])]
-    margin = MARGIN * (max(shown) - min(shown)) or 0.5
-    axes.set_ylim(min(shown) - margin, max(shown) + margin)
+            curves.append(y)
+    axes.set_ylim(*loss_limits(curves, HIGH_START))
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylabel("validation loss (nats per token)")

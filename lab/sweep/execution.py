@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from basics.errors import STOP_SIGNALS, print_line
-from lab.compare.run_results import FINISHED
 from lab.sweep.plan import PlannedRun, Sweep
 from lab.sweep.results import DIVERGED, Outcome, read_outcome
 from processes.signals import end_with_parent, stop_signals, torchrun_signals
+from reporting.summary import FINISHED
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
 NUM_PROCESSES = re.compile(r"--nproc[_-]per[_-]node[= ]([1-9]\d{0,4})(?!\S)")

@@ -9,8 +9,8 @@ from typing import Any
 
 from numpy.polynomial import Polynomial
 
-from lab.compare.run_figures import number
 from lab.curve_fits import fit_log_quadratic
+from lab.runs import number
 from lab.sweep.plan import Sweep
 from lab.sweep.results import Entry
 

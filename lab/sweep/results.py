@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from basics.errors import NON_FINITE, STOP_SIGNALS, UserError
+from lab.compare.results import Result, read_result
 from lab.compare.rows import validation_slice
-from lab.compare.run_figures import Written
-from lab.compare.run_results import FINISHED, Result, read_result
 from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
+from lab.runs import RunFiles
+from lab.stats import Difference
 from lab.sweep.changes import Changes, label
-from lab.sweep.noise import Difference
 from lab.sweep.plan import PlannedRun, Sweep, Variant
+from reporting.summary import FINISHED
 
 DIVERGED, NOT_STARTED = "diverged", "not started"
 NOT_FINITE = "were not finite"  # in the reason of a run whose gradients were not
@@ -53,7 +54,7 @@ def read_outcome(run: PlannedRun, exit_status: int = 0) -> Outcome:
 
 
 def _state(run: PlannedRun, result: Result, exit_status: int) -> str:
-    summary = Written.read(run.run_dir).summary
+    summary = RunFiles.read(run.run_dir).summary
     if result.status == FINISHED:
         return FINISHED if result.figures.validation_loss is not None else DIVERGED
     if exit_status == NON_FINITE or NOT_FINITE in str(summary.get("reason")):

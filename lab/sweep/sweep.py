@@ -11,6 +11,7 @@ import click
 
 from basics.cli import ABOVE_0, USD_PER_HOUR, print_json, stdout_to_stderr
 from basics.errors import UserError, cannot_be_written, visible
+from basics.files import write_atomically
 
 if TYPE_CHECKING:
     from lab.sweep.changes import Changes
@@ -156,14 +157,17 @@ def _report(sweep: Sweep, execution: Execution) -> None:
     """Print the table, and write it and the charts. Raises: UserError."""
     from lab.sweep.charts import draw_sweep
     from lab.sweep.results import entries_of
-    from lab.sweep.table import notes_of, terminal_table, write_markdown
+    from lab.sweep.table import table_of
+    from lab.table import terminal_width
 
     entries = entries_of(sweep, execution.statuses)
-    click.echo(visible(f"\n{terminal_table(entries)}\n"))  # first: whatever fails below, it is seen
-    click.echo(visible("\n".join(notes_of(sweep, entries))))
+    table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"
+    click.echo(visible(f"\n{table.terminal(terminal_width())}"))  # whatever fails below, it is seen
     try:
         charts = draw_sweep(sweep, entries)
-        written = [write_markdown(sweep, entries, charts), *charts]
+        images = [f"![{path.stem}]({path.name})" for path in charts]
+        write_atomically(path, "\n".join([table.markdown(), "", *images, ""]))
+        written = [path, *charts]
     except OSError as error:
         raise cannot_be_written(sweep.sweep_dir, error) from None
     click.echo(visible("\n".join(f"written: {path}" for path in written)), err=True)

@@ -1,35 +1,33 @@
-"""The result of a sweep as one table and notes, for the terminal and as Markdown."""
+"""The result of a sweep as one table and notes, or as a JSON document."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
-from basics.files import write_atomically
-from basics.text import escaped
-from lab.compare.formats import UNKNOWN, dollars, markdown_notes, short_count
-from lab.sweep.noise import pooled_deviation, seeds_needed
+from lab.stats import pooled_deviation, seeds_needed
 from lab.sweep.plan import Sweep
 from lab.sweep.ranges import ranges_of
 from lab.sweep.results import Entry
+from lab.table import UNKNOWN, Column, Table, dollars, short_count
 from reporting.summary import duration
 
-HEADS = ["change", "seeds", "loss", "difference", "95% interval", "against noise",
-         "tokens to\nbaseline's loss", "seconds", "US$"]
-ALIGN = ["left", "right", "right", "right", "right", "left", "right", "right", "right"]
+COLUMNS = [Column("change", "change", "left", 28), Column("seeds", "seeds"), Column("loss", "loss"),
+           Column("difference", "difference"), Column("interval", "95% interval"),
+           Column("against_noise", "against noise", "left"),
+           Column("reached", "tokens to\nbaseline's loss"), Column("seconds", "seconds"),
+           Column("usd", "US$")]
 ROUND_DIFFERENCE = 0.01  # nats; the number of seeds that it needs is always named
 FEW_SEEDS = 3
 
 
-def rows_of(entries: list[Entry]) -> list[list[str]]:
-    """Return the cells of the table."""
-    return [[entry.variant.label, f"{len(entry.losses)}/{len(entry.outcomes)}",
+def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
+    """Return the result as a table with its notes."""
+    rows = [[entry.variant.label, f"{len(entry.losses)}/{len(entry.outcomes)}",
              _shown(entry.loss, "{:.4f}".format), *_difference_cells(entry), _reached(entry),
              _shown(entry.mean("seconds"), "{:,.0f}".format), _shown(entry.mean("usd"), dollars)]
             for entry in entries]
+    return Table(COLUMNS, rows, notes_of(sweep, entries))
 
 
 def _shown(value: float | None, text: Callable[[float], str]) -> str:
@@ -67,7 +65,8 @@ def _noise_notes(entries: list[Entry]) -> list[str]:
     """Say how large the noise is, and how many seeds differences of some sizes need."""
     found = [entry.difference for entry in entries
              if entry.difference and not entry.validates_on_other_tokens]
-    deviation, freedom = pooled_deviation(found)
+    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in found
+                                          if one.deviation is not None)
     if not freedom:
         return ["noise: not known with one finished seed of each variant; measure it with --seeds"
                 f" {FEW_SEEDS} or more"]
@@ -108,20 +107,3 @@ def _values(entry: Entry) -> dict[str, Any]:
         "tokens_to_baselines_loss": entry.reached.tokens if entry.pairs and entry.reached else None,
         "seconds": entry.mean("seconds"), "usd": entry.mean("usd"),
     }
-
-
-def terminal_table(entries: list[Entry]) -> str:
-    """Return the table for a terminal, without its notes."""
-    return tabulate(rows_of(entries), headers=HEADS, disable_numparse=True, colalign=ALIGN)
-
-
-def write_markdown(sweep: Sweep, entries: list[Entry], charts: list[Path]) -> Path:
-    """Write `table.md`: the table, its notes and the charts. Raises: OSError."""
-    table = tabulate([list(map(escaped, row)) for row in rows_of(entries)],
-                     headers=[head.replace("\n", " ") for head in HEADS], tablefmt="github",
-                     disable_numparse=True, colalign=ALIGN)
-    notes = markdown_notes(notes_of(sweep, entries))
-    images = [f"![{path.stem}]({path.name})" for path in charts]
-    path = sweep.sweep_dir / "table.md"
-    write_atomically(path, "\n".join([table, "", *notes, "", *images, ""]))
-    return path

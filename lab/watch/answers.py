@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from basics.errors import UserError, visible
+from lab.runs import RUNNING, identity_of, is_launched, launched_runs, read_part
 from lab.watch.columns import KEYS, columns_of
-from lab.watch.files import identity_of, read_part
-from lab.watch.run_state import RUNNING, is_launched, launched_runs, read_state
-from lab.watch.thinning import first_changed, thin
+from lab.watch.run_state import read_state
 
 MAX_RUNS = 200
 MIN_POINTS, MAX_POINTS = 100, 2000  # of one line
@@ -59,32 +58,23 @@ class Watched:
         """Return whether this is one of the runs."""
         return (not self.names or name in self.names) and is_launched(self.runs_dir, name)
 
-    def series(self, name: str, axis: str, *, max_points: int = MAX_POINTS, since: str = "",
+    def series(self, name: str, axis: str, *, max_points: int = MAX_POINTS,
                within: tuple[float, float] | None = None) -> Answer:
-        """Return the points of each line of a run, or those that have changed since an answer.
+        """Return the points of each line of a run.
 
         Args:
             name: one that `has` accepts.
             axis: one of `AXES`.
-            since: the `version` of the earlier answer. Of each of its lines, the first `keep`
-                points stay; the others are replaced.
-            within: only values in this range of the axis, and one more at each end. Such an answer
-                is whole and has no version.
+            within: only values in this range of the axis, and one more at each end.
         """
         with columns_of(self.runs_dir / name / "metrics.jsonl").updated() as columns:
-            head = f"{columns.version}-{axis}-{max_points}-"
-            number = since.removeprefix(head)
-            is_known = since.startswith(head) and number.isdecimal() and len(number) < 12
-            rows_before = int(number) if is_known and within is None else 0
             x, lines = columns.axis(axis), {}
             for key in KEYS:
-                rows, values = map(np.array, (columns.series[key].rows, columns.series[key].values))
+                rows, values = map(np.array, columns.series[key])
                 if len(rows):
                     part = slice(None) if within is None else _inside(x[rows], *within)
-                    lines[key] = _line(key, x[rows[part]], values[part], max_points=max_points,
-                                       before=int(np.searchsorted(rows, rows_before)))
-            version = f"{head}{columns.num_rows}" if within is None else ""
-            return {"version": version, "lines": lines}
+                    lines[key] = _line(key, x[rows[part]], values[part], max_points=max_points)
+            return {"lines": lines}
 
     def samples(self, name: str) -> Answer:
         """Return a run's newest samples, the newest first, with orders to a terminal escaped."""
@@ -104,26 +94,68 @@ def _inside(x: np.ndarray, low: float, high: float) -> slice:
     return slice(before[-1] if len(before) else 0, after[0] + 1 if len(after) else len(x))
 
 
-def _line(key: str, x: np.ndarray, values: np.ndarray, *, max_points: int, before: int) -> Answer:
+def _line(key: str, x: np.ndarray, values: np.ndarray, *, max_points: int) -> Answer:
     """Return the points of a line: means of buckets, each where its bucket ends.
 
     Args:
         x, values: (n,).
-        before: the number of values that an earlier answer had.
     """
     buckets = thin(values, max_points)
     at, end = x[buckets.ends], key.rpartition("_")[2]
     with np.errstate(invalid="ignore"):
         is_drawn = np.isfinite(at) & (at >= np.fmax.accumulate(at))  # a line goes to the right
-    keep = int(np.searchsorted(buckets.ends[is_drawn],
-                               first_changed(before, len(values), max_points)))
     shown = {"y": values[buckets.ends] if key in RISING else buckets.lows if end == "min"
              else buckets.highs if end == "max" else buckets.means}
     if buckets.size > 1 and key not in RISING and end not in ("min", "max"):
         shown |= {"low": buckets.lows, "high": buckets.highs}
-    return {"keep": keep, "x": [_short(n, 10) for n in at[is_drawn][keep:].tolist()],
-            **{name: [_short(n, 8) for n in numbers[is_drawn][keep:].tolist()]
+    return {"x": [_short(n, 10) for n in at[is_drawn].tolist()],
+            **{name: [_short(n, 8) for n in numbers[is_drawn].tolist()]
                for name, numbers in shown.items()}}
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Values in buckets; a bucket has one value if all are drawn.
+
+    Attributes:
+        size: values in each bucket but the last one.
+        ends: the index of the last value of each bucket, ascending.
+    """
+
+    size: int
+    ends: np.ndarray
+    means: np.ndarray
+    lows: np.ndarray
+    highs: np.ndarray
+
+
+def thin(values: np.ndarray, max_points: int) -> Buckets:
+    """Put values into at most `max_points` buckets.
+
+    A bucket has a power of two of values, so that only the last point moves when values are
+    appended, until all buckets double.
+
+    Args:
+        values: (n,), finite.
+    """
+    size = bucket_size(len(values), max_points)
+    starts = np.arange(0, len(values), size)
+    if size == 1:
+        return Buckets(size, starts, values, values, values)
+    counts = np.diff(np.append(starts, len(values)))
+    return Buckets(size, starts + counts - 1, np.add.reduceat(values, starts) / counts,
+                   np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts))
+
+
+def bucket_size(num_values: int, max_points: int) -> int:
+    """Return how many values become one point; 1 if all are drawn.
+
+    Buckets have three numbers, values one: there are at most half as many buckets as values.
+    """
+    size = 1
+    while num_values > max_points and -(-num_values // size) > max_points // 2:
+        size *= 2
+    return size
 
 
 def _short(value: float, digits: int) -> float | int:

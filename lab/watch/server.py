@@ -157,4 +157,4 @@ def _series(watched: Watched, name: str, asked: dict[str, str]) -> Answer | None
         except (KeyError, ValueError):
             return None
     return watched.series(name, axis, max_points=min(MAX_POINTS, max(MIN_POINTS, int(points))),
-                          since=asked.get("since", ""), within=within)
+                          within=within)

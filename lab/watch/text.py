@@ -14,19 +14,21 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
 from basics.errors import one_line, visible
-from lab.compare.formats import dollars, short_count
+from lab.runs import chosen_runs, launched_runs
+from lab.table import dollars, short_count
 from lab.watch.answers import Watched
-from lab.watch.run_state import RunState, chosen_runs, launched_runs, read_state
+from lab.watch.run_state import RunState, read_state
 from reporting.summary import duration
 
 SECONDS_BETWEEN = 2.0
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_SPARKLINE, LABEL_WIDTH = 80, 12  # characters
 MAX_SAMPLES, MAX_SAMPLE_LENGTH = 2, 400  # the newest ones of a run; characters
+HEADS, MIN_STATUS = ("run", "step", "loss", "validation", "time", "US$"), 12
 STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat": "red"}
 
 
@@ -67,7 +69,7 @@ def screen(runs_dir: Path, names: Sequence[str], width: int,
                                     height)
     parts: list[RenderableType] = [*panels[:num_panels]]
     if rows := [*with_panel[num_panels:], *others]:
-        parts.append(_table(rows[:num_rows]))
+        parts.append(_table(rows[:num_rows], width))
         if len(rows) > num_rows:
             parts.append(Text(f"and {len(rows) - num_rows} more: lab list", style="dim"))
     return Group(*parts) if parts else Text("no run has been launched yet")
@@ -100,7 +102,7 @@ def _height(part: RenderableType, width: int) -> int:
 
 def _panel(runs_dir: Path, state: RunState, width: int) -> Panel:
     watched = Watched(runs_dir, (state.name,))
-    rows = Table.grid(padding=(0, 2))
+    rows = Grid.grid(padding=(0, 2))
     rows.add_column(width=LABEL_WIDTH, style="dim")
     rows.add_column(overflow="fold")
     for label, content in [("progress", _progress(state)), *_loss_rows(watched, state, width),
@@ -113,7 +115,7 @@ def _panel(runs_dir: Path, state: RunState, width: int) -> Panel:
         rows.add_row(f"step {sample['step']:,}", Text(_on_one_line(sample["prompt"]
                                                                    + sample["text"])))
     return Panel(rows, title=Text(state.name, style="bold"), title_align="left",
-                 subtitle=_status(state), subtitle_align="left")
+                 subtitle=status_of(state), subtitle_align="left")
 
 
 def _on_one_line(text: str) -> str:
@@ -122,7 +124,7 @@ def _on_one_line(text: str) -> str:
     return text if len(text) <= MAX_SAMPLE_LENGTH else f"{text[:MAX_SAMPLE_LENGTH - 1]}…"
 
 
-def _status(state: RunState) -> Text:
+def status_of(state: RunState) -> Text:
     words = [state.status, *([f"in {state.phase}"] if state.phase else []),
              *([f"({state.reason})"] if state.reason else [])]
     return Text(one_line(" ".join(words)), style=STYLES.get(state.status, "yellow"))
@@ -131,7 +133,7 @@ def _status(state: RunState) -> Text:
 def _progress(state: RunState) -> RenderableType | None:
     if state.global_step is None or not state.num_steps:
         return None
-    line = Table.grid(padding=(0, 2))
+    line = Grid.grid(padding=(0, 2))
     done = state.global_step + 1
     line.add_row(ProgressBar(total=state.num_steps, completed=done, width=20),
                  Text(f"{done / state.num_steps:.0%}, step {done:,} of {state.num_steps:,}"
@@ -193,14 +195,18 @@ def _spent(state: RunState) -> str:
     return ", ".join(filter(None, words))
 
 
-def _table(states: list[RunState]) -> Table:
-    """Return a table with one line for each run."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for heading in ("run", "status", "step", "loss", "validation", "time", "US$"):
+def _table(states: list[RunState], width: int) -> Grid:
+    """Return a table with one line for each run; a long reason is cut before all else."""
+    cells = [[state.name, *figures(state)] for state in states]
+    others = [max(map(len, column)) for column in zip(HEADS, *cells, strict=True)]
+    table = Grid(box=None, header_style="dim", pad_edge=False)
+    for heading in (HEADS[0], "status", *HEADS[1:]):
         table.add_column(heading, no_wrap=True, overflow="ellipsis",
                          justify="left" if heading in ("run", "status") else "right")
-    for state in states:
-        table.add_row(Text(state.name), _status(state), *figures(state))
+    for state, (name, *rest) in zip(states, cells, strict=True):
+        status = status_of(state)
+        status.truncate(max(MIN_STATUS, width - sum(others) - 2 * len(HEADS)), overflow="ellipsis")
+        table.add_row(Text(name), status, *rest)
     return table
 
 

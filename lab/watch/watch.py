@@ -32,8 +32,8 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
     The page is served to this machine only. It may be open while they train: it changes nothing.
     """
     # Imported here so that --help is fast.
+    from lab.runs import chosen_runs
     from lab.watch.answers import Watched
-    from lab.watch.run_state import chosen_runs
 
     if as_text:
         from lab.watch.text import watch_text

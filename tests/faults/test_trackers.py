@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from basics.failpoints import VARIABLE
-from reporting.metric_names import NAMES
+from reporting.metrics_file import METRICS
 from reporting.tracker import TrackedRun
 from tests.support.runs import (
     metrics_of,
@@ -73,8 +73,8 @@ def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(
         update={"sent": {"tensorboard": len(records)}})
     values = in_tensorboard(run_dir / "tensorboard" / tracked.id)
     for key in ("train_loss", "validation_loss", "head_grad_norm", "tokens_per_second"):
-        assert [step for step, _ in values[NAMES[key]]] == [
+        assert [step for step, _ in values[METRICS[key].name]] == [
             record[STEPS] + 1 for record in records if record.get(key) is not None], key
     assert values["final/steps"][-1] == (12, 12.0)
     keys = {key for record in records for key in record} - {STEPS}
-    assert keys <= NAMES.keys()  # all that a run records is shown
+    assert keys <= METRICS.keys()  # all that a run records is shown

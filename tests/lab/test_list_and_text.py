@@ -57,7 +57,7 @@ def shown(runs_dir: Path, *names: str, width: int = 100) -> str:
 
 def test_all_runs_are_listed_with_their_status_and_progress(runs_dir: Path) -> None:
     output = succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
-    *lines, total = output.splitlines()[3:]
+    *lines, total = output.splitlines()[2:]
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     assert next(iter(rows)) == "trains" and rows == {
         "finished": "finished 100/100 3.0200 - 0:03:20 1.00",
@@ -75,6 +75,20 @@ def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_th
     assert output.splitlines()[-1] == "in all: 0:06:40, US$1.80 and 1 of 4 runs without a price"
     assert "in all: 0:00:40\n" in succeeded(run_lab("list", "new", "--runs-dir",
                                                     str(runs_dir))).stdout
+
+
+def test_a_run_that_was_not_launched_can_be_named(runs_dir: Path) -> None:
+    output = succeeded(run_lab("list", "new", "--runs-dir", str(runs_dir))).stdout
+    assert "not launched" in output and "trains" not in output
+
+
+def test_a_long_reason_is_cut_before_names_and_figures(runs_dir: Path) -> None:
+    (runs_dir / "finished/summary.json").write_text(json.dumps(
+        {"status": "stopped", "reason": "the budget is spent " * 9, "num_steps": 100,
+         "global_step": 99}))
+    (line,) = [line for line in shown(runs_dir, width=80).splitlines() if "finished" in line]
+    assert "stopped (the budget" in line and "…" in line
+    assert [*line.split()[-5:]] == ["100/100", "3.0200", "-", "0:03:20", "1.00"]
 
 
 def test_the_list_is_a_json_document(runs_dir: Path) -> None:

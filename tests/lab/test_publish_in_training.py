@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from safetensors.torch import load_file
 from checkpointing import Snapshot, find_checkpoint, list_checkpoints, prune, save_checkpoint
 from lab.publish import upload
 from processes.run_lock import write_heartbeat
-from reporting.summary import is_training
 from run_config import load_run
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.tokenizers import write_tokenizer
@@ -174,9 +174,10 @@ def test_the_card_says_that_training_goes_on(
     run = load_run(trained.runs_dir, "tiny")
     summary = json.loads(run.summary_path.read_text()) if status == "finished" else {}
     run.summary_path.write_text(json.dumps(summary | {"status": status}))
+    for path in (run.summary_path, run.metrics_path):
+        os.utime(path, (0, 0))
     if has_heartbeat:
         write_heartbeat(run.heartbeat_path, phase="training", step=7)
-    assert is_training(run) == goes_on
     succeeded(publish(trained, tmp_path / "export"))
     card = " ".join((tmp_path / "export/README.md").read_text().split())
     step = step_of_card(tmp_path / "export")

@@ -4,11 +4,9 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 import re
 import socket
 import threading
-import time
 import tomllib
 from pathlib import Path
 
@@ -16,15 +14,9 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from basics.errors import UserError
-from lab.compare.run_results import read_result
-from lab.watch.answers import MAX_POINTS, Watched
+from lab.watch.answers import MAX_POINTS, Watched, bucket_size, thin
 from lab.watch.columns import Columns
-from lab.watch.files import read_part
-from lab.watch.latest import TAIL_BYTES
-from lab.watch.run_state import chosen_runs, launched_runs, read_state
 from lab.watch.server import FILES, HEADERS, STATIC, Server
-from lab.watch.thinning import bucket_size, first_changed, thin
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.watching import (
     HOSTILE,
@@ -44,150 +36,6 @@ def runs_dir(tmp_path: Path) -> Path:
     path = tmp_path / "runs"
     path.mkdir()
     return path
-
-
-def beat(run_dir: Path, *, age: float = 0.0, phase: str = "training") -> None:
-    path = run_dir / "heartbeat.json"
-    path.write_text(json.dumps({"phase": phase, "global_step": 1}))
-    os.utime(path, (time.time() - age, time.time() - age))
-
-
-# The state of a run
-
-
-def test_the_state_of_a_finished_run(runs_dir: Path) -> None:
-    add_run(runs_dir, "done", global_step=99, seconds={"training": 9.0, "startup": 1.5},
-            usd={"training": 0.4, "total": 0.5}, machine={"peak_memory_gib": 3.25})
-    state = read_state(runs_dir, "done")
-    assert (state.status, state.global_step, state.num_steps) == ("finished", 99, 200)
-    assert state.tokens == 100 * 2048 and state.validation_loss == 1.5 + 1 / 100
-    assert state.train_loss == 1.4 and state.tokens_per_second == 20480
-    assert (state.seconds, state.usd, state.memory_gib) == (10.5, 0.5, 3.25)
-    assert state.seconds_left is None and state.warnings == ()
-
-
-def test_the_state_of_a_running_run(runs_dir: Path) -> None:
-    run_dir = add_run(runs_dir, "live", status="running", seconds={"training": 0.0})
-    beat(run_dir, phase="validation")
-    append(run_dir, report(110, mfu=0.41, usd=0.25, gpu_memory_gib=[10.5, 70.25], disk_free_gib=2.0,
-                           skipped_steps=3))
-    state = read_state(runs_dir, "live")
-    assert (state.status, state.phase, state.is_running) == ("running", "validation", True)
-    assert 0 <= state.heartbeat_seconds < 30
-    assert state.seconds_left == pytest.approx(9.0)  # 90 steps of 0.1 seconds
-    assert (state.mfu, state.usd, state.memory_gib, state.seconds) == (0.41, 0.25, 70.25, 11.0)
-    assert [any(part in warning for warning in state.warnings)
-            for part in ("3 of the last", "2.0 GiB free")] == [True, True]
-
-
-def test_a_killed_run_has_no_heartbeat(runs_dir: Path) -> None:
-    beat(add_run(runs_dir, "dead", status="running"), age=75.0)
-    state = read_state(runs_dir, "dead")
-    assert state.status == "no heartbeat" and state.phase is None and state.seconds_left is None
-    assert "no heartbeat for 0:01:15" in state.warnings[0]
-
-
-@pytest.mark.parametrize(("age", "status"), [(0, "running"), (7200, "running when last written")])
-def test_a_run_without_heartbeat_is_as_old_as_what_it_wrote_last(
-    runs_dir: Path, age: int, status: str
-) -> None:
-    run_dir = add_run(runs_dir, "copy", status="running")
-    at = time.time() - age
-    os.utime(run_dir / "metrics.jsonl", (at, at))
-    os.utime(run_dir / "summary.json", (at - 9000, at - 9000))
-    state = read_state(runs_dir, "copy")
-    assert (state.status, state.seconds_left is None) == (status, age > 0)
-    assert any("last written 2:00:0" in warning for warning in state.warnings) == (age > 0)
-    assert read_result(run_dir).status == status
-
-
-@pytest.mark.parametrize(("throttling", "warnings"), [
-    (["sw power cap"] * 8, ()), (["", "x"], ()),
-    (["hw thermal slowdown"] * 8, ("GPUs 0-7: hw thermal slowdown",)),
-    (["", "sw power cap, hw slowdown, hw thermal slowdown"],
-     ("GPU 1: hw slowdown, hw thermal slowdown",)),
-    (["hw slowdown", "hw slowdown", "", "hw slowdown", "sw thermal slowdown"],
-     ("GPUs 0-1, 3: hw slowdown", "GPU 4: sw thermal slowdown"))])
-def test_only_slowdowns_by_heat_and_supply_are_warned_of(
-    runs_dir: Path, throttling: list[str], warnings: tuple[str, ...]
-) -> None:
-    append(add_run(runs_dir, "live", status="running"), report(110, gpu_throttling=throttling))
-    assert read_state(runs_dir, "live").warnings == warnings
-
-
-@pytest.mark.parametrize(("content", "status"), [
-    ("{", "summary damaged"), ("[]", "summary damaged"), ('{"status": 3}', "summary damaged"),
-    (None, "no summary"), ('{"status": "a\\u001b[2J"}', "a\\x1b[2J")])
-def test_a_damaged_summary_is_no_error(runs_dir: Path, content: str | None, status: str) -> None:
-    run_dir = add_run(runs_dir, "odd")
-    (run_dir / "summary.json").unlink()
-    if content is not None:
-        (run_dir / "summary.json").write_text(content)
-    assert read_state(runs_dir, "odd").status == status
-
-
-@pytest.mark.parametrize("value", ['"x"', "NaN", "-1", "1e400", "9" * 400, "[]", "{}", "true"])
-def test_hostile_numbers_are_unknown(runs_dir: Path, value: str) -> None:
-    run_dir = add_run(runs_dir, "odd", steps=0)
-    keys = ("global_step", "num_steps", "tokens", "seconds", "usd", "machine", "train_loss")
-    (run_dir / "summary.json").write_text(
-        '{"status": "finished", ' + ", ".join(f'"{key}": {value}' for key in keys) + "}")
-    more = {key: "V" for key in ("mfu", "tokens_per_second", "gpu_memory_gib", "gpu_throttling",
-                                 "host_load", "disk_free_gib", "energy_kwh")}
-    append(run_dir, report(10))
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write(lines(report(20, **more)).replace('"V"', value))
-    state = read_state(runs_dir, "odd")
-    assert state.num_steps is None and state.usd is None and state.mfu is None
-    assert "mfu" not in Watched(runs_dir).series("odd", "steps")["lines"]
-
-
-def test_only_the_end_of_long_records_is_read_and_an_older_validation_is_found(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = add_run(runs_dir, "long", steps=50)
-    append(run_dir, *(report(step) for step in range(60, 60_000, 10)))
-    assert (run_dir / "metrics.jsonl").stat().st_size > 2 * TAIL_BYTES
-    state = read_state(runs_dir, "long")
-    assert state.global_step == 59_989 and state.validation_loss == 1.52
-    starts = []
-    monkeypatch.setattr("lab.watch.latest.read_part", lambda path, start, **limits: starts.append(
-        start) or read_part(path, start, **limits))
-    size = (run_dir / "metrics.jsonl").stat().st_size
-    append(run_dir, report(60_000))
-    assert read_state(runs_dir, "long").validation_loss == 1.52
-    assert len(starts) == 2 and min(starts) > size - 2 * TAIL_BYTES  # what was read is not again
-    append(run_dir, validation(60_010, 1.25))
-    assert read_state(runs_dir, "long").validation_loss == 1.25
-    append(run_dir, *(report(step) for step in range(60_010, 75_000, 10)))
-    assert read_state(runs_dir, "long").validation_loss == 1.25
-    kept = lines(validation(10, 3.5), *(report(step) for step in range(10, 90_000, 10)))
-    (run_dir / "new").write_text(kept)
-    (run_dir / "new").replace(run_dir / "metrics.jsonl")
-    assert read_state(runs_dir, "long").validation_loss == 3.5
-
-
-def test_launched_runs_are_plain_names_inside_the_directory(runs_dir: Path, tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        add_run(runs_dir, name)
-    add_run(tmp_path, "outside")
-    (runs_dir / "link").symlink_to(tmp_path / "outside")
-    (runs_dir / "not-launched").mkdir()
-    (runs_dir / ".hidden").mkdir()
-    add_run(runs_dir, "<b>")
-    empty = add_run(runs_dir, "empty", steps=0)
-    (empty / "summary.json").write_text("")
-    linked = add_run(runs_dir, "linked", steps=0)
-    (linked / "summary.json").unlink()
-    (linked / "metrics.jsonl").symlink_to(tmp_path / "outside/metrics.jsonl")
-    assert launched_runs(runs_dir) == ["a", "b"]
-    assert chosen_runs(runs_dir, ("b", "b")) == ["b"]
-    for name, words in (("link", "has not been trained"), ("../a", "no run"),
-                        ("x", "trained runs: a, b"), ("not-launched", "has not been trained yet")):
-        with pytest.raises(UserError, match=words):
-            chosen_runs(runs_dir, (name,))
-    with pytest.raises(UserError, match="--runs-dir"):
-        launched_runs(tmp_path / "none")
 
 
 # Reading records that grow
@@ -223,35 +71,15 @@ def test_a_file_that_was_replaced_is_read_anew(runs_dir: Path, is_in_place: bool
     path = add_run(runs_dir, "live", steps=40) / "metrics.jsonl"
     columns = Columns(path)
     assert steps_of(columns) == [10, 20, 30, 40]
-    version = columns.version
     kept = lines(*(report(step) for step in (10, 20, 33, 43, 53, 63)))  # longer than before
     if is_in_place:
         path.write_text(kept)
     else:
         path.with_name("new").write_text(kept)
         path.with_name("new").replace(path)
-    assert steps_of(columns) == [10, 20, 33, 43, 53, 63] and columns.version != version
+    assert steps_of(columns) == [10, 20, 33, 43, 53, 63]
     path.unlink()
     assert steps_of(columns) == []
-
-
-def test_links_pipes_and_huge_files_are_not_read(runs_dir: Path, tmp_path: Path) -> None:
-    outside = add_run(tmp_path, "outside")
-    for kind in ("link", "pipe", "huge"):
-        run_dir = add_run(runs_dir, kind, steps=0)
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            if kind == "link":
-                (run_dir / name).symlink_to(outside / "metrics.jsonl")
-            elif kind == "pipe":
-                os.mkfifo(run_dir / name)
-            else:
-                (run_dir / name).write_text(lines(report(10)))
-                os.truncate(run_dir / name, 2**27 + 1)
-        watched = Watched(runs_dir)
-        assert watched.series(kind, "steps")["lines"] == {}
-        assert watched.samples(kind) == {"samples": []}
-        state = read_state(runs_dir, kind)
-        assert state.train_loss is None and "metrics.jsonl" in state.warnings[0]
 
 
 def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir: Path) -> None:
@@ -303,43 +131,6 @@ def test_thinning_keeps_the_mean_and_the_extremes_of_each_bucket(num_values: int
     assert values[found.ends].tolist() == [part[-1] for part in parts]
 
 
-def test_points_before_the_first_changed_one_stay() -> None:
-    values = np.random.default_rng(1).normal(size=5000)
-    for before in range(0, 5000, 37):
-        for now in (before, before + 1, before + 40, 2 * before + 1):
-            if now <= len(values):
-                first = first_changed(before, now, 100)
-                old, new = thin(values[:before], 100), thin(values[:now], 100)
-                assert old.ends[old.ends < first].tolist() == new.ends[new.ends < first].tolist()
-                assert (old.means[old.ends < first] == new.means[new.ends < first]).all()
-
-
-def merged(old: dict, new: dict) -> dict:
-    """Return what the page has after an update."""
-    return {key: {part: old.get(key, {}).get(part, [])[:line["keep"]] + line[part]
-                  for part in ("x", "y", "low", "high") if part in line}
-            for key, line in new["lines"].items()}
-
-
-@pytest.mark.parametrize("axis", ["steps", "tokens", "time", "dollars"])
-def test_updates_add_up_to_the_whole(runs_dir: Path, axis: str) -> None:
-    run_dir, watched, shown = add_run(runs_dir, "live", steps=0), Watched(runs_dir), {}
-    random, version, sizes = np.random.default_rng(2), "", []
-    step = 0
-    for count in (1, 3, 90, 30, 400, 5, 5, 700, 1, 1):
-        for _ in range(count):
-            step += 10
-            append(run_dir, report(step, train_loss=float(random.normal()), usd=step / 7))
-            if step % 50 == 0:
-                append(run_dir, validation(step, float(random.random())))
-        answer = watched.series("live", axis, max_points=100, since=version)
-        version, shown = answer["version"], merged(shown, answer)
-        sizes.append(len(json.dumps(answer)))
-        assert shown == merged({}, watched.series("live", axis, max_points=100))
-    assert sizes[-1] < sizes[-3] / 4  # one record more is a short answer
-    assert len(shown["train_loss"]["x"]) <= 102
-
-
 def test_answers_are_bounded_and_keep_few_validations(runs_dir: Path) -> None:
     run_dir = add_run(runs_dir, "long", steps=0)
     spike = 23_451
@@ -363,7 +154,6 @@ def test_a_range_is_thinned_by_itself(runs_dir: Path) -> None:
     assert len(watched.series("long", "steps")["lines"]["train_loss"]["x"]) < 1000
     part = watched.series("long", "steps", within=(20_005.0, 21_005.0))
     assert part["lines"]["train_loss"]["x"] == list(range(20_000, 21_011, 10))
-    assert part["version"] == "" and all(line["keep"] == 0 for line in part["lines"].values())
     between = watched.series("long", "dollars", within=(7.2, 7.4))["lines"]["train_loss"]
     assert between["x"] == [7, 8]
     assert watched.series("long", "steps", within=(9e9, 1e10))["lines"]["usd"]["y"] == [5000]

@@ -25,12 +25,13 @@ from reporting.charts import (
     measured_steps,
     plot_layers,
 )
-from reporting.metrics_file import BY_LAYER, NUMBERS
+from reporting.metrics_file import METRICS
 from tests.support.workplace import draw_bare
 
+BY_LAYER = [key for key in METRICS if key.startswith("layer_")]
 CHARTS = ("loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png")
 SINGLE = [key for quantity in PANELS for prefix, suffix in LINES
-          if (key := f"{prefix}{quantity}{suffix}") in NUMBERS and key != "grad_norm_max"]
+          if (key := f"{prefix}{quantity}{suffix}") in METRICS and key != "grad_norm_max"]
 
 
 def records(num_steps: int) -> list[dict]:

@@ -15,7 +15,15 @@ from basics.json_files import to_json
 from reporting import metrics_file
 from reporting.clock import PhaseClock
 from reporting.loss_window import LossWindow
-from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
+from reporting.metrics_file import (
+    METRICS,
+    metrics_of,
+    read_metrics,
+    remove_metrics_from,
+    shown_step,
+    spent_before,
+)
+from reporting.summary import final_figures
 
 
 def test_nan_never_enters_json() -> None:
@@ -71,21 +79,13 @@ def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
 
 
 @pytest.mark.parametrize("values", [
-    [1.0, None, -2], [1.0] * 1024,
-])
-def test_one_number_for_each_layer_is_read(tmp_path: Path, values: list) -> None:
-    record = {"global_step": 1, "layer_grad_norm": values, "logit_max": None}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert read_metrics(tmp_path / "metrics.jsonl") == [record]
-
-
-@pytest.mark.parametrize("values", [
+    {"layer_grad_norm": [1.0, None, -2], "logit_max": None}, {"layer_grad_norm": [1.0] * 1024},
     {"mfu": 0.41, "host_ram_gib": 21.5, "host_load": 0, "disk_free_gib": 1e6, "energy_kwh": 0.0},
     {"gpu_memory_gib": [20.1, None], "gpu_use_percent": [97, 0], "gpu_temperature_c": [61, -3],
      "gpu_power_w": [650.2, None], "gpu_throttling": ["", "sw power cap, hw slowdown"]},
 ])
-def test_readings_of_the_machine_are_read(tmp_path: Path, values: dict) -> None:
-    record = {"global_step": 1, "train_loss": 3.5} | values
+def test_what_a_run_writes_is_read(tmp_path: Path, values: dict) -> None:
+    record = {"global_step": 1, "train_loss": 3.5, "another_key": "x"} | values
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     assert read_metrics(tmp_path / "metrics.jsonl") == [record]
 
@@ -106,3 +106,34 @@ def test_readings_of_the_machine_are_read(tmp_path: Path, values: dict) -> None:
 def test_values_that_no_run_writes_are_skipped(tmp_path: Path, record: dict) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"global_step": 1} | record) + "\n")
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_every_metric_has_a_name_of_its_own() -> None:
+    names = [metric.name for metric in METRICS.values()]
+    assert len(set(names)) == len(names)
+
+
+def test_the_names_that_trackers_show() -> None:
+    record = {"global_step": 4, "train_loss": 2.5, "learning_rate": 1e-3, "grad_norm": None,
+              "tokens_per_second": 100, "validation_loss": 3.0, "tokens": 640, "another": 1.0,
+              "layer_grad_norm": [1.0, None, 3.0], "gpu_power_w": [250, 300],
+              "gpu_throttling": ["", "hw thermal slowdown"]}
+    assert metrics_of(record) == {
+        "train/loss": 2.5, "train/learning_rate": 1e-3, "train/tokens_per_second": 100.0,
+        "validation/loss": 3.0, "progress/tokens": 640.0,
+        "layers/1/grad_norm": 1.0, "layers/3/grad_norm": 3.0,
+        "machine/gpu_0/power_w": 250.0, "machine/gpu_1/power_w": 300.0,
+        "machine/gpu_0/is_throttled": 0.0, "machine/gpu_1/is_throttled": 1.0}
+    assert shown_step(record) == 5
+
+
+def test_what_trackers_show_at_the_end() -> None:
+    assert final_figures({
+        "status": "finished", "global_step": 11, "num_steps": 12, "train_loss": 1.5,
+        "validation_loss": None, "best": {"loss": 1.25}, "seconds": {"a": 1.0, "b": 2.0},
+        "usd": {"a": 0.5, "total": 0.5}, "machine": {"device": "x"}}) == {
+        "final/steps": 12.0, "final/num_steps": 12.0, "final/train_loss": 1.5,
+        "final/best_loss": 1.25, "final/seconds": 3.0, "final/usd": 0.5}
+    for summary in ({}, {"status": "running", "seconds": {"a": 1.0}, "usd": None},
+                    {"global_step": "11"}, {"global_step": None, "train_loss": 1.0}):
+        assert final_figures(summary) == {}  # the run has not ended

@@ -16,6 +16,8 @@ from lab.watch.server import Server
 
 HOSTILE = ('</script><script>document.title="owned"</script><img src=x onerror=document.title=1>'
            "\x1b]0;title\x07\x1b[2J\u202e")
+ODD_VALUES = ['"x"', "NaN", "-Infinity", "null", "-1", "1e400", "9" * 4000, "1e30", "[]",
+              '{"a": 1}', "true", '"' + "x" * 5000 + '"']  # of a number, in JSON
 
 
 def report(step: int, **values: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@
 
   // hidden: the runs that are not drawn; null for all but the newest ones.
   const state = { axis: "steps", log: false, whole: false, hidden: null, zoom: null, runs: [] };
-  const loaded = new Map(); // by run: axis, points, metrics, version, lines, samples; detail of the zoomed range
+  const loaded = new Map(); // by run: axis, points, metrics, lines, samples; detail of the zoomed range
   const colors = new Map(); // by run: a number, in the order of appearance
   const rows = new Map(); // by run: the elements of its row
 
@@ -217,15 +217,9 @@
     const before = loaded.get(run.name) ?? { points: state.runs.length > 4 ? 1000 : 2000 };
     if (state.zoom && before.axis === axis && !exported) return loadDetail(run, before);
     if (before.metrics === run.metrics && before.axis === axis) return false;
-    const since = before.axis === axis ? before.version : "";
-    const answer = await ask("series", { run: run.name, x: axis, points: before.points, since });
+    const answer = await ask("series", { run: run.name, x: axis, points: before.points });
     if (!answer || axis !== state.axis) return false;
-    const lines = {};
-    for (const [key, { keep, ...parts }] of Object.entries(answer.lines)) {
-      lines[key] = Object.fromEntries(Object.entries(parts).map(([part, numbers]) => [
-        part, keep ? before.lines[key][part].slice(0, keep).concat(numbers) : numbers]));
-    }
-    loaded.set(run.name, { ...before, axis, lines, version: answer.version, metrics: run.metrics });
+    loaded.set(run.name, { ...before, axis, lines: answer.lines, metrics: run.metrics });
     return true;
   }
 

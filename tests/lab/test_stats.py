@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lab.sweep.noise import Difference, pooled_deviation, seeds_needed
+from lab.stats import Difference, pooled_deviation, seeds_needed, t_95
 
 
 def test_interval_of_paired_differences() -> None:
@@ -25,12 +25,11 @@ def test_one_pair_has_no_interval_and_none_no_difference() -> None:
     found = Difference.of([-0.1])
     assert found.interval is None and found.is_noise is None and found.deviation is None
     assert Difference.of([]) is None
-    assert pooled_deviation([found]) == (0.0, 0)
+    assert pooled_deviation([]) == (0.0, 0)
 
 
 def test_deviations_are_pooled_by_degrees_of_freedom() -> None:
-    found = [Difference(0.0, 1.0, 2), Difference(5.0, 2.0, 4), Difference(1.0, None, 1)]
-    assert pooled_deviation(found) == pytest.approx((math.sqrt((1 + 3 * 4) / 4), 4))
+    assert pooled_deviation([(1.0, 2), (2.0, 4)]) == pytest.approx((math.sqrt((1 + 3 * 4) / 4), 4))
 
 
 @pytest.mark.parametrize(("size", "num_seeds"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
@@ -41,3 +40,9 @@ def test_seeds_needed_are_those_of_the_exact_paired_test(size: float, num_seeds:
 
 def test_at_least_two_seeds_are_needed() -> None:
     assert seeds_needed(100.0, 1.0) == seeds_needed(0.1, 0.0) == 2
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [
+    (1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
+def test_critical_values_of_student(freedom: int, quantile: float) -> None:
+    assert t_95(freedom) == pytest.approx(quantile, abs=0.004)

@@ -1,0 +1,285 @@
+"""Results of runs, and the published ones of the original system: figures, settings and status."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from basics.errors import UserError, one_line, print_error
+from lab.plan.setting import size_name
+from lab.runs import (
+    Record,
+    RunFiles,
+    chosen_runs,
+    last_judged,
+    number,
+    parsed_object,
+    read_evaluations,
+)
+from reporting.metrics_file import read_metrics, read_records
+from reporting.summary import FINISHED
+from run_config import ModelConfig, TrainConfig, load_config, with_defaults
+
+PUBLISHED = "published"
+LONGEST_VALUE = 60  # characters of a setting
+LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
+    "dataset", "min_train_tokens", "repeat_data", "init_from", "optimizer", "weight_decay",
+    "decay_norms_and_biases", "clipping_max_norm", "schedule", "schedule_learning_rate",
+    "warmup_period_percent", "decay_period_percent", "final_learning_rate_fraction",
+)
+MEMORY_SETTINGS = (  # change the memory of a step
+    "gradient_accumulation_steps", "residual_dtype", "compile", "attention", "head_chunks",
+    "activation_checkpointing", "deterministic", "optimizer",
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The measured results of a run, or their means over several seeds."""
+
+    global_batch_size: float | None = None
+    microbatch_size: float | None = None
+    tokens: float | None = None
+    steps: float | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    test_loss: float | None = None
+    validation_bits_per_byte: float | None = None
+    test_bits_per_byte: float | None = None
+    ift_score: float | None = None  # 0 to 100: a judge model's score after instruction fine-tuning
+    ift_low: float | None = None  # the score's 95% interval
+    ift_high: float | None = None
+    seconds: float | None = None  # all phases
+    validation_seconds: float | None = None
+    tokens_per_second: float | None = None  # while training
+    usd: float | None = None
+    validation_usd: float | None = None
+    num_gpus: float | None = None
+
+    @property
+    def seconds_without_validation(self) -> float | None:
+        return None if None in (self.seconds, self.validation_seconds) else (
+            self.seconds - self.validation_seconds)
+
+    @property
+    def usd_without_validation(self) -> float | None:
+        return None if None in (self.usd, self.validation_usd) else self.usd - self.validation_usd
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        return _ratio(self.usd, _ratio(self.seconds, 3600))
+
+    @property
+    def usd_per_megatoken(self) -> float | None:
+        return _ratio(self.usd, _ratio(self.tokens, 1e6))
+
+    @property
+    def usd_per_megatoken_without_validation(self) -> float | None:
+        return _ratio(self.usd_without_validation, _ratio(self.tokens, 1e6))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run, or one published row.
+
+    Attributes:
+        config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
+        tests: tests on held-out tokens, by a description of the slice; the longest slice first.
+        test_slice: the slice of the test loss in `figures`; the comparison chooses it.
+        tokenizer: its name, if the run recorded it.
+        code: the version of the code that ended the run, if it recorded one.
+        notes: of a published row.
+        machine: device, precision, number of processes.
+        device: name of the GPU, or of the CPU.
+        judge: who gave the instruction score, and when.
+        size: as `size_name` gives it; empty if it is not known.
+        loss_group: results with an equal one form a curve of the loss over the batch size.
+        memory_group: results with an equal one form a line of the memory over the microbatch.
+        search: the microbatches that --find-max-microbatch has tried, and the GiB that each took.
+    """
+
+    name: str
+    status: str
+    figures: Figures
+    config: dict[str, Any] = field(default_factory=dict)
+    tests: dict[str, Record] = field(default_factory=dict)
+    test_slice: str = ""
+    tokenizer: str | None = None
+    code: str = ""
+    notes: str = ""
+    machine: tuple[str, ...] = ()
+    device: str | None = None
+    records: tuple[Record, ...] = ()
+    memory_gib: float | None = None
+    judge: str = ""
+    size: str = ""
+    loss_group: tuple[str, ...] = ()
+    memory_group: tuple[str, ...] = ()
+    search: tuple[tuple[float, float], ...] = ()
+
+    def text_of(self, test_slice: str) -> str:
+        """Return what identifies the text of a slice: equal for the same text in other tokens."""
+        text = self.tests.get(test_slice, {}).get("text")
+        return text if isinstance(text, str) else test_slice
+
+
+def shown(value: Any) -> str:
+    """Format a setting: 4 and 4.0 the same, on one line, of limited length."""
+    if isinstance(value, dict | list):
+        return "..."  # no setting has such a value
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    if number(value) is not None and value == int(value):
+        value = int(value)
+    return one_line(str(value)[:LONGEST_VALUE])
+
+
+def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
+    """Read the runs with these names, or all runs that have been launched.
+
+    Where no names are given, a run whose files cannot be read is left out, with a warning.
+
+    Raises:
+        UserError: there is no such run, or it has not been launched, or its files cannot be read.
+    """
+    results = []
+    for name in chosen_runs(runs_dir, names):
+        try:
+            results.append(read_result(runs_dir / name))
+        except UserError as error:
+            if names:
+                raise
+            print_error(f"warning: left out: {one_line(str(error))}")
+    return results
+
+
+def read_result(run_dir: Path) -> Result:
+    """Read the files of one run. Raises: UserError: one of them is too large."""
+    files, records = RunFiles.read(run_dir), tuple(read_metrics(run_dir / "metrics.jsonl"))
+    evaluations = read_evaluations(run_dir)
+    judged = last_judged(evaluations)
+    config, facts, tests = _config(files), files.part("machine"), _tests(files, evaluations)
+    machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
+    tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
+    code = files.summary.get("code")
+    return Result(
+        name=run_dir.name, status=files.status, config=config, machine=machine,
+        size=_size(config), device=machine[0] if isinstance(facts.get("device"), str) else None,
+        figures=_figures(files, records, config, judged), records=records,
+        tests={slice_of(test): test for test in tests},  # later ones win
+        tokenizer=next((name for name in tokenizers if isinstance(name, str)), None),
+        code=shown(code) if code else "", memory_gib=number(facts.get("peak_memory_gib")),
+        judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
+        loss_group=_group(config, *LOSS_SETTINGS) if files.status == FINISHED else (),
+        memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),
+        search=_search(run_dir / "microbatch-search.json"))
+
+
+def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],
+             judged: Record) -> Figures:
+    """Return a run's figures without its test loss. Losses are the last ones, not the best."""
+    latest = {key: number(next((record[key] for record in (files.summary, *reversed(records))
+                                if key in record), None))  # a loss of null is not finite
+              for key in ("global_step", "tokens", "tokens_per_second", "train_loss",
+                          "validation_loss", "validation_bits_per_byte")}
+    steps, seconds, usd = latest.pop("global_step"), *files.spent(records)
+    steps = None if steps is None else steps + 1
+    rates = [rate for record in records
+             if (rate := number(record.get("tokens_per_second"))) is not None]
+    if not files.has_ended and rates:
+        latest["tokens_per_second"] = statistics.median(rates)
+    if files.has_ended and files.phases("seconds"):
+        validation = files.phases("seconds").get("validation", 0.0)
+        validation_usd = files.phases("usd").get("validation", 0.0)
+    else:  # its dollars by its time
+        validation = sum(record.get("validation_seconds") or 0.0 for record in records)
+        validation_usd = None if None in (usd, seconds) else usd * validation / seconds
+    batch = [number(files.part("batch").get(key)) for key in (
+        "microbatch_size", "gradient_accumulation_steps", "world_size")]
+    measured = _ratio(_ratio(latest["tokens"], steps), number(config.get("context_length")))
+    interval = judged.get("score_interval")
+    low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
+    machine = files.part("machine")
+    return Figures(
+        **latest, steps=steps, seconds=seconds, usd=usd, validation_seconds=validation,
+        validation_usd=validation_usd, microbatch_size=batch[0] or number(
+            config.get("microbatch_size")),
+        global_batch_size=number(math.prod(batch)) if all(batch) else round(measured)
+        if measured else number(config.get("global_batch_size")),
+        ift_score=number(judged.get("score")), ift_low=number(low), ift_high=number(high),
+        num_gpus=number(machine.get("processes")) if machine.get("device_type") == "cuda" else None)
+
+
+def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
+    """Return the tests of the last checkpoint, then of the best one; the longest slices first."""
+    tests = [line for line in evaluations if number(line.get("loss")) is not None
+             and line.get("split") == "validation"]  # not of tokens trained on
+    best = files.part("best").get("checkpoint")
+    last = number(files.summary.get("global_step"))
+    if best is None and last is None:  # the run has not ended: use its last measured checkpoint
+        last = max((step for line in tests
+                    if (step := number(line.get("global_step"))) is not None), default=None)
+    found = [line for line in tests if last is not None
+             and number(line.get("global_step")) == last]
+    found += [line for line in tests if best is not None and line.get("checkpoint") == best]
+    return sorted(found, key=lambda line: -(number(line.get("num_tokens")) or 0))
+
+
+def slice_of(test: Record) -> str:
+    """Describe the tokens that a test loss was measured on."""
+    start, count = (number(test.get(key)) for key in ("start_token", "num_tokens"))
+    if start is None or count is None:
+        return "unknown tokens"
+    where = f"{shown(test.get('dataset'))}/{shown(test.get('split'))}"
+    return f"{where}, {count:,.0f} tokens from token {start:,.0f}"
+
+
+def _config(files: RunFiles) -> dict[str, Any]:
+    """Return the settings that a run was trained with; empty if they cannot be read.
+
+    The summary has them even if the files were edited later. Settings that an older version did
+    not have get their defaults.
+    """
+    config: dict[str, Any] = {}
+    for name, config_type in (("model", ModelConfig), ("train", TrainConfig)):
+        fields, resolved = config_type.model_fields, files.part(name)
+        defaults = {key: found.default for key, found in fields.items() if not found.is_required()}
+        config |= defaults | {key: resolved[key] for key in fields if key in resolved}
+    if files.part("model") and files.part("train"):
+        return config
+    try:
+        configs = with_defaults(load_config(files.run_dir / "model.json", ModelConfig),
+                                load_config(files.run_dir / "train.json", TrainConfig))
+    except UserError:
+        return {}
+    return {key: value for one in configs for key, value in one.model_dump(mode="json").items()}
+
+
+def _size(config: dict[str, Any]) -> str:
+    try:
+        return size_name(ModelConfig.model_validate(
+            {key: config[key] for key in ModelConfig.model_fields if key in config}))
+    except ValidationError:
+        return ""
+
+
+def _group(config: dict[str, Any], *keys: str) -> tuple[str, ...]:
+    """Return the model's shape and some settings, to group results that have them in common."""
+    return tuple(shown(config.get(key)) for key in (*ModelConfig.model_fields, *keys))
+
+
+def _search(path: Path) -> tuple[tuple[float, float], ...]:
+    trials = parsed_object(read_records(path)).get("trials")
+    trials = [trial for trial in trials if isinstance(trial, dict) and trial.get("fits") is True
+              ] if isinstance(trials, list) else []
+    return tuple((size, gib) for trial in trials if (size := number(trial.get("microbatch_size")))
+                 and (gib := number(trial.get("demand_gib"))) is not None)
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole

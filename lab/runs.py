@@ -1,0 +1,276 @@
+"""Runs as their files tell: the one reader of them for all commands of the lab. Needs no torch.
+
+A run may be training, killed or removed meanwhile; its files may be damaged, half-written or of an
+older version. A value that cannot be read, or that no run can have measured, is None.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from basics.directory_lock import only_writer
+from basics.errors import UserError, one_line, print_error
+from basics.files import append_whole, check_inside, open_regular
+from basics.json_files import found_object, to_json
+from reporting.metrics_file import (
+    MAX_RECORD_LENGTH,
+    MAX_RECORDS_BYTES,
+    is_number,
+    read_records,
+    valid_records,
+)
+from reporting.summary import LARGEST
+from run_config import RUN_NAME
+
+MAX_WORDS = 200  # characters of a status, a phase or a reason
+HEARTBEAT_SECONDS = 60  # a run that trains writes its heartbeat every few seconds
+RUNNING, NO_HEARTBEAT, NEW = "running", "no heartbeat", "not launched"
+LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat, such as a copy
+LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run has one of them
+END_BYTES = 2**18  # of the records, some 900 or twice as many: what a list shows of a run
+
+Record = dict[str, Any]
+
+
+def number(value: Any) -> float | None:
+    """Return a number that a run can have measured unchanged, and None for everything else."""
+    return value if is_number(value, 0, LARGEST) else None
+
+
+def words(value: object) -> str | None:
+    """Return a text of a run on one line of limited length; None if there is none."""
+    return one_line(value[:MAX_WORDS]) if isinstance(value, str) and value else None
+
+
+# Files that grow
+
+
+class Identity(NamedTuple):
+    """What changes when a file is appended to or replaced."""
+
+    inode: int
+    size: int  # bytes
+    mtime_ns: int
+
+
+def identity_of(path: Path) -> Identity | None:
+    """Return the identity of a plain file that is not too large to be read; None for all else."""
+    with suppress(OSError), open(open_regular(path), "rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_size <= MAX_RECORDS_BYTES:
+            return Identity(found.st_ino, found.st_size, found.st_mtime_ns)
+    return None
+
+
+def read_part(path: Path, start: int = 0, *, max_bytes: int = MAX_RECORDS_BYTES) -> bytes:
+    """Read bytes of an untrusted file from `start` on. Raises: OSError: as `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        file.seek(start)
+        return file.read(max_bytes)
+
+
+@lru_cache(maxsize=128)
+def last_records(path: Path, found: Identity | None) -> tuple[Record, ...]:
+    """Return the records at the end of a `metrics.jsonl`, and the last validation before them.
+
+    Args:
+        found: the file's identity: while it is the same, nothing is read again.
+    """
+    if found is None:
+        return ()
+    try:
+        start = max(0, found.size // END_BYTES - 1) * END_BYTES
+        text = read_part(path, start).decode(errors="replace")
+        records = valid_records(text.partition("\n")[2] if start else text)
+        if start and not any("validation_loss" in record for record in records):
+            records = _validation_before(path, found.inode, start) + records
+    except OSError:  # removed or replaced meanwhile
+        return ()
+    return tuple(records)
+
+
+@lru_cache(maxsize=128)
+def _validation_before(path: Path, inode: int, end: int) -> list[Record]:
+    """Return the last validation that begins before a place; of a file, that does not change."""
+    content = read_part(path, max_bytes=end + MAX_RECORD_LENGTH)
+    place = content.rfind(b'"validation_loss"')
+    if place < 0:
+        return []
+    start = content.rfind(b"\n", 0, place) + 1
+    line = content[start:start + MAX_RECORD_LENGTH].partition(b"\n")[0]
+    return valid_records(line.decode(errors="replace"))
+
+
+def last_value(records: Iterable[Record], key: str) -> float | None:
+    """Return the last number that was recorded under a key."""
+    return next((n for record in reversed(tuple(records))
+                 if (n := number(record.get(key))) is not None), None)
+
+
+def read_evaluations(run_dir: Path) -> list[Record]:
+    """Return the lines of a run's evaluations.jsonl. Raises: UserError: it is too large."""
+    return [parsed_object(line) for line in read_records(run_dir / "evaluations.jsonl").split("\n")]
+
+
+def last_judged(evaluations: list[Record]) -> Record:
+    """Return the last line of `lab judge`; empty if there is none."""
+    return next((line for line in reversed(evaluations)
+                 if number(line.get("score")) is not None and "judge" in line), {})
+
+
+def parsed_object(text: str) -> Record:
+    """Parse a JSON object; return an empty one if the text is damaged or only partly written."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def append_evaluation(path: Path, record: Record) -> None:
+    """Add a line with the time to a run's evaluations.jsonl; a failure is only a warning."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    try:
+        with only_writer(path):  # a launch may replace it meanwhile
+            append_whole(path, to_json(record | {"time": now}) + "\n")
+    except OSError as error:
+        print_error(f"warning: result not saved: {path}: {error.strerror or error}")
+
+
+# The runs of a directory
+
+
+def launched_runs(runs_dir: Path) -> list[str]:
+    """Return the names of all runs that have been launched, in alphabetical order.
+
+    Raises:
+        UserError: the directory cannot be read.
+    """
+    try:
+        names = sorted(entry.name for entry in os.scandir(runs_dir))
+    except OSError as error:
+        raise UserError(f"{runs_dir}: cannot be read ({error.strerror}); set the directory of"
+                        " your runs with --runs-dir") from None
+    return [name for name in names if is_launched(runs_dir, name)]
+
+
+def is_launched(runs_dir: Path, name: str) -> bool:
+    """Return whether there is such a run, inside of `runs_dir`, and it has been launched."""
+    run_dir = runs_dir / name
+    if not RUN_NAME.fullmatch(name) or not run_dir.is_dir():
+        return False
+    with suppress(UserError, OSError):
+        check_inside(run_dir, runs_dir, "--runs-dir")
+        return any((path := run_dir / file).is_file() and not path.is_symlink()
+                   and path.stat().st_size > 0 for file in LAUNCHED)
+    return False
+
+
+def new_runs(runs_dir: Path) -> list[str]:
+    """Return the names of the runs that have a config only."""
+    names = {path.parent.name for path in runs_dir.glob("*/train.json")}
+    return sorted(name for name in names - set(launched_runs(runs_dir))
+                  if RUN_NAME.fullmatch(name))
+
+
+def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
+    """Return these runs, or all that have been launched.
+
+    Raises:
+        UserError: there is no such run, or it has not been launched.
+    """
+    launched, names = launched_runs(runs_dir), list(dict.fromkeys(names))
+    for name in names:
+        if name not in launched:
+            is_run = RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir()
+            if is_run:
+                check_inside(runs_dir / name, runs_dir, "--runs-dir")
+            raise UserError(
+                f"{runs_dir / name}: has not been trained yet; train it with: uv run"
+                f" ddp_train.py {name}" if is_run else
+                f"{runs_dir}: no run {name[:60]!r}; trained runs: {', '.join(launched) or 'none'}")
+    return names or launched
+
+
+# One run
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run's `summary.json` and `heartbeat.json` tell.
+
+    Attributes:
+        status: as in `summary.json`; "no heartbeat" if it should run and may have been killed;
+            "running when last written" if it has no heartbeat.json, as in a copy of a run.
+        heartbeat_seconds: since the last heartbeat; None if there is none.
+    """
+
+    run_dir: Path
+    summary: Record
+    beat: Record
+    status: str
+    heartbeat_seconds: float | None
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RunFiles:
+        """Read them; the run may be training."""
+        summary, beat = (found_object(run_dir / f"{name}.json")
+                         for name in ("summary", "heartbeat"))
+        age, status = seconds_since(run_dir, "heartbeat.json"), words(summary.get("status"))
+        if status is None:
+            status = "summary damaged" if (run_dir / "summary.json").exists() else "no summary"
+            if age is not None and age <= HEARTBEAT_SECONDS:
+                status = RUNNING  # it starts
+        elif status == RUNNING and age is not None:
+            status = NO_HEARTBEAT if age > HEARTBEAT_SECONDS else RUNNING
+        elif status == RUNNING:
+            written = seconds_since(run_dir, "summary.json", "metrics.jsonl") or 0.0
+            status = LAST_WRITTEN if written > HEARTBEAT_SECONDS else RUNNING
+        return cls(run_dir, summary, beat, status, age)
+
+    @property
+    def has_ended(self) -> bool:
+        return "global_step" in self.summary
+
+    def part(self, name: str) -> Record:
+        """Return an object of the summary; empty if it is missing."""
+        found = self.summary.get(name)
+        return found if isinstance(found, dict) else {}
+
+    def phases(self, kind: str) -> dict[str, float]:
+        """Return seconds or US dollars by phase, as far as they are numbers."""
+        return {key: n for key, value in self.part(kind).items()
+                if (n := number(value)) is not None}
+
+    def spent(self, records: Iterable[Record]) -> tuple[float | None, float | None]:
+        """Return the seconds and the US dollars of all launches until now.
+
+        The summary of a run that has not ended has those of its start: the last record and the
+        heartbeat tell more.
+        """
+        seconds, usd = self.phases("seconds"), self.phases("usd").get("total")
+        if self.has_ended and seconds:
+            return sum(seconds.values()), usd
+        recorded, dollars = (last_value(records, key) or 0.0 for key in ("seconds", "usd"))
+        latest = max(sum(seconds.values()), recorded, number(self.beat.get("seconds")) or 0.0)
+        if dollars and recorded:  # at the same price until now
+            dollars *= max(1.0, latest / recorded)
+        return latest or None, max(usd or 0.0, dollars) or usd
+
+
+def seconds_since(run_dir: Path, *names: str) -> float | None:
+    """Return the age of the newest of some files of a run; None if there is none."""
+    times = []
+    for name in names:
+        with suppress(OSError):
+            times.append((run_dir / name).lstat().st_mtime)
+    return max(0.0, time.time() - max(times)) if times else None

@@ -1,0 +1,217 @@
+"""The one reader of runs: status, progress, time left and money, also of damaged records."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from basics.errors import UserError
+from lab.compare.results import read_result
+from lab.runs import END_BYTES, chosen_runs, launched_runs
+from lab.watch.answers import Watched
+from lab.watch.run_state import read_state
+from tests.support.json_schemas import checked
+from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.watching import ODD_VALUES, add_run, append, lines, report, validation
+
+COMMANDS = (["list"], ["list", "--json"], ["watch", "--text"], ["watch", "--export", "page.html"],
+            ["compare"], ["compare", "--markdown"], ["compare", "--csv"], ["compare", "--json"])
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "runs"
+    path.mkdir()
+    return path
+
+
+def beat(run_dir: Path, *, age: float = 0.0, phase: str = "training", **values: float) -> None:
+    path = run_dir / "heartbeat.json"
+    path.write_text(json.dumps({"phase": phase, "global_step": 1} | values))
+    os.utime(path, (time.time() - age, time.time() - age))
+
+
+def test_the_state_of_a_finished_run(runs_dir: Path) -> None:
+    add_run(runs_dir, "done", global_step=99, seconds={"training": 9.0, "startup": 1.5},
+            usd={"training": 0.4, "total": 0.5}, machine={"peak_memory_gib": 3.25})
+    state = read_state(runs_dir, "done")
+    assert (state.status, state.global_step, state.num_steps) == ("finished", 99, 200)
+    assert state.tokens == 100 * 2048 and state.validation_loss == 1.5 + 1 / 100
+    assert state.train_loss == 1.4 and state.tokens_per_second == 20480
+    assert (state.seconds, state.usd, state.memory_gib) == (10.5, 0.5, 3.25)
+    assert state.seconds_left is None and state.warnings == ()
+
+
+def test_the_state_of_a_running_run(runs_dir: Path) -> None:
+    run_dir = add_run(runs_dir, "live", status="running", seconds={"training": 0.0})
+    beat(run_dir, phase="validation")
+    append(run_dir, report(110, mfu=0.41, usd=0.25, gpu_memory_gib=[10.5, None, 70.25],
+                           disk_free_gib=2.0, skipped_steps=3))
+    state = read_state(runs_dir, "live")
+    assert (state.status, state.phase, state.is_running) == ("running", "validation", True)
+    assert 0 <= state.heartbeat_seconds < 30
+    assert (state.mfu, state.usd, state.memory_gib, state.seconds) == (0.41, 0.25, 70.25, 11.0)
+    assert [any(part in warning for warning in state.warnings)
+            for part in ("3 of the last", "2.0 GiB free")] == [True, True]
+
+
+def test_the_time_left_counts_validations_and_not_what_a_resumed_run_lost(runs_dir: Path) -> None:
+    run_dir = add_run(runs_dir, "live", status="running", steps=0)
+    for step in range(10, 101, 10):  # 0.1 seconds a step; 500 were lost before step 51
+        append(run_dir, report(step, seconds=step / 10 + 500 * (step > 50)))
+    append(run_dir, validation(100, 2.0) | {"validation_seconds": 9.0, "seconds": 519.0})
+    assert read_state(runs_dir, "live").seconds_left == pytest.approx(100 * (0.1 + 9 / 90))
+
+
+def test_every_command_tells_the_same_time_and_money(runs_dir: Path) -> None:
+    """A killed run: its heartbeat is later than its last record."""
+    run_dir = add_run(runs_dir, "killed", status="running", steps=0, seconds={"startup": 1.0},
+                      usd={"startup": 0.01, "total": 0.01})
+    append(run_dir, report(50, seconds=40.0, usd=0.4), report(60, seconds=50.0, usd=0.5))
+    beat(run_dir, age=1000.0, seconds=60.0)
+    options = ("--json", "--runs-dir", str(runs_dir))
+    (state,) = checked(run_lab("list", *options).stdout).runs
+    (row,) = checked(run_lab("compare", *options).stdout).rows
+    assert (state.seconds, state.usd) == (row.seconds, row.usd) == (60.0, pytest.approx(0.6))
+    assert (state.status, row.status) == ("no heartbeat",) * 2
+
+
+@pytest.mark.parametrize(("summary", "heartbeat", "written", "status"), [
+    ({"status": "running", "num_steps": 200}, 0, 0, "running"),
+    ({"status": "running"}, 75, 0, "no heartbeat"),
+    ({"status": "running", "num_steps": 200}, None, 0, "running"),
+    ({"status": "running"}, None, 7200, "running when last written"),
+    ({"status": "stopped", "reason": "SIGTERM"}, 0, 0, "stopped"),
+    ({"status": "a\x1b[2J"}, None, 0, "a\\x1b[2J"),
+    ({"status": 3}, None, 0, "summary damaged"), ([], None, 0, "summary damaged"),
+    (None, None, 0, "no summary"), (None, 0, 0, "running"),
+])
+def test_the_status_of_a_run(
+    runs_dir: Path, summary: object, heartbeat: float | None, written: float, status: str
+) -> None:
+    run_dir = add_run(runs_dir, "run")
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    if summary is None:
+        (run_dir / "summary.json").unlink()
+    for path in run_dir.iterdir():
+        os.utime(path, (time.time() - written,) * 2)
+    if heartbeat is not None:
+        beat(run_dir, age=heartbeat)
+    state = read_state(runs_dir, "run")
+    assert state.status == read_result(run_dir).status == status
+    assert (state.seconds_left is None) == (status != "running" or summary is None)
+    warned = {"no heartbeat": "no heartbeat for 0:01:15", "running when last written":
+              "last written 2:00:0"}.get(status)
+    assert [warning.startswith(warned) for warning in state.warnings] == [True] if warned else (
+        state.warnings == ())
+
+
+@pytest.mark.parametrize(("throttling", "warnings"), [
+    (["sw power cap"] * 8, ()), (["", "x"], ()),
+    (["", "sw power cap, hw slowdown, hw thermal slowdown"],
+     ("GPU 1: hw slowdown, hw thermal slowdown",)),
+    (["hw slowdown", "", "hw slowdown", "sw thermal slowdown"],
+     ("GPU 0, 2: hw slowdown", "GPU 3: sw thermal slowdown"))])
+def test_only_slowdowns_by_heat_and_supply_are_warned_of(
+    runs_dir: Path, throttling: list[str], warnings: tuple[str, ...]
+) -> None:
+    append(add_run(runs_dir, "live", status="running"), report(110, gpu_throttling=throttling))
+    assert read_state(runs_dir, "live").warnings == warnings
+
+
+def test_a_validation_long_before_the_end_of_the_records_is_found(runs_dir: Path) -> None:
+    run_dir = add_run(runs_dir, "long", steps=50)
+    append(run_dir, *(report(step) for step in range(60, 60_000, 10)))
+    assert (run_dir / "metrics.jsonl").stat().st_size > 2 * END_BYTES
+    state = read_state(runs_dir, "long")
+    assert (state.global_step, state.validation_loss) == (59_989, 1.52)
+    append(run_dir, validation(60_010, 1.25))
+    assert read_state(runs_dir, "long").validation_loss == 1.25
+
+
+def test_launched_runs_are_plain_names_inside_the_directory(runs_dir: Path, tmp_path: Path) -> None:
+    for name in ("b", "a", "<b>"):
+        add_run(runs_dir, name)
+    add_run(tmp_path, "outside")
+    (runs_dir / "link").symlink_to(tmp_path / "outside")
+    (runs_dir / "not-launched").mkdir()
+    (add_run(runs_dir, "empty", steps=0) / "summary.json").write_text("")
+    linked = add_run(runs_dir, "linked", steps=0)
+    (linked / "summary.json").unlink()
+    (linked / "metrics.jsonl").symlink_to(tmp_path / "outside/metrics.jsonl")
+    assert launched_runs(runs_dir) == ["a", "b"]
+    assert chosen_runs(runs_dir, ("b", "b")) == ["b"]
+    for name, words in (("link", "leads out of"), ("../a", "no run"),
+                        ("x", "trained runs: a, b"), ("not-launched", "has not been trained yet")):
+        with pytest.raises(UserError, match=words):
+            chosen_runs(runs_dir, (name,))
+    for verb in ("list", "compare", "watch"):
+        assert "--runs-dir" in error_line(run_lab(verb, "--runs-dir", str(tmp_path / "none")))
+
+
+def survives(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run every command that reads runs; return what they print."""
+    monkeypatch.chdir(runs_dir)
+    return [succeeded(run_lab(*command, "--runs-dir", str(runs_dir))).output
+            for command in COMMANDS]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_odd_numbers_are_unknown_and_every_command_survives_them(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    run_dir = add_run(runs_dir, "odd", steps=0)
+    add_run(runs_dir, "good")
+    keys = ("global_step", "num_steps", "tokens", "seconds", "usd", "machine", "train_loss",
+            "best", "batch", "model", "train", "tokenizer", "code", "energy_kwh")
+    (run_dir / "summary.json").write_text(
+        '{"status": "finished", ' + ", ".join(f'"{key}": {value}' for key in keys) + "}")
+    more = {key: "V" for key in ("mfu", "tokens_per_second", "gpu_memory_gib", "gpu_throttling",
+                                 "host_load", "disk_free_gib", "energy_kwh")}
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        file.write(lines(report(10), report(20, **more)).replace('"V"', value))
+    (run_dir / "evaluations.jsonl").write_text("".join(
+        f'{{"split": "validation", "loss": {a}, "num_tokens": {b}, "score": {b}, "judge": {a}}}\n'
+        for a, b in ((value, "1"), ("1", value))))
+    (run_dir / "microbatch-search.json").write_text(f'{{"trials": {value}}}')
+    (run_dir / "samples.jsonl").write_text(f'{{"global_step": {value}, "prompt": {value}}}\n')
+    state = read_state(runs_dir, "odd")
+    assert state.num_steps is None and state.usd is None and state.mfu is None
+    assert "mfu" not in Watched(runs_dir).series("odd", "steps")["lines"]
+    printed = survives(runs_dir, monkeypatch)
+    assert all("good" in text for text in (printed[0], *printed[4:]))
+
+
+@pytest.mark.parametrize("kind", ["", "\n\n", "[" * 100_000, "\0" * 100, "null", '{"a":1}',
+                                  "link", "pipe", "directory", "huge"])
+def test_odd_files_are_no_error_for_any_command(
+    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    outside = add_run(tmp_path, "outside") / "metrics.jsonl"
+    run_dir = add_run(runs_dir, "odd", steps=0)
+    add_run(runs_dir, "good")
+    (runs_dir / "loop").symlink_to(runs_dir / "loop")
+    (runs_dir / "a-file").write_text("")
+    for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
+        path = run_dir / name
+        if kind == "link":
+            path.symlink_to(outside)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "directory":
+            path.mkdir()
+        else:
+            path.write_text(lines(report(10)) if kind == "huge" else kind)
+            if kind == "huge":
+                os.truncate(path, 2**27 + 1)
+    state, is_odd = read_state(runs_dir, "odd"), kind in ("link", "pipe", "directory", "huge")
+    assert state.train_loss is None and any("metrics.jsonl" in text
+                                            for text in state.warnings) == is_odd
+    assert Watched(runs_dir).samples("odd") == {"samples": []}
+    printed = survives(runs_dir, monkeypatch)
+    assert all("good" in text for text in (printed[0], *printed[4:]))
+    assert ("warning: left out" in printed[4]) == is_odd
