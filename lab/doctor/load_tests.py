@@ -220,8 +220,7 @@ def _meeting(found: Sequence[dict[str, Any]]) -> Finding | None:
                              " time")
     busy = [str(node) for node, other in sorted(nodes.items()) if not other["is_loading"]]
     return ok(text) if not busy else warning(
-        f"{text}; in use: {', '.join(busy)}: the tests that load them are left out",
-        "run this again when they are idle")
+        f"{text}; nothing is loaded, because of node {', '.join(busy)}", "see that node's report")
 
 
 def _attention(found: Sequence[dict[str, Any]]) -> Finding:

@@ -277,7 +277,7 @@ NODES = {  # how node 1 differs: the verdict, and a part of the text
     "clock": ({"clock": 10.0}, WARNING, "90.00 s behind"),
     "code": ({"versions": VERSIONS | {"the project's code": "def"}}, PROBLEM,
              "the project's code differs: abc on node 0, def on node 1"),
-    "in use": ({"is_loading": False}, WARNING, "in use: 1: the tests"),
+    "in use": ({"is_loading": False}, WARNING, "because of node 1"),
 }
 
 
