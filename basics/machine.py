@@ -17,7 +17,10 @@ import psutil
 
 CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 PROJECT_DIR = Path(__file__).parents[1]
-SOURCES = ("*.py", *(f"{folder}/**/*.py" for folder in (
+# By name: a wheel's root has the modules of other packages, too.
+SOURCES = (*(f"{module}.py" for module in (
+    "checkpointing", "ddp_train", "gpt", "optim", "prepare_dataset", "run_config")),
+    *(f"{folder}/**/*.py" for folder in (
     "basics", "lab", "ops", "preparation", "processes", "reporting", "tokens", "trainer")))
 GIT_SECONDS = 10.0
 DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded

@@ -19,7 +19,7 @@ ROOT_FILES = {"ddp_train", "gpt", "optim", "run_config", "checkpointing", "prepa
 WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "tokens.token_file",
                  "tokens.tokenizer", "run_config", "processes.before_torch", "prepare_dataset",
                  "processes.beside", "reporting.charts", "reporting.tracker",
-                 "lab.export_metrics", "lab.doctor.examination"]
+                 "lab.export_metrics", "lab.doctor.doctor"]
 LINES = {"ddp_train.py": 375, "checkpointing.py": 450}
 
 

@@ -1,24 +1,30 @@
-"""What is checked, a check's result, and the isolation of the functions that find it."""
+"""What a check is about and what it finds, checks that stop no other, and their report."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+import shutil
+import socket
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-from basics.errors import UserError, describe
+import click
+
+from basics.errors import describe, visible
 from basics.gpu_readings import GpuReading
+from basics.time_limit import within
 from run_config import Run
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
+COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "red", SKIPPED: "bright_black"}
+NARROWEST, WIDEST = 60, 120  # columns of a report
 CHECK_SECONDS = 12.0  # for one check; the disks' and the hub's take a few
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A verdict, what was found, and what to do about it."""
 
     verdict: str
@@ -26,14 +32,8 @@ class Finding:
     advice: str = ""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A finding and the name of what was checked."""
-
-    name: str
-    verdict: str
-    text: str
-    advice: str = ""
+ok, warning, problem = (partial(Finding, verdict) for verdict in (OK, WARNING, PROBLEM))
+Checks = dict[str, Finding]  # by the name of what was checked
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,20 @@ class Subject:
     """A machine, and perhaps a run on it.
 
     Attributes:
+        time_limit: seconds for the load tests.
         gpus: those that CUDA_VISIBLE_DEVICES does not hide.
         run: None without a name, or if its configs are wrong: then `config_error` says why.
         num_processes: on this machine; `world_size` counts those of all nodes.
         available_gib: of its RAM, before the load tests began.
         busy: what already uses the GPUs, or trains the run; empty if nothing does.
-        is_training: a process on one of the nodes holds the run's lock.
+        is_training: a process of this machine holds the run's lock.
     """
 
     runs_dir: Path
     datasets_dir: Path
     run_name: str | None = None
+    is_online: bool = False
+    time_limit: float = 25.0
     run: Run | None = None
     config_error: str = ""
     all_gpus: tuple[GpuReading, ...] = ()
@@ -62,70 +65,80 @@ class Subject:
     available_gib: float = 0.0
     busy: str = ""
     is_training: bool = False
-    is_online: bool = False
-
-
-def ok(text: str) -> Finding:
-    return Finding(OK, text)
-
-
-def warning(text: str, advice: str) -> Finding:
-    return Finding(WARNING, text, advice)
-
-
-def problem(text: str, advice: str) -> Finding:
-    return Finding(PROBLEM, text, advice)
-
-
-def skipped(text: str) -> Finding:
-    return Finding(SKIPPED, text)
 
 
 def unknown(reason: str, advice: str = "") -> Finding:
     """Return the finding of a check that could not be made: nothing is known to be wrong."""
-    return Finding(WARNING, f"could not be checked: {reason}", advice)
+    return warning(f"could not be checked: {reason}", advice)
+
+
+def split_error(error: object, advice: str) -> tuple[str, str]:
+    """Return what is wrong and what to do, which an error's line has behind a semicolon."""
+    text, _, remedy = str(error).partition("; ")
+    return text, remedy or advice
 
 
 def make_checks(functions: Mapping[str, Callable[..., Finding | None]], *arguments: Any,
-               seconds: float = CHECK_SECONDS, late: Mapping[str, str] | None = None,
-               ) -> list[Check]:
-    """Make checks, by their names, one after the other; one that fails or hangs stops no other.
+                seconds: float = CHECK_SECONDS, late: Mapping[str, str] | None = None) -> Checks:
+    """Make checks one after the other; one that fails or hangs stops no other.
 
     Args:
         arguments: of each function. It returns None where there is nothing to check.
         late: advice, by the names of those that are a problem if they do not answer.
     """
-    checks = []
+    checks = {}
     for name, function in functions.items():
-        no_answer = f"no answer within {seconds:g} s"
-        advice = (late or {}).get(name)
-        finding = _isolated(function, arguments, seconds, instead=(
-            problem(no_answer, advice) if advice else unknown(no_answer)))
-        if finding is not None:
-            checks.append(Check(name, finding.verdict, finding.text, finding.advice))
+        try:
+            found = within(seconds, partial(function, *arguments))
+        except TimeoutError:
+            advice, text = (late or {}).get(name), f"no answer within {seconds:g} s"
+            found = problem(text, advice) if advice else unknown(text)
+        except Exception as error:  # whatever it is, the other checks go on
+            found = unknown(describe(error))
+        if found is not None:
+            checks[name] = found
     return checks
 
 
-def _isolated(function: Callable[..., Finding | None], arguments: tuple,
-              seconds: float, *, instead: Finding) -> Finding | None:
-    def work() -> Finding | None:
-        try:
-            return function(*arguments)
-        except UserError as error:
-            return unknown(str(error))
-        except Exception as error:  # whatever it is, the other checks go on
-            return unknown(describe(error))
-
-    return within(seconds, work, instead=instead)
+def numbers(indices: Sequence[int]) -> str:
+    """Name GPUs by their numbers: "GPU 3", "GPUs 0 and 2"."""
+    *others, last = map(str, indices)
+    return f"GPUs {', '.join(others)} and {last}" if others else f"GPU {last}"
 
 
-def within(seconds: float, work: Callable[[], T], *, instead: T) -> T:
-    """Return what a function that raises nothing returns, or `instead` if that takes too long.
+def num_processes(number: int) -> str:
+    return f"{number} process{'es' if number > 1 else ''}"
 
-    A thread that waits for a dead disk or driver cannot be ended: it is left alone.
-    """
-    found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else instead
+
+def num_of(checks: Checks, verdict: str) -> int:
+    """Return the number of checks with a verdict; training would fail if one is a problem."""
+    return [found.verdict for found in checks.values()].count(verdict)
+
+
+def print_checks(checks: Checks, run_name: str | None) -> None:
+    """Print one line or more for each check, then what follows from all of them."""
+    longest = max(map(len, checks))
+    indent = max(map(len, COLORS)) + 2 + longest + 2
+    width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size((100, 24)).columns)) - indent
+
+    def wrapped(text: str, first: str = "") -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, initial_indent=first,
+                             subsequent_indent=" " * len(first))
+
+    for name, found in checks.items():
+        verdict = click.style(f"{found.verdict:<7}", fg=COLORS[found.verdict])
+        advice = wrapped(found.advice, "-> ") if found.advice else []
+        text = ("\n" + " " * indent).join(wrapped(found.text) + advice)
+        click.echo(verdict + visible(f"  {name.ljust(longest)}  {text}"))
+    counts = [(num_of(checks, verdict), verdict) for verdict in (PROBLEM, WARNING)]
+    click.echo(click.style(
+        f"{'not fit' if counts[0][0] else 'fit'} to train{f' {run_name}' if run_name else ''}: "
+        + ", ".join(f"{number or 'no'} {word}{'' if number == 1 else 's'}"
+                    for number, word in counts), bold=True))
+
+
+def as_document(checks: Checks, run_name: str | None) -> dict[str, Any]:
+    """Return the same as one JSON document."""
+    return {"schema": "doctor/1", "run": run_name, "is_fit": not num_of(checks, PROBLEM),
+            "reports": [{"title": socket.gethostname(), "checks": [
+                {"name": name} | found._asdict() for name, found in checks.items()]}]}

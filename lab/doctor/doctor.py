@@ -1,19 +1,41 @@
-"""`lab doctor`: check whether this machine is fit to train."""
+"""`lab doctor`: check whether this machine, or each node of a launch, is fit to train."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from basics.errors import FAILED
+from basics.cli import print_json
+from basics.errors import FAILED, UserError
+from basics.gpu_readings import nvml_failure, read_gpus
+from basics.machine import available_ram_gib, num_cpu_cores
+from basics.time_limit import within
+from lab.doctor import machine_checks, run_checks
+from lab.doctor.check import (
+    PROBLEM,
+    Checks,
+    Subject,
+    as_document,
+    make_checks,
+    num_of,
+    print_checks,
+)
+from lab.doctor.load_tests import check_load, load_tests
+from processes.run_lock import trained_by
+from run_config import RUN_NAME, Run, load_run
+
+DRIVER_SECONDS = 8.0  # it needs milliseconds; one in trouble may never answer
+RUN_SECONDS = 8.0  # to read a run's files; a network disk may never answer
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run_name", metavar="[RUN]", required=False)
 @click.option("--online", "is_online", is_flag=True,
               help="Ask the Hugging Face hub for an answer and for what its token may do, also"
                    " where the run needs no download.")
@@ -25,30 +47,97 @@ from basics.errors import FAILED
               show_default=True)
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
-def command(**options: Any) -> None:
+def command(as_json: bool, **about: Any) -> None:
     """Check whether this machine is fit to train, and to train RUN if one is named.
 
     Looks at GPUs, driver, PyTorch, disks, memory, limits, and at the run's configs, dataset and
     sizes; loads each GPU for a moment and adds up numbers over all of them. Beside a training it
     leaves these tests out. Exit status 1 if training would fail, 0 otherwise. On several machines:
-    torchrun ... -m lab doctor RUN, as the training is started.
+    torchrun ... -m lab doctor RUN, as the training is started; each one prints its own report.
     """
-    from lab.doctor.examination import Request, examine_here
-    from lab.doctor.report import Report, as_document, is_fit, print_report
+    subject = Subject(**about)
 
-    request = Request(**options)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # the first process of each node examines it
+    checks = examine(subject)
+    if as_json:
+        print_json(as_document(checks, subject.run_name))
+    else:
+        print_checks(checks, subject.run_name)
+    sys.exit(FAILED if num_of(checks, PROBLEM) else 0)
 
-    def show(reports: list[Report]) -> int:
-        if request.as_json:
-            from basics.cli import print_json
 
-            print_json(as_document(reports, request.run))
-        else:
-            print_report(reports, request.run)
-        return 0 if is_fit(reports) else FAILED
+def found_here(subject: Subject) -> Subject:
+    """Find out what is to be checked.
 
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from lab.doctor.nodes import examine_nodes  # imports torch
+    Raises:
+        UserError: there is no such run.
+    """
+    run, config_error, pid = None, "", None
+    if subject.run_name is not None:
+        try:
+            run, config_error, pid = within(
+                RUN_SECONDS, partial(_find_run, subject.runs_dir, subject.run_name))
+        except OSError as error:
+            why = error.strerror or f"no answer within {RUN_SECONDS:g} s"
+            config_error = (f"{error.filename or subject.runs_dir}: {why}; check the disk, or name"
+                            " another place with --runs-dir")
+    hidden, name = os.environ.get("CUDA_VISIBLE_DEVICES"), subject.run_name
 
-        sys.exit(examine_nodes(request, show))
-    sys.exit(show(examine_here(request)))
+    def read() -> tuple[list[Any], list[Any], str | None]:
+        every = read_gpus()
+        return every, machine_checks.visible_gpus(every, hidden), nvml_failure()
+
+    try:
+        every, gpus, failure = within(DRIVER_SECONDS, read)
+    except TimeoutError:
+        every, gpus, failure = [], [], machine_checks.NO_ANSWER
+    used = machine_checks.in_use(gpus)
+    busy = [f"{name} is being trained by process {pid}"] * bool(pid) + [f"in use: {used}"] * bool(
+        used)
+    number = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
+    return replace(
+        subject, run=run, config_error=config_error, all_gpus=tuple(every), gpus=tuple(gpus),
+        nvml_failure=failure, num_processes=number, available_gib=available_ram_gib(),
+        world_size=int(os.environ.get("WORLD_SIZE", number)), busy="; ".join(busy),
+        is_training=pid is not None)
+
+
+def _find_run(runs_dir: Path, name: str) -> tuple[Run | None, str, int | None]:
+    """Return a run, or what is wrong with its configs, and the process that trains it.
+
+    Raises:
+        UserError: there is no such run.
+        OSError: the disk cannot be read.
+    """
+    run, config_error = None, ""
+    try:
+        run = load_run(runs_dir, name)
+    except UserError as error:
+        if not RUN_NAME.fullmatch(name) or not (runs_dir / name).is_dir():
+            raise
+        config_error = str(error)
+    return run, config_error, trained_by(runs_dir / name)
+
+
+def examine(subject: Subject) -> Checks:
+    """Make all checks of this machine, and the load tests in processes of their own.
+
+    One for each GPU, two on a CPU, one that only reports if others use the machine. Under torchrun
+    one for each of its processes on this node: they meet those of the other nodes.
+    """
+    subject = found_here(subject)
+    first, number = int(os.environ.get("RANK", "0")), subject.num_processes
+    store = "lab doctor" if "RANK" in os.environ else ""
+    if not store:
+        number = 1 if subject.busy else len(subject.gpus) or min(2, num_cpu_cores())
+    ranks = [{"RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank),
+              "WORLD_SIZE": str(subject.world_size if store else number),
+              "LOCAL_WORLD_SIZE": str(number)} for local_rank in range(number)]
+    with load_tests(subject, ranks, store=store) as results_of_all:
+        others = machine_checks.check_limits(subject) | make_checks(
+            machine_checks.CHECKS | run_checks.CHECKS, subject, late=machine_checks.LATE)
+        results = results_of_all()
+    facts = results[0].found.get("PyTorch", {})
+    return {"GPUs": machine_checks.check_gpus(subject, facts)} | machine_checks.check_readings(
+        subject, facts) | check_load(results) | others

@@ -1,46 +1,71 @@
-"""Checks of a run's own things: configs, dataset, batch, memory of its processes, checkpoints."""
+"""Checks of a run: RAM, configs, dataset, batch, memory, checkpoints, the hub."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from basics.errors import UserError
+from basics.errors import UserError, first_line
 from basics.files import check_inside
 from basics.text import gb, gib
-from lab.doctor.check import Finding, Subject, ok, problem, skipped, warning
-from lab.doctor.gpu_checks import numbers
-from lab.doctor.host_checks import existing, training_gib
-from lab.plan.estimate import bytes_of_checkpoint, most_checkpoints, num_checkpoints
+from lab.doctor.check import (
+    Finding,
+    Subject,
+    num_processes,
+    numbers,
+    ok,
+    problem,
+    split_error,
+    unknown,
+    warning,
+)
+from lab.doctor.machine_checks import existing
+from lab.plan.estimate import (
+    bytes_of_checkpoint,
+    default_precision,
+    most_checkpoints,
+    num_checkpoints,
+    pinned_bytes,
+)
+from lab.plan.memory import peak_memory
+from lab.plan.setting import Setting
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete
-from reporting.speed import usable_gib
+from preparation.hub import ask_hub
+from reporting.speed import find_gpu, usable_gib
 from tokens.batch_plan import BatchPlan, accumulation_steps_of, plan_batches
 from tokens.token_file import TokenFile
 
+PROCESS_GIB, CPU_PROCESS_GIB = 3.0, 0.5  # of RAM, estimated: PyTorch with CUDA and without
 UNLIMITED_TOKENS = 2**62  # of a dataset whose length is not known yet
 MUCH_TOO_LARGE = 1.25  # times the memory there is: the estimate is not that far off
 OWN_GIB = 1.0  # of a GPU, which CUDA and NCCL take beside a process's tensors
+ASK_SECONDS = 8.0  # for one answer of the hub
+TOKEN_FILES = ("train.safetensors", "validation.safetensors", "tokenizer.json")
+OTHER_CONFIG = "see docs/configuration.md"
+OTHER_NAME = "correct the name in train.json, or the hub's token"
 
 
 def check_configs(subject: Subject) -> Finding | None:
     """Check that the run's files can be read, as the training does."""
-    if subject.run_name is None:
-        return None
     if subject.run is None:
-        return problem(*_split(subject.config_error))
+        return problem(*split_error(subject.config_error, OTHER_CONFIG)
+                       ) if subject.run_name else None
     lines = list(subject.run.warnings)
     try:
         subject.run.priced(None)
     except UserError as error:
         lines.append(str(error))
-    if lines:
-        texts, advice = zip(*map(_split, lines), strict=True)
-        return warning("; ".join(texts), "; ".join(dict.fromkeys(advice)))
-    return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
+    if not lines:
+        return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
+    texts, advice = zip(*(split_error(line, OTHER_CONFIG) for line in lines), strict=True)
+    return warning("; ".join(texts), "; ".join(dict.fromkeys(advice)))
 
 
 def check_dataset(subject: Subject) -> Finding | None:
-    """Check a dataset that is here, or is made here; `network_checks` has the hub's."""
+    """Check that the dataset is here, is made here, or can be downloaded."""
     if subject.run is None:
         return None
     name = subject.run.train.dataset
@@ -52,13 +77,65 @@ def check_dataset(subject: Subject) -> Finding | None:
                         for split in ("train", "validation"))
             return ok(f"{place} has {train.num_tokens:,} training tokens")
     except UserError as error:
-        return problem(*_split(str(error)))
+        return problem(*split_error(error, OTHER_CONFIG))
     if "/" in name:
-        return None
+        return _check_download(subject, name)
     if name == STDLIB_DATASET:
         return ok(f"{place} is made from Python's own files when training starts")
     return problem(f"{place}: no dataset there", f"make it: prepare_dataset.py SOURCE {place}, or"
                    " name a dataset on the hub (owner/name) in train.json")
+
+
+def _check_download(subject: Subject, name: str) -> Finding:
+    """Check that a dataset is on the hub, and that the disk has room for it."""
+    from huggingface_hub import HfApi
+
+    try:
+        info = ask_hub(name, lambda: HfApi().dataset_info(
+            name, files_metadata=True, timeout=ASK_SECONDS), pauses=())
+    except UserError as error:
+        return problem(*split_error(error, OTHER_NAME))
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    if missing := [file for file in TOKEN_FILES[:2] if file not in sizes]:
+        return problem(f"{name} on the hub has no {missing[0]}",
+                       "name a dataset of token files, or make one with prepare_dataset.py")
+    needed = sum(sizes.get(file, 0) for file in TOKEN_FILES)
+    free = shutil.disk_usage(existing(subject.datasets_dir)).free
+    text = (f"{name} is on the hub: {needed / 1e9:,.1f} GB are downloaded when training starts,"
+            f" {free / 1e9:,.1f} GB are free")
+    return ok(text) if needed < free else problem(
+        text, "make room, or name another place with --datasets-dir")
+
+
+def check_ram(subject: Subject) -> Finding:
+    """Compare the RAM with what the processes and the snapshot of a checkpoint need."""
+    on_gpu, available = bool(subject.gpus), subject.available_gib
+    needed = subject.num_processes * (PROCESS_GIB if on_gpu else CPU_PROCESS_GIB)
+    if subject.run is None:
+        text = (f"{available:,.1f} GiB available; training needs {needed:,.1f} or more: name a run"
+                " to have it counted")
+        return ok(text) if available >= needed else warning(text, "end other programs")
+    snapshot = (pinned_bytes if on_gpu else bytes_of_checkpoint)(subject.run) / 2**30
+    needed += snapshot + (0 if on_gpu else subject.num_processes * training_gib(subject))
+    text = (f"{available:,.1f} GiB available; the run needs about {gib(needed * 2**30)},"
+            f" {gib(snapshot * 2**30)} of them for the copy that checkpoints are written from"
+            " (the dataset is memory-mapped)")
+    if available >= needed:
+        return ok(text)
+    advice = "end other programs, or take a machine with more RAM"
+    if not on_gpu:
+        advice += "; on a CPU a smaller microbatch_size or fewer processes need less"
+    return problem(text, advice) if available < needed / 2 else warning(text, advice)
+
+
+def training_gib(subject: Subject) -> float:
+    """Return the GiB of a process's tensors at the peak of a step, as `lab plan` estimates."""
+    train, on_gpu = subject.run.train, bool(subject.gpus)
+    precision = train.precision or "fp32"
+    if on_gpu:
+        precision = default_precision(train, find_gpu(subject.gpus[0].name or ""))
+    setting = Setting(subject.run.model, train, precision, subject.world_size, on_gpu=on_gpu)
+    return peak_memory(setting, train.microbatch_size).total / 2**30
 
 
 def plan_of(subject: Subject) -> BatchPlan:
@@ -72,37 +149,39 @@ def check_batch(subject: Subject) -> Finding | None:
     """Check that the global batch can be divided among the processes."""
     if subject.run is None:
         return None
-    train, world_size = subject.run.train, subject.world_size
+    size, world_size = subject.run.train.microbatch_size, subject.world_size
     try:
         plan_of(subject)
         steps = accumulation_steps_of(subject.run, world_size=world_size)
     except UserError as error:
-        return problem(*_split(str(error)))
-    size = train.microbatch_size * steps * world_size
-    return ok(f"microbatch {train.microbatch_size:,} x accumulation {steps:,} x"
-              f" {num_processes(world_size)} = {size:,} sequences")
-
-
-def num_processes(number: int) -> str:
-    return f"{number} process{'es' if number > 1 else ''}"
+        return problem(*split_error(error, OTHER_CONFIG))
+    return ok(f"microbatch {size:,} x accumulation {steps:,} x"
+              f" {num_processes(world_size)} = {size * steps * world_size:,} sequences")
 
 
 def check_microbatch(subject: Subject) -> Finding | None:
     """Compare the memory that `lab plan` estimates for a process with what there is."""
     if subject.run is None:
         return None
-    needed = training_gib(subject)
+    there, where = subject.available_gib / subject.num_processes, "a process"
     if subject.gpus:
         sizes = [gpu.memory_total_gib for gpu in subject.gpus if gpu.memory_total_gib]
         if not sizes:
-            return skipped("the driver does not tell the GPUs' memory")
+            return unknown("the driver does not tell the GPUs' memory")
         there, where = usable_gib(min(sizes)), "a GPU"
-        if needed <= there and not subject.is_training and (taken := _check_free(subject, needed)):
-            return taken
-    else:
-        there, where = subject.available_gib / subject.num_processes, "a process"
-    text = (f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)}"
-            f" of the {gib(there * 2**30)} of {where} (estimate)")
+    needed = training_gib(subject)
+    what = (f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)}"
+            f" of {{}} (estimate)")
+    # Another process may have taken a GPU's memory, such as one that a kill left.
+    free = {number: gpu.memory_total_gib - (gpu.memory_used_gib or 0)
+            for number, gpu in enumerate(subject.gpus) if gpu.memory_total_gib}
+    taken = [number for number, gib in free.items() if gib - OWN_GIB < needed]
+    if needed <= there and taken and not subject.is_training:
+        return problem(
+            f"{what.format('a GPU')}; {numbers(taken)} {'has' if len(taken) == 1 else 'have'}"
+            f" {gib(min(free.values()) * 2**30)} free: other processes use the rest",
+            "find them with nvidia-smi and end them: a run that was killed may have left some")
+    text = what.format(f"the {gib(there * 2**30)} of {where}")
     if needed <= there:
         return ok(text)
     advice = ("lower microbatch_size, or set head_chunks 8 or activation_checkpointing;"
@@ -110,63 +189,99 @@ def check_microbatch(subject: Subject) -> Finding | None:
     return problem(text, advice) if needed > MUCH_TOO_LARGE * there else warning(text, advice)
 
 
-def _check_free(subject: Subject, needed: float) -> Finding | None:
-    """Check that no other process has taken a GPU's memory, such as one that a kill left."""
-    free = {number: gpu.memory_total_gib - (gpu.memory_used_gib or 0)
-            for number, gpu in enumerate(subject.gpus) if gpu.memory_total_gib}
-    taken = [number for number, gib in free.items() if gib - OWN_GIB < needed]
-    if not taken:
-        return None
-    return problem(
-        f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)} of a"
-        f" GPU (estimate); {numbers(taken)} {'has' if len(taken) == 1 else 'have'}"
-        f" {gib(min(free.values()) * 2**30)} free: other processes use the rest",
-        "find them with nvidia-smi and end them: a run that was killed may have left some")
-
-
 def check_checkpoints(subject: Subject) -> Finding | None:
     """Check that the disk has room for the next checkpoint, and for all that the run keeps."""
     if subject.run is None:
         return None
-    run, size = subject.run, bytes_of_checkpoint(subject.run)
-    place = existing(run.checkpoints_dir)
-    free = shutil.disk_usage(place).free
-    text = f"{gb(size)} each, {gb(free)} free"
-    advice = "make room, set keep_checkpoints, or name another place with --runs-dir"
+    run, size, total = subject.run, bytes_of_checkpoint(subject.run), None
+    free = shutil.disk_usage(existing(run.checkpoints_dir)).free
+    text, advice = f"{gb(size)} each, {gb(free)} free", (
+        "make room, set keep_checkpoints, or name another place with --runs-dir")
     if free < size:
         return problem(text, advice)
-    number = _num_kept(subject)
+    is_here = is_complete(subject.datasets_dir / run.train.dataset)
+    with suppress(UserError):  # the line on the batch tells it
+        if is_here or run.train.min_train_tokens != -1:  # else the run's length is not known yet
+            total = num_checkpoints(run, plan_of(subject))
+    number = most_checkpoints(run.train, total)
     if number is None:
         return ok(text)
+    present = sum(path.is_dir() and not path.is_symlink() for path in (
+        run.checkpoints_dir.iterdir() if run.checkpoints_dir.is_dir() else ()))
     text += f"; at most {number:,} are kept"
-    missing = (number - _num_present(run.checkpoints_dir)) * size
-    return ok(text) if missing <= free else warning(
+    return ok(text) if (number - present) * size <= free else warning(
         f"{text}: {gb(number * size)}", advice)
 
 
-def _num_kept(subject: Subject) -> int | None:
-    """Return the most checkpoints at one time; None if the length of the run is not known."""
-    train = subject.run.train
-    if train.min_train_tokens == -1 and not is_complete(subject.datasets_dir / train.dataset):
-        return most_checkpoints(train, None)
-    try:
-        total = num_checkpoints(subject.run, plan_of(subject))
-    except UserError:
+def needed_of_hub(subject: Subject) -> tuple[str, str]:
+    """Return the dataset and the first model that the run must still download; "" for neither."""
+    if subject.run is None:
+        return "", ""
+    dataset, model = subject.run.train.dataset, subject.run.train.init_from or ""
+    if "/" not in dataset or is_complete(subject.datasets_dir / dataset):
+        dataset = ""
+    has_begun = (subject.run.checkpoints_dir / "latest").exists()
+    return dataset, "" if has_begun or "/" not in model or Path(model).is_dir() else model
+
+
+def check_hub(subject: Subject) -> Finding | None:
+    """Ask the hub for nothing but an answer, where no repository is asked for."""
+    if not subject.is_online or any(needed_of_hub(subject)):
         return None
-    return most_checkpoints(train, total)
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=ASK_SECONDS)
+    except Exception as error:  # of whichever HTTP library the client uses
+        return warning(f"{constants.ENDPOINT} does not answer ({first_line(error)})",
+                       "check the network, a proxy (HTTPS_PROXY) and the clock of this machine")
+    return ok(f"{constants.ENDPOINT} answers")
 
 
-def _num_present(checkpoints_dir: Path) -> int:
-    if not checkpoints_dir.is_dir():
-        return 0
-    return sum(path.is_dir() and not path.is_symlink() for path in checkpoints_dir.iterdir())
+def check_model(subject: Subject) -> Finding | None:
+    """Check that the model that the run starts from can be downloaded."""
+    from huggingface_hub import HfApi
+
+    if not (name := needed_of_hub(subject)[1]):
+        return None
+    try:
+        ask_hub(name, lambda: HfApi().model_info(name, timeout=ASK_SECONDS), pauses=())
+    except UserError as error:
+        return problem(*split_error(error, OTHER_NAME))
+    return ok(f"{name} is on the hub")
 
 
-def _split(line: str) -> tuple[str, str]:
-    """Return what is wrong and what to do, which an error's line has behind a semicolon."""
-    text, _, advice = line.partition("; ")
-    return text, advice or "see docs/configuration.md"
+def check_token(subject: Subject) -> Finding | None:
+    """Check what the hub's token may do; its text is never shown."""
+    if not (subject.is_online or any(needed_of_hub(subject))):
+        return None
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if not get_token():
+        return ok("none: enough for public datasets and models, not for lab publish")
+    try:
+        about = HfApi().whoami()
+    except HfHubHTTPError as error:
+        if error.response.status_code not in (401, 403):
+            return unknown(f"the hub answers {error.response.status_code}")
+        return warning("the hub refuses it", "store another one: uv run hf auth login")
+    except Exception as error:  # its message may repeat the request
+        return unknown(f"the hub does not answer ({type(error).__name__})")
+    return ok(f"of {about.get('name', 'an unknown user')}: {scope_of(about)}")
 
 
-CHECKS = {"configs": check_configs, "dataset": check_dataset, "batch": check_batch,
-          "microbatch": check_microbatch, "checkpoints": check_checkpoints}
+def scope_of(about: dict[str, Any]) -> str:
+    """Say what a token may do, from the answer of whoami."""
+    token = (about.get("auth") or {}).get("accessToken") or {}
+    if token.get("role") == "write" or "repo.write" in json.dumps(token.get("fineGrained")):
+        return "may write" + (" to some places" if token.get("role") == "fineGrained" else "")
+    return ("may read only, so lab publish would fail"
+            if token.get("role") in ("read", "fineGrained") else "what it may do is not known")
+
+
+CHECKS = {
+    "RAM": check_ram, "configs": check_configs, "dataset": check_dataset, "batch": check_batch,
+    "microbatch": check_microbatch, "checkpoints": check_checkpoints, "hub": check_hub,
+    "initial model": check_model, "hub token": check_token}
