@@ -211,7 +211,7 @@ def test_a_heartbeat_that_stays_is_that_of_a_dead_process(
 
 
 @pytest.mark.parametrize(("pid", "is_refused"), [
-    (7, True), (os.getpid(), False), (os.getppid(), False)])
+    (7, True), (os.getpid(), False), (os.getppid(), False)], ids=["other", "own", "parent"])
 def test_of_two_launches_at_once_one_trains(
     without_locks: Path, monkeypatch: pytest.MonkeyPatch, pid: int, is_refused: bool
 ) -> None:
