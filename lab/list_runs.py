@@ -51,4 +51,4 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
         total += f", US${dollars(sum(priced))}"
     if priced and (rest := len(launched) - len(priced)):
         total += f" and {rest} of {len(launched)} runs without a price"
-    click.echo(total)
+    click.echo(visible(total))

@@ -128,8 +128,6 @@ def test_the_quick_start_works(checkout: Path) -> None:
     compared = lab_in(checkout, COMPARE)
     assert re.search(rf"^demo .* {loss[:5]}", compared, flags=re.MULTILINE)
     assert "8x B200 160 GiB*" in compared
-    assert {path.name for path in (checkout / "runs/comparison").iterdir()} == {
-        "loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png"}
     lab_in(checkout, EXPORT)
     assert loss in (checkout / "demo-gpt2/README.md").read_text()
     generator = pipeline("text-generation", model=str(checkout / "demo-gpt2"))

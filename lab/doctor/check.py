@@ -126,15 +126,16 @@ def print_checks(checks: Checks, run_name: str | None) -> None:
                              subsequent_indent=" " * len(first))
 
     for name, found in checks.items():
-        verdict = click.style(f"{found.verdict:<7}", fg=COLORS[found.verdict])
+        head = click.style(f"{found.verdict:<7}", fg=COLORS[found.verdict])
         advice = wrapped(found.advice, "-> ") if found.advice else []
         text = ("\n" + " " * indent).join(wrapped(found.text) + advice)
-        click.echo(verdict + visible(f"  {name.ljust(longest)}  {text}"))
+        click.echo(f"{head}{visible(f'  {name.ljust(longest)}  {text}')}")
     counts = [(num_of(checks, verdict), verdict) for verdict in (PROBLEM, WARNING)]
-    click.echo(click.style(
+    head = click.style(
         f"{'not fit' if counts[0][0] else 'fit'} to train{f' {run_name}' if run_name else ''}: "
         + ", ".join(f"{number or 'no'} {word}{'' if number == 1 else 's'}"
-                    for number, word in counts), bold=True))
+                    for number, word in counts), bold=True)
+    click.echo(head)
 
 
 def as_document(checks: Checks, run_name: str | None) -> dict[str, Any]:

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM
 from basics.errors import UserError
 from gpt import GPTModel
 from lab.instruct.instructions import Entry, chat_template
-from lab.publish import gguf_files
 from lab.publish.export import Extras, write_export
 from lab.publish.gguf_files import GGUF_FILES, check_gguf
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.models import random_model
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import Workplace
-from tokens.tokenizer import name_of
+from tokens.tokenizer import BYTE_LETTERS, name_of
 from trainer.models import LoadedModel
 
 gguf = pytest.importorskip("gguf")
@@ -124,7 +123,7 @@ def test_each_id_has_its_token(tmp_path: Path, tokenizer: str, vocab_size: int) 
     fields = fields_of(exported(target, tmp_path) / "model-F16.gguf")
     ours, tokens = target.load_tokenizer(), fields["tokenizer.ggml.tokens"]
     kinds = fields["tokenizer.ggml.token_type"]
-    bytes_of = {letter: byte for byte, letter in enumerate(gguf_files.byte_letters())}
+    bytes_of = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
     assert len(tokens) == len(kinds) == len(set(tokens)) == vocab_size
     for number in range(ours.n_vocab):
         if number != ours.eot_token:

@@ -24,8 +24,7 @@ from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.lm_eval_tasks import records_of, write_records, write_tasks
 from tests.support.models import export, random_model
-from tests.support.workplace import Workplace, forked, read_lines
-from tests.support.workplace import succeeded as process_succeeded
+from tests.support.workplace import Workplace, read_lines
 from tokens.tokenizer import load_tokenizer
 from trainer.models import LoadedModel
 
@@ -101,9 +100,8 @@ def test_all_tasks_are_one_table_and_one_record_each(trained: Workplace) -> None
         assert record["split"] is None and record["questions_from"].endswith(".jsonl")
         assert record["questions"] == 3 and 0 <= low <= record["accuracy"] <= high <= 1
         assert f" {record['accuracy']:.4f} [{low:.4f}, {high:.4f}] " in line
-    by_two = process_succeeded(forked("lab/__main__.py", trained.arguments(
-        "evaluate", "tiny", *arguments, "--microbatch-size", "1"), num_processes=2)).stdout
-    assert by_two.splitlines() == table
+    one_by_one = succeeded(lab_evaluate(trained, "tiny", *arguments, "--microbatch-size", "1"))
+    assert one_by_one.stdout.splitlines() == table
     again = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")[len(records):]
     for first, second in zip(records, again, strict=True):
         assert first.keys() == second.keys()

@@ -70,8 +70,7 @@ def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
         for group in ("1100", "0000", "0001", "1111", "0010"):
             for step in group:
                 window.add(torch.tensor(1.0), torch.tensor(1.0 if step == "1" else math.inf))
-            window.close(0, 1e-3, PhaseClock())
-            window.summarise(*window.take(waits=False))
+            window.close(0, 1e-3, PhaseClock(), waits=False)
             found.append(window.longest_skipped)
         assert found == [2, 6, 9, 0, 2]
     finally:

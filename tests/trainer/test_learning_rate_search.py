@@ -25,6 +25,7 @@ from optim import set_rates
 from processes.command_line import Options
 from processes.launch import Process
 from processes.run_lock import lock_run, release_run
+from processes.signals import DEADLINES
 from processes.startup_agreement import AgreedError, Agreement
 from reporting import charts
 from run_config import Run, load_run
@@ -217,8 +218,10 @@ def test_a_test_without_a_result_writes_nothing(
 @pytest.mark.parametrize(("too_short", "message"), [
     (False, "another launch"), (True, "takes 300 steps, and the run has 299")])
 def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(
-    tiny: Run, workplace: Workplace, too_short: bool, message: str
+    tiny: Run, workplace: Workplace, monkeypatch: pytest.MonkeyPatch, too_short: bool,
+    message: str,
 ) -> None:
+    monkeypatch.setenv(DEADLINES, '{"orphans": 0}')  # it is refused at once
     if too_short:
         change_config(tiny, {"min_train_tokens": 32 * (len(RATES) - 1)})
     else:
