@@ -297,10 +297,10 @@ class Trainer:
 
     def begin(self, agreement: Agreement) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
-        aside_dir = None
+        is_new, aside_dir = False, None
         if self.process.is_main:
-            self.identity, aside_dir = open_run_dir(self.prepared)
-        self.reports.begin(self.state.model.num_parameters(), aside_dir)
+            self.identity, is_new, aside_dir = open_run_dir(self.prepared, self.clock)
+        self.reports.begin(self.state.model.num_parameters(), aside_dir, is_new_identity=is_new)
         agreement.record_training_began(self.prepared.first_step)
         with compiled_code_of_run(self.prepared.run.run_dir, self.config, self.process):
             self.step = TrainingStep(self.state, self.config, self.process)
@@ -313,6 +313,7 @@ class Trainer:
     def end(self, global_step: int) -> None:
         """Write what is left; wait for what works beside training. Rank 0, without the group."""
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
+            self.saver.wait()
             self.saver.tidy()
             self.reports.draw_charts()
         with self.clock.phase(CHECKPOINT):

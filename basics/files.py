@@ -99,14 +99,15 @@ def fsync(path: Path) -> None:
 
     Some file systems cannot do that for directories: these are left as they are.
     """
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         if not (error.errno in NO_FSYNC and path.is_dir()):
             raise
-    finally:
-        os.close(descriptor)
 
 
 def check_inside(path: Path, root: Path, option: str) -> None:

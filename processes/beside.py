@@ -127,6 +127,8 @@ class Beside:
         try:
             with self._launch() as process:
                 self._process = process
+                if self._was_ended:  # while this one started
+                    end_group(process, self._grace_seconds)
                 if self._nothing_more.is_set():
                     self._write_end(process)
                 for line in process.stderr or ():

@@ -104,8 +104,12 @@ def _lock(run_dir: Path) -> None:
     while True:
         with suppress(BlockingIOError):
             descriptor = lock_directory(run_dir, is_shared=is_child)
-            # Rank 0 is to have it too. Another launch may come in between: then it has the run.
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                # Rank 0 is to have it too. Another launch may come in between: it has the run then.
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                raise
             _locks.append(descriptor)
             os.environ[LAUNCH] = str(os.getpid())
             return
@@ -137,6 +141,8 @@ def _is_healthy(beat: dict[str, Any]) -> bool:
 
 
 def _is_running(pid: Any) -> bool:
+    if type(pid) is not int:
+        return False
     with suppress(TypeError, ValueError, OverflowError, psutil.Error):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

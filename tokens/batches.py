@@ -174,6 +174,11 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
             raise UserError(f"{run.train_path}: {key} is {getattr(config, key)}, which are {wanted}"
                             f" sequences, but {file.path} has {found} from token"
                             f" {config.start_val_token} on; lower it or start_val_token")
+    for part in filter(None, (train, validation)):  # microbatches are checked when they are read
+        stated = part.token_file.metadata.get("max_token_id", "")
+        if stated.isdecimal() and len(stated) <= 5 and int(stated) >= vocab_size:
+            raise UserError(f"{part.token_file.path}: states ids up to {int(stated)}, outside the"
+                            f" model's vocabulary of {vocab_size:,}; set vocab_size above it")
     name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
     path = file_beside(dataset_dir, name)
     content = read_named_tokenizer(path, name) if path and name else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import shlex
 import signal
@@ -129,7 +130,8 @@ class SideProcesses:
 def after_checkpoint(command: str | None, run: Run) -> Beside:
     """Return what runs the command of --after-checkpoint, if there is one."""
     def launch() -> subprocess.Popen[str]:
-        with (run.run_dir / LOG).open("w") as output:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # no pipe
+        with open(os.open(run.run_dir / LOG, flags, 0o666), "w") as output:
             return start_command(command or "", run_facts(run, read_summary(run)), output,
                                  priority=LOWEST)
 

@@ -38,7 +38,7 @@ from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
 from reporting.metrics_file import check_records, read_metrics, remove_metrics_from, spent_before
 from reporting.speed import checkpoint_bytes
-from reporting.summary import FINISHED, has_status
+from reporting.summary import FINISHED, has_status, write_status
 from reporting.tracker import check_tracker
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
@@ -176,26 +176,28 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
                                     num_steps=data.plan.num_steps)
     prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
                            tuple(filter(None, warnings)), energy_kwh)
-    if not prepared.is_trained:
-        step("budget", lambda: check_budget(run, clock))
-        step("disk space", lambda: check_disk_space(run) if process.is_main else None)
+    goes_on = not prepared.is_trained  # each node by its own train.json: all take both steps
+    step("budget", lambda: check_budget(run, clock) if goes_on else None)
+    step("disk space", lambda: check_disk_space(run) if goes_on and process.is_main else None)
     return prepared
 
 
-def open_run_dir(prepared: PreparedRun) -> tuple[Identity, Path | None]:
+def open_run_dir(prepared: PreparedRun,
+                 clock: PhaseClock) -> tuple[Identity, bool, Path | None]:
     """Remove from a run directory what this launch does not go on from. Rank 0, once all agree.
 
     In this order, so that a kill leaves no other run's records or checkpoints to go on from.
 
     Returns:
-        The identity of what is saved from now on, and where checkpoints are now that the run does
-        not go on from.
+        The identity of what is saved from now on, whether it is a new one, and where checkpoints
+        are now that the run does not go on from.
     """
     run, identity = prepared.run, prepared.run_identity()
-    write_identity(run.run_dir, identity)
+    is_new = write_identity(run.run_dir, identity)
     for path in (run.metrics_path, run.samples_path, run.evaluations_path):
         remove_metrics_from(path, prepared.first_step, lacks_validation=prepared.lacks_validation)
-    return identity, clean_up(run.run_dir, from_step=prepared.first_step)
+    write_status(run, clock, status="running", reason=None, num_steps=prepared.plan.num_steps)
+    return identity, is_new, clean_up(run.run_dir, from_step=prepared.first_step)
 
 
 def build_state(prepared: PreparedRun, process: Process) -> TrainingState:

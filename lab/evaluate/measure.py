@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,9 @@ def measure_all(request: Request) -> Measured:
     Raises:
         UserError: a target, the tokens or the questions cannot be used; nothing was measured.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("lab evaluate uses one process: start it without torchrun; of several GPUs"
+                        " give each its own targets, with CUDA_VISIBLE_DEVICES")
     runs_dir = request.tokens.runs_dir
     models = choose_models(request.targets, request.checkpoints, runs_dir)
     wanted = [parse_task(text) for text in request.tasks]

@@ -428,3 +428,7 @@ def test_a_result_that_comes_while_a_launch_replaces_the_file_is_kept(
     metrics_file.remove_metrics_from(path, 5)
     evaluation.join()
     assert [record["global_step"] for record in read_lines(path)] == [4, 3]
+
+
+def test_under_torchrun_it_is_refused(trained: Workplace) -> None:
+    assert "start it without torchrun" in error_line(lab_evaluate(trained, "tiny", WORLD_SIZE="2"))

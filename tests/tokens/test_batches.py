@@ -200,3 +200,10 @@ def test_reading_a_file_of_20_gib_needs_little_memory(tmp_path: Path) -> None:
     data = Microbatches(TokenFile(path), plan, start_token=0, vocab_size=50257)
     assert sum(1 for _ in read_ahead(data, range(0, len(data), len(data) // 200), device=CPU)) > 200
     assert private_bytes() - before < 100 * 2**20
+
+
+def test_a_stated_id_outside_the_vocabulary_is_refused_at_the_start(workplace: Workplace) -> None:
+    write_tokens(workplace.add_dataset() / "train.safetensors", np.zeros(4000, dtype=np.uint16),
+                 {"max_token_id": "257"})
+    with pytest.raises(UserError, match="states ids up to 257, outside the model's vocabulary"):
+        opened(workplace)

@@ -80,9 +80,10 @@ def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run
     monkeypatch.setattr(startup, "write_identity", lambda *_: order.append("identity"))
     monkeypatch.setattr(startup, "remove_metrics_from", lambda *_, **__: order.append("records"))
     monkeypatch.setattr(startup, "clean_up", MagicMock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(startup, "write_status", lambda *_, **__: order.append("status"))
     with pytest.raises(KeyboardInterrupt):
-        startup.open_run_dir(MagicMock())
-    assert order == ["identity", *3 * ["records"]]
+        startup.open_run_dir(MagicMock(), MagicMock())
+    assert order == ["identity", *3 * ["records"], "status"]
 
 
 def test_every_report_collects_what_reference_counts_leave(reports: Reports) -> None:

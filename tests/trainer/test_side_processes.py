@@ -226,6 +226,15 @@ def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(
     assert finish(command) == "" and command.pop_failure() == ""
 
 
+def test_the_log_of_after_checkpoint_is_not_written_through_a_link(
+    saved: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (saved.run_dir / "after-checkpoint.log").symlink_to(tmp_path / "kept")
+    assert "Too many levels" in finish(after_checkpoint("true", saved))
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
 def test_a_finished_run_repeats_after_checkpoint_before_when_done(
     workplace: Workplace, tmp_path: Path
 ) -> None:
