@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks import prose
-from benchmarks.prose import is_prose, main
+from benchmarks.prose import main
 
 SENTENCE = ("The words of this paragraph number {} go on until they are long enough to be kept, and"
             " then they end with a full stop.")
@@ -64,6 +64,8 @@ def test_keeps_each_sentence_once_and_nothing_else(packages: Path, tmp_path: Pat
     add_package(packages, "pages", {
         "one.html": page("one"), "again.html": page("one"), "link.de.html": page("German"),
         "genindex.html": page("index"), "two.html": page("two"), "LICENSE": page("licence"),
+        "short.html": PAGE.replace(b"{}", b"It is too short."),
+        "code.html": PAGE.replace(b"{}", b"x = y[0] + f(2) * {3: 4};  " * 9 + b"."),
     })
     pod = f"=head1 NAME\n\nI<{SENTENCE.format('three')[:9]}>{SENTENCE.format('three')[9:]}\n\n"
     add_package(packages, "words", {
@@ -87,12 +89,6 @@ def test_the_order_is_the_same_each_time_and_another_version_is_reported(
     assert texts(tmp_path / "out") == texts(tmp_path / "again")
     assert texts(tmp_path / "out") != [SENTENCE.format(word) for word in
                                        ("first", *(number * 10 for number in NUMBERS))]
-
-
-@pytest.mark.parametrize("paragraph", [
-    "It is too short.", SENTENCE[:-1], "x = y[0] + f(2) * {3: 4};  " * 9 + "."])
-def test_drops_what_is_no_prose(paragraph: str) -> None:
-    assert is_prose(SENTENCE) and not is_prose(paragraph)
 
 
 def test_a_package_that_apt_lacks_is_one_line(packages: Path, tmp_path: Path) -> None:
