@@ -210,5 +210,10 @@ def start_fork_server(tokenizer: str) -> None:
     signal.signal(signal.SIGINT, previous_handler)
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Run the command line: `prepare_dataset.py`, or `ddp-train-prepare` where it is installed."""
     run_and_exit(main)
+
+
+if __name__ == "__main__":
+    run()

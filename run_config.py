@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -23,15 +25,14 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SHIPPED_RUNS = Path(__file__).parent / "runs"
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
 RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the original system
 GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks saves memory",
              "compile_mode": "remove it; PyTorch's default mode is the only one",
              "cautious_weight_decay": "remove it; it was never measured here",
-             **{f"{group}_{beta}": f"remove it; {beta} is that of all groups"
-                for group in GROUPS for beta in ("beta1", "beta2")},
-             **{f"{group}_weight_decay": "remove it; weight_decay is that of all groups"
-                for group in GROUPS},
+             **{f"{group}_{key}": f"remove it; {key} is that of all groups"
+                for group in GROUPS for key in ("beta1", "beta2", "weight_decay")},
              "momentum_warmup_percent": "remove it; no gain by it was measured",
              "weight_average": "remove it; averaged weights were not better",
              "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length beforehand"}
@@ -227,7 +228,12 @@ def load_run(runs_dir: Path, name: str) -> Run:
         also = "" if os.path.exists(name) else ", and no such directory"
         raise UserError(f"run {name[:60]!r} is not a plain name{also}; wanted a directory inside"
                         f" {runs_dir}, of letters, digits, '.', '_' and '-', at most 128")
-    run_dir = runs_dir / name
+    run_dir, shipped = runs_dir / name, SHIPPED_RUNS / name
+    if not run_dir.exists() and (shipped / "train.json").is_file():  # of an installed package
+        with suppress(OSError):  # then there is no such run
+            run_dir.mkdir(parents=True)
+            for file in ("model.json", "train.json"):
+                shutil.copyfile(shipped / file, run_dir / file)
     if not run_dir.is_dir():
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import signal
 import sys
 from typing import NoReturn
@@ -14,6 +15,11 @@ from processes.command_line import read_command_line
 from processes.run_lock import LockedError, announce, lock_run
 from processes.signals import end_with_torchrun
 from run_config import load_run
+
+
+def run_training_script() -> None:
+    """Run ddp_train.py: the command `ddp-train` of an installed package."""
+    runpy.run_module("ddp_train", run_name="__main__", alter_sys=True)
 
 
 def check_before_torch() -> None:
