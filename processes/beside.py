@@ -123,7 +123,7 @@ class Beside:
         """Run the process to its end; return how it failed, "" if it did not or has said so."""
         if self._launch is None or self._was_ended:
             return ""
-        num_notes = len(self._notes)
+        has_said_why = False  # the notes do not tell: they may have been popped
         try:
             with self._launch() as process:
                 self._process = process
@@ -133,10 +133,11 @@ class Beside:
                     self._write_end(process)
                 for line in process.stderr or ():
                     self._notes.append(one_line(line.decode(errors="replace").rstrip("\n")))
+                    has_said_why = True
         except Exception as error:  # it must not end training
             return describe(error)
         status = process.returncode
-        if status == 0 or status == TOLD and len(self._notes) > num_notes:
+        if status == 0 or status == TOLD and has_said_why:
             return ""
         return f"ended with status {status}" if status > 0 else (
             f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
