@@ -18,7 +18,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from basics.errors import NON_FINITE, cannot_be_written, print_line
-from optim import peak_learning_rate
 from processes.command_line import Options
 from processes.launch import Process
 from processes.startup_agreement import AgreedError, Agreement
@@ -32,23 +31,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RATES = np.geomspace(1e-6, 1, 300)  # `learning_rate` of each step
-SMOOTHING_STEPS = 8  # standard deviation of the bell curve that averages neighbouring losses
+BELL = np.exp(-0.5 * (np.arange(-24, 25) / 8) ** 2)  # weights of neighbouring losses
 # The suggestion, as a fraction of the rate with the lowest smoothed loss. The demo's model, trained
 # with AdamW for 733 steps on one process, ended at validation losses of 2.55 with a tenth of that
 # rate and 2.41 with half; the best of seven rates had 2.39. The steepest descent is lower still.
 FRACTION = 0.5
 DIVERGED = 4  # times the lowest smoothed loss: the test ends
 CHART_NAME = "learning-rate-test-chart.png"
-HEADROOM = 0.1  # of the span from the lowest smoothed loss to the first one; divergence is cut off
 
 
 def smooth(losses: Sequence[float]) -> np.ndarray:
     """Average each loss with those before and after it, weighted by a bell curve."""
-    distances = np.arange(-3 * SMOOTHING_STEPS, 3 * SMOOTHING_STEPS + 1)
-    bell = np.exp(-0.5 * (distances / SMOOTHING_STEPS) ** 2)
-    reach = len(bell) // 2  # np.convolve's mode "same" fails for fewer losses than weights
-    weights = np.convolve(np.ones(len(losses)), bell)[reach:-reach]
-    return np.convolve(losses, bell)[reach:-reach] / weights
+    reach = len(BELL) // 2  # np.convolve's mode "same" fails for fewer losses than weights
+    weights = np.convolve(np.ones(len(losses)), BELL)[reach:-reach]
+    return np.convolve(losses, BELL)[reach:-reach] / weights
 
 
 def suggest(losses: Sequence[float]) -> float | None:
@@ -154,23 +150,19 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
 
 def suggested_rates(train: TrainConfig, learning_rate: float) -> dict[str, float]:
     """Return the keys to set: `learning_rate`, and those of the groups with their own rates."""
-    groups = {group: f"{group}_learning_rate" for group in GROUPS}
     return {"learning_rate": learning_rate} | {
-        key: learning_rate * peak_learning_rate(group, train) / train.learning_rate
-        for group, key in groups.items() if getattr(train, key) is not None}
+        key: learning_rate * rate / train.learning_rate
+        for group in GROUPS if (rate := getattr(train, key := f"{group}_learning_rate"))}
 
 
 def plot_range_test(figure: Figure, losses: list[float], suggestion: float, *, name: str) -> None:
     """Plot losses over learning rates, the suggestion marked."""
-    axes, rates, smoothed = figure.subplots(), RATES[: len(losses)], smooth(losses)
+    axes, rates = figure.subplots(), RATES[: len(losses)]
     axes.plot(rates, losses, color="tab:blue", alpha=0.35, linewidth=1, label="loss of a step")
-    axes.plot(rates, smoothed, color="tab:blue", label="smoothed")
+    axes.plot(rates, smooth(losses), color="tab:blue", label="smoothed")
     axes.axvline(suggestion, color="tab:red", linestyle="--", label=f"suggestion: {suggestion:.2g}")
-    low, high = min(losses), max(losses[0], float(smoothed[0]))
-    margin = HEADROOM * (high - low)
-    axes.set_ylim(low - margin, high + 5 * margin)
-    axes.set_xscale("log")
-    axes.set_title(f"{name}: learning-rate test")
-    axes.set_xlabel("learning_rate")
-    axes.set_ylabel("loss (nats per token)")
+    span = losses[0] - min(losses)  # divergence is cut off
+    axes.set_ylim(min(losses) - 0.1 * span, losses[0] + 0.5 * span)
+    axes.set(title=f"{name}: learning-rate test", xscale="log", xlabel="learning_rate",
+             ylabel="loss (nats per token)")
     axes.legend(frameon=False)

@@ -26,7 +26,7 @@ from processes.launch import num_gpus, spans_nodes, start_torchrun
 from reporting.speed import CARDS_GIB, usable_gib
 from run_config import RENAMED_KEYS, Run, load_run
 from tokens.batch_plan import nearest_divisors
-from trainer.microbatch_trial import ERROR, RESULT, TRIAL_VARIABLE, Trial
+from trainer.microbatch_trial import TRIAL_VARIABLE, Trial
 
 MAX_TRIALS = 8
 GROWTH = 4  # times the largest that fits: tried without a line, and trusted of its prediction
@@ -102,22 +102,22 @@ def try_microbatch(command: list[str], microbatch_size: int, num_processes: int,
     Raises:
         UserError: they failed for another reason than memory.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
+        result_path = Path(folder) / "result.json"
         os.environ[TRIAL_VARIABLE] = json.dumps(
-            {"microbatch_size": microbatch_size, "folder": name})
+            {"microbatch_size": microbatch_size, "result_path": str(result_path)})
         try:
             status = start_torchrun(command[0], command[1:], num_processes=num_processes,
-                                    logs_dir=folder / "logs")
+                                    logs_dir=Path(folder) / "logs")
         finally:
             del os.environ[TRIAL_VARIABLE]
         if status - 128 in STOP_SIGNALS:
             sys.exit(status)
-        if (folder / RESULT).exists():
-            return Trial(**json.loads((folder / RESULT).read_text()))
-        failures = [path.read_text().strip() for path in folder.glob(ERROR.format("*"))]
+        if result_path.exists():
+            return Trial(**json.loads(result_path.read_text()))
+        failures = [path.read_text() for path in Path(folder).glob("result.rank*")]
         said = "\n".join([*failures, *(path.read_text(errors="replace")
-                                       for path in folder.rglob("stderr.log"))])
+                                       for path in Path(folder).rglob("stderr.log"))])
     # What an error says of a lost peer follows from the end of another process.
     errors = [error for error in failures if not LOST_PEER.search(error)]
     # On a CPU, a library that does not check for a failed allocation crashes.

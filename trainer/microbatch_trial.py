@@ -41,8 +41,7 @@ from tokens.batches import Microbatch
 from trainer.losses import build_training_state
 from trainer.precision import check_attention, resolve_for_device
 
-TRIAL_VARIABLE = "DDP_TRAIN_MICROBATCH_TRIAL"  # JSON: microbatch_size, and a folder for the results
-RESULT, ERROR = "result.json", "error-of-rank-{}.txt"  # in it
+TRIAL_VARIABLE = "DDP_TRAIN_MICROBATCH_TRIAL"  # JSON: microbatch_size, and a path for the result
 # Steps before the timed ones, and these. The second step has optimizer state from the start, and
 # DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
 STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
@@ -75,7 +74,7 @@ class MicrobatchTrial:
     def __init__(self, options: Options, process: Process, agreement: Agreement) -> None:
         self.process, self._agreement, self._options = process, agreement, options
         task = json.loads(os.environ[TRIAL_VARIABLE])
-        self._size, self._folder = task["microbatch_size"], Path(task["folder"])
+        self._size, self._result_path = task["microbatch_size"], Path(task["result_path"])
         self._run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
         train = self._run.train
         steps = train.gradient_accumulation_steps
@@ -109,8 +108,8 @@ class MicrobatchTrial:
         except Exception as error:  # whatever it is: to exit in order could wait for other ranks
             lift_limit()
             cause = "out of memory: " if is_out_of_memory(error) else ""
-            path = self._folder / ERROR.format(self.process.rank)
-            path.write_text(f"{cause}{describe(error)}\n")
+            path = self._result_path.with_suffix(f".rank{self.process.rank}")
+            path.write_text(f"{cause}{describe(error)}")
             leave(FAILED)
 
     def random_microbatches(self) -> Iterator[Microbatch]:
@@ -145,7 +144,7 @@ class MicrobatchTrial:
         # Every rank waits for it: one that ended before would leave the others in the collective.
         allocated, reserved, demand, capacity, speed = worst.tolist()
         if self.process.is_main:
-            (self._folder / RESULT).write_text(json.dumps(asdict(Trial(
+            self._result_path.write_text(json.dumps(asdict(Trial(
                 self._size, True, allocated, reserved, demand, -capacity, -speed,
                 device_name(self.process)))))
 

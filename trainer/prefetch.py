@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,91 +50,76 @@ def prefetch_run(script: str, options: Options, num_processes: int) -> None:
         print_line(f"warning: {notice}")
     dataset_dir = options.datasets_dir / run.train.dataset
     check_inside(dataset_dir, options.datasets_dir, "--datasets-dir")
-    _report("dataset", lambda: _fetch_dataset(run, dataset_dir))
-    data = open_run_data(run, dataset_dir, world_size=num_processes)
-    _report("token ids", lambda: _check_tokens(data))
-    _report("tokenizer", lambda: _find_tokenizer(data))
-    if run.train.init_from:
-        _report("initial weights",
-                lambda: _fetch_initial_weights(run, options.runs_dir, data.tokenizer_name))
-    if not has_status(run, FINISHED):
-        check_disk_space(run)
-    is_compiled = num_gpus() > 0 or run.train.compile is not None
-    _report("compiled code", lambda: _compile(script, run, num_processes) if is_compiled else
-            "skipped, there is no GPU here, and the run is not compiled on a CPU")
-    lacks = "" if is_compiled else ", but for the compiled code"
-    print_line(f"{run.name}: all that a launch needs is on this machine{lacks}")
-
-
-def _report(what: str, fetch: Callable[[], str]) -> None:
-    """Print one line of a thing: what it is, what `fetch` returns of it, and how long it took."""
-    began = time.monotonic()
-    print_line(f"{what}: {fetch()}; {time.monotonic() - began:.1f} s")
-
-
-def _fetch_dataset(run: Run, dataset_dir: Path) -> str:
     was_complete = is_complete(dataset_dir)
     provide_dataset(dataset_dir, run.train.dataset)
     files = [path for name in TOKEN_FILES if (path := dataset_dir / name).is_file()]
     how = "found" if was_complete else "downloaded" if "/" in run.train.dataset else "made"
-    return f"{_place(dataset_dir, files)}: {how}, {_verified(files)}"
+    print_line(f"dataset: {dataset_dir}: {how}, {_verified(files)}")
+    data = open_run_data(run, dataset_dir, world_size=num_processes)
+    _check_tokens(data)
+    if data.tokenizer_name is None:
+        print_line("tokenizer: not known, so there will be no samples")
+    else:
+        vocabulary = load_tokenizer(data.tokenizer_name, data.tokenizer_path)
+        print_line(f"tokenizer: {data.tokenizer_path or data.tokenizer_name},"
+                   f" {vocabulary.n_vocab:,} ids")
+    if run.train.init_from:
+        _fetch_initial_weights(run, options.runs_dir, data.tokenizer_name)
+    if not has_status(run, FINISHED):
+        check_disk_space(run)
+    lacks = ""
+    if run.train.compile is False:
+        print_line("compiled code: none, as train.json says")
+    elif num_gpus() == 0 and run.train.compile is None:
+        print_line("compiled code: skipped, there is no GPU here, and the run is not compiled on a"
+                   " CPU")
+        lacks = ", but for the compiled code"
+    else:
+        _compile(script, num_processes)
+    print_line(f"{run.name}: all that a launch needs is on this machine{lacks}")
 
 
-def _check_tokens(data: RunData) -> str:
+def _check_tokens(data: RunData) -> None:
+    """Read all tokens of the run, which checks their ids."""
     for index in range(data.plan.num_tokens // data.plan.tokens_per_microbatch):
-        data.train[index]  # reading it checks its ids
+        data.train[index]
     counts = f"{data.plan.num_tokens:,} for training"
     if data.validation is not None:
         for _ in data.validation:
             pass
         counts += f" and {data.validation.num_tokens:,} for validation"
-    return f"{counts} are in the vocabulary of {data.train.vocab_size:,}"
+    print_line(f"token ids: {counts} are in the vocabulary of {data.train.vocab_size:,}")
 
 
-def _find_tokenizer(data: RunData) -> str:
-    """Load the vocabulary that samples and bits per byte need, as the run will."""
-    name, path = data.tokenizer_name, data.tokenizer_path
-    if name is None:
-        return "not known, so there will be no samples"
-    vocabulary = load_tokenizer(name, path)
-    found = f"{_place(path, [path])}: found" if path else name
-    return f"{found}, {vocabulary.n_vocab:,} ids"
-
-
-def _fetch_initial_weights(run: Run, runs_dir: Path, tokenizer_name: str | None) -> str:
+def _fetch_initial_weights(run: Run, runs_dir: Path, tokenizer_name: str | None) -> None:
     if named_as_checkpoints(run.checkpoints_dir):
-        return "not needed, the run resumes from its checkpoints"
+        print_line("initial weights: not needed, the run resumes from its checkpoints")
+        return
     source: str | Any = run.train.init_from
-    before = _weight_files(source, runs_dir)
     initial_model(run, runs_dir, tokenizer_name=tokenizer_name)
-    files = _weight_files(source, runs_dir)
-    how = "found" if files == before else "downloaded"
-    return f"{_place(files[0].parent, files)}: {how}, {_verified(files)}"
+    directory = directory_of(runs_dir / source / "checkpoints" / BEST if is_run(source, runs_dir)
+                             else Path(source))
+    if not directory.is_dir():  # it is in the hub client's cache now
+        from huggingface_hub import try_to_load_from_cache  # takes half a second
+
+        directory = Path(str(try_to_load_from_cache(source, "config.json"))).parent
+    files = sorted(path for pattern in DOWNLOADED for path in directory.glob(pattern))
+    print_line(f"initial weights: {directory}: {_verified(files)}")
 
 
-def _weight_files(source: str, runs_dir: Path) -> list[Path]:
-    """Return the files of a model that are on this machine; none of one still to be downloaded."""
-    from huggingface_hub import try_to_load_from_cache  # takes half a second
-
-    directory = directory_of(runs_dir / source / "checkpoints" / BEST
-                             if is_run(source, runs_dir) else Path(source))
-    if not directory.is_dir():
-        config_path = try_to_load_from_cache(source, "config.json")
-        if not isinstance(config_path, str):
-            return []
-        directory = Path(config_path).parent
-    return sorted(path for pattern in DOWNLOADED for path in directory.glob(pattern))
+def _verified(files: list[Path]) -> str:
+    size = sum(path.stat().st_size for path in files) / 1e6
+    return (f"{size:,.2f} MB, {verify_digests(files)} of {len(files)} files compared with the hub's"
+            " digests")
 
 
-def _compile(script: str, run: Run, num_processes: int) -> str:
-    """Compile the training step as a run's ranks do, under torchrun."""
-    if run.train.compile is False:
-        return "none, as train.json says"
-    # One process for each GPU: PyTorch keeps code by the index of the device.
+def _compile(script: str, num_processes: int) -> None:
+    """Compile the training step as a run's ranks do, under torchrun.
+
+    One process for each GPU: PyTorch keeps code by the index of the device.
+    """
     count = min(num_processes, num_gpus() or 1)
     keep_compiled_code()
-    cache_dir = Path(os.environ.get(CACHE_VARIABLE, ""))
-    before = set((cache_dir / "fxgraph").glob("*/*"))  # the graphs in the cache
     os.environ[COMPILES_FOR] = str(num_processes)
     try:
         status = start_torchrun(script, sys.argv[1:], num_processes=count)
@@ -144,9 +127,8 @@ def _compile(script: str, run: Run, num_processes: int) -> str:
         del os.environ[COMPILES_FOR]
     if status:
         sys.exit(status)  # its processes have said why
-    how = "found" if set((cache_dir / "fxgraph").glob("*/*")) == before else "compiled"
-    files = [path for path in cache_dir.rglob("*") if path.is_file()]
-    return f"{_place(cache_dir, files)}: {how}" + (f" for {count} GPUs" if count > 1 else "")
+    print_line(f"compiled code: {os.environ.get(CACHE_VARIABLE, 'in a temporary directory')}"
+               f"{f', for {count} GPUs' if count > 1 else ''}")
 
 
 def compile_step(options: Options, process: Process, agreement: Agreement) -> None:
@@ -180,11 +162,3 @@ def _compile_here(run: Run, process: Process) -> None:
         raise UserError(f"{run.train_path}: microbatch_size {train.microbatch_size} does not fit"
                         f" into the memory of {process.device}; make it smaller, or set"
                         " head_chunks 8 (--find-max-microbatch measures what fits)") from None
-
-
-def _place(place: Path, files: list[Path]) -> str:
-    return f"{place}, {sum(path.stat().st_size for path in files) / 1e6:,.2f} MB"
-
-
-def _verified(files: list[Path]) -> str:
-    return f"{verify_digests(files)} of {len(files)} files compared with the hub's digests"
