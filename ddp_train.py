@@ -190,8 +190,7 @@ class TrainingStep:
     Attributes:
         sharing: how the ranks share Muon's work, as a line; empty if they do not have to.
 
-    Raises:
-        UserError: it cannot be compiled.
+    Raises: UserError: it cannot be compiled.
     """
 
     def __init__(self, state: TrainingState, train: TrainConfig, process: Process) -> None:

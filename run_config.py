@@ -207,8 +207,7 @@ class Run:
     def priced(self, usd_per_hour: float | None) -> Run:
         """Return this run with the price of the command line, of all machines, if that has one.
 
-        Raises:
-            UserError: the run has a limit in dollars but no price.
+        Raises: UserError: the run has a limit in dollars but no price.
         """
         price = usd_per_hour or self.train.usd_per_hour
         if self.train.max_cost_usd and not price:
@@ -220,9 +219,8 @@ class Run:
 def load_run(runs_dir: Path, name: str) -> Run:
     """Read and check a run's `model.json` and `train.json`.
 
-    Raises:
-        UserError: the name is not one plain directory name, the run does not exist, or one of
-            its files is missing, unreadable or wrong.
+    Raises: UserError: the name is not one plain directory name, the run does not exist, or one of
+        its files is missing, unreadable or wrong.
     """
     if not RUN_NAME.fullmatch(name):
         also = "" if os.path.exists(name) else ", and no such directory"

@@ -20,9 +20,8 @@ from trainer.startup import prepare_run
 def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     """Check a run in this process, then train it under torchrun; return its exit status.
 
-    Raises:
-        UserError: the run cannot be trained, and nothing was written; or it is finished, and
-            the command of --when-done failed.
+    Raises: UserError: the run cannot be trained, and nothing was written; or it is finished, and
+        the command of --when-done failed.
     """
     num_processes = options.nproc_per_node or default_num_processes()
     if options.prefetch:

@@ -54,8 +54,7 @@ class Losses:
     Attributes:
         training: turns token ids and targets, (B, T) each, into the mean loss, (); not yet in DDP.
 
-    Raises:
-        UserError: it cannot be compiled.
+    Raises: UserError: it cannot be compiled.
     """
 
     def __init__(self, model: GPTModel, train: TrainConfig, process: Process) -> None:

@@ -48,8 +48,7 @@ def search(script: str, options: Options, num_processes: int) -> None:
     Args:
         script: ddp_train.py, which each trial runs under a torchrun of its own.
 
-    Raises:
-        UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
+    Raises: UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
     """
     run, on_gpu = check_search(options, num_processes), num_gpus() > 0
     say = print_error if options.json else print_line
@@ -99,8 +98,7 @@ def try_microbatch(command: list[str], microbatch_size: int, num_processes: int,
     Args:
         command: ddp_train.py and its arguments, among them --find-max-microbatch.
 
-    Raises:
-        UserError: they failed for another reason than memory.
+    Raises: UserError: they failed for another reason than memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"

@@ -79,8 +79,7 @@ def load_model(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
     A directory holds a GPT-2 as `transformers` stores it, a checkpoint of a run, or one of the
     original system with its `model.json` beside it or two directories above.
 
-    Raises:
-        UserError: there is no such model, it is damaged, or it is not a GPT-2.
+    Raises: UserError: there is no such model, it is damaged, or it is not a GPT-2.
     """
     check_name(name, runs_dir)
     if is_run(name, runs_dir):
@@ -112,9 +111,8 @@ def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GP
     Args:
         tokenizer_name: of the run's dataset; None if it is not known.
 
-    Raises:
-        UserError: there is no such model, or it has another shape than the run's, or it was
-            trained with another tokenizer.
+    Raises: UserError: there is no such model, or it has another shape than the run's, or it was
+        trained with another tokenizer.
     """
     source: str | Any = run.train.init_from
     if source == run.name:

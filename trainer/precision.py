@@ -24,8 +24,7 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
     The only place that decides them. Everything that is built later reads the returned config.
     A deterministic run gets its kernels here, since CUDA must not have been initialised before.
 
-    Raises:
-        UserError: a bfloat16 residual stream in another precision than bf16.
+    Raises: UserError: a bfloat16 residual stream in another precision than bf16.
     """
     if train.deterministic:  # where a kernel is missing PyTorch raises
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -70,8 +69,7 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
     Args:
         train: after `resolve_for_device`.
 
-    Raises:
-        UserError: it failed on two sequences.
+    Raises: UserError: it failed on two sequences.
     """
     if train.attention not in KERNELS:
         return

@@ -41,8 +41,7 @@ TOKEN_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE)
 def prefetch_run(script: str, options: Options, num_processes: int) -> None:
     """Fetch and verify a run's dataset, tokenizer, initial weights and compiled code.
 
-    Raises:
-        UserError: something is missing, damaged or cannot be fetched, or the run is not valid.
+    Raises: UserError: something is missing, damaged or cannot be fetched, or the run is not valid.
     """
     run = load_run(options.runs_dir, options.run)
     check_run_dir(run)

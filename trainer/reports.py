@@ -110,8 +110,7 @@ class Reports:
         Args:
             waits: report steps that the device may not have finished yet, too.
 
-        Raises:
-            AgreedError: on every rank, if too many steps in a row were skipped.
+        Raises: AgreedError: on every rank, if too many steps in a row were skipped.
         """
         num_measured = global_step - self.prepared.first_step  # all but the first one
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
@@ -145,8 +144,7 @@ class Reports:
     def _check_skipped_steps(self, global_step: int) -> None:
         """End a run whose gradients stay non-finite; name cuDNN's attention once: it may cause it.
 
-        Raises:
-            AgreedError: on every rank.
+        Raises: AgreedError: on every rank.
         """
         num_skipped, advice = self.window.longest_skipped, remedy(self.losses.attention_kernel())
         if num_skipped >= self.run.train.max_skipped_steps:
@@ -215,10 +213,9 @@ class Reports:
         That may take 15 minutes, so it is called when the process group is gone, in which the other
         ranks would wait for this one, and after the last write of a checkpoint.
 
-        Raises:
-            UserError: the last validation loss is not finite; the last checkpoint or the records
-                could not be written, or the last --after-checkpoint failed; then the run keeps its
-                status.
+        Raises: UserError: the last validation loss is not finite; the last checkpoint or the
+            records could not be written, or the last --after-checkpoint failed; then the run keeps
+            its status.
         """
         if not self.watchdog.stop_signal:
             self.beside.finish_charts()

@@ -31,8 +31,7 @@ RAISED = 1.1  # ratio of two learning rates
 def choose_checkpoint(run: Run, options: Options) -> list[str]:
     """Return the name of the checkpoint to resume from, or "", then warnings of others. Rank 0.
 
-    Raises:
-        UserError: there is none, or it is not known which ones belong to the run.
+    Raises: UserError: there is none, or it is not known which ones belong to the run.
     """
     if options.fresh:
         return [""]
@@ -78,8 +77,7 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
 def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
     """Refuse to resume with another global batch size: data would be read twice, or skipped.
 
-    Raises:
-        UserError: the checkpoint's tokens are not its steps times this plan's tokens per step.
+    Raises: UserError: the checkpoint's tokens are not its steps times this plan's tokens per step.
     """
     num_steps = checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
@@ -97,8 +95,7 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
     Args:
         data: the fingerprints of the token files.
 
-    Raises:
-        UserError: names the change and how to undo it.
+    Raises: UserError: names the change and how to undo it.
     """
     meta, train, model_path = checkpoint.meta, run.train, run.run_dir / "model.json"
     was = meta.model.model_dump(exclude=FREE_TO_CHANGE)

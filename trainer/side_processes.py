@@ -155,8 +155,7 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     Args:
         stop_signal: the signal that a process of this launch has received, or 0.
 
-    Raises:
-        UserError: a command failed, or a signal ended it.
+    Raises: UserError: a command failed, or a signal ended it.
     """
     if not process.is_main:
         return

@@ -228,8 +228,7 @@ def check_run_dir(run: Run) -> None:
 def check_disk_space(run: Run) -> None:
     """Refuse to train if the next checkpoint could not be saved.
 
-    Raises:
-        UserError: the disk has no space for it.
+    Raises: UserError: the disk has no space for it.
     """
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
     disk = shutil.disk_usage(place)

@@ -59,8 +59,7 @@ class Gpt2Config(BaseModel):
     def as_model_config(self) -> ModelConfig:
         """Return this project's config; one dropout rate stands for GPT-2's three.
 
-        Raises:
-            ValueError: no GPT-2 has these sizes.
+        Raises: ValueError: no GPT-2 has these sizes.
         """
         if self.n_inner not in (None, 4 * self.n_embd):
             raise ValueError(f"n_inner is {self.n_inner}; wanted 4 x n_embd = {4 * self.n_embd}")

@@ -4,8 +4,10 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,12 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_train
 from checkpointing import SnapshotBuffers
-from ddp_train import TrainingStep
 from processes.launch import Process
 from reporting.clock import PhaseClock
+from tests.support.checkpoints import ONE_PROCESS
 from tests.support.fake_time import FakeTime
 from tests.support.steps import microbatches, step_of
-from tokens.batches import dropout_seed
+from tests.support.workplace import write_tokens
+from tokens.batch_plan import BatchPlan
+from tokens.batches import Microbatches, dropout_seed
+from tokens.token_file import TokenFile
+from trainer.losses import validate
 
 
 @pytest.mark.parametrize(("optimizer", "precision"), [
@@ -118,24 +124,6 @@ def test_the_seed_decides_the_initial_weights() -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_dropout_seeds_differ_by_seed_and_position() -> None:
-    seeds = {dropout_seed(seed, index) for seed in range(50) for index in range(200)}
-    assert len(seeds) == 50 * 200
-    assert len({seed % 2**32 for seed in seeds}) == 50 * 200  # a CPU generator reads 32 bits
-    assert dropout_seed(42, 7) == dropout_seed(42, 7)
-
-
-def draws(step: TrainingStep) -> bool:
-    """Take a step; return whether the global random state changed."""
-    before = torch.get_rng_state()
-    step.take(microbatches(), num_microbatches=1, learning_rate=0.1)
-    return not torch.equal(before, torch.get_rng_state())
-
-
-def test_the_random_state_is_set_only_where_dropout_draws() -> None:
-    assert draws(step_of(drop_rate=0.1)) and not draws(step_of(drop_rate=0.0))
-
-
 def test_a_partial_microbatch_of_a_compiled_run_is_validated_by_sequences() -> None:
     """Code that is not compiled needs more memory, and would be compiled for each size."""
     losses = step_of(drop_rate=0.0, precision="fp32", microbatch_size=8).losses
@@ -173,3 +161,28 @@ def test_the_wait_for_a_microbatch_is_booked_as_waiting(
     waiting.close()
     assert closed and len(heartbeats) == 2
     assert list(ddp_train.read_microbatches(prepared, watchdog, clock)) == [0, 1, 2, 3, 4]
+
+
+def test_dropout_draws_from_a_seed_of_its_own_at_each_position_and_nothing_else_draws() -> None:
+    seeds = {dropout_seed(seed, index) % 2**32  # a CPU generator reads 32 bits
+             for seed in range(50) for index in range(200)}
+    assert len(seeds) == 50 * 200
+    for drop_rate in (0.0, 0.1):
+        step = step_of(drop_rate=drop_rate)
+        before = torch.get_rng_state()
+        step.take(microbatches(), num_microbatches=1, learning_rate=0.1)
+        assert torch.equal(before, torch.get_rng_state()) == (drop_rate == 0)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 5])
+def test_the_validation_loss_does_not_depend_on_the_microbatch_size(
+    tmp_path: Path, microbatch_size: int
+) -> None:
+    write_tokens(tmp_path / "t.safetensors", np.arange(41, dtype=np.uint16))
+    plan = BatchPlan(microbatch_size, 1, 1, context_length=4, num_steps=1)
+    data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0, vocab_size=100,
+                        num_sequences=5)
+    losses = SimpleNamespace(process=ONE_PROCESS, model=nn.Identity(),
+                             validation=lambda token_ids, _: token_ids.float().mean())
+    watchdog = SimpleNamespace(heartbeat=lambda: None, stop_signal=0)
+    assert validate(losses, data, watchdog, shares=False) == np.arange(20).mean()
