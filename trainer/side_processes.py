@@ -80,10 +80,9 @@ class SideProcesses:
 
     def warn(self) -> None:
         """Warn of what has failed since the last call."""
-        tracker = f"tracker {self._prepared.run.train.tracker}"
-        for what, process in (("charts are not up to date", self.charts), (tracker, self.tracker),
-                              ("--after-checkpoint", self.after_checkpoint)):
-            self._log.warn(what, process.pop_failure())
+        self._log.warn("charts are not up to date", self.charts.pop_failure())
+        self._log.warn(f"tracker {self._prepared.run.train.tracker}", self.tracker.pop_failure())
+        self._log.warn("--after-checkpoint", self.after_checkpoint.pop_failure())
 
     def finish_charts(self) -> None:
         """Wait for the last charts."""
@@ -130,7 +129,7 @@ class SideProcesses:
 def after_checkpoint(command: str | None, run: Run) -> Beside:
     """Return what runs the command of --after-checkpoint, if there is one."""
     def launch() -> subprocess.Popen[str]:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # no pipe
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with open(os.open(run.run_dir / LOG, flags, 0o666), "w") as output:
             return start_command(command or "", run_facts(run, read_summary(run)), output,
                                  priority=LOWEST)
@@ -175,11 +174,9 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
         return
     summary = read_summary(run)
     if reason := _why_not(summary, stop_signal, has_trained=not prepared.is_finished):
-        print_line(f"{PREFIX}not run: {reason}")
-        return
+        return print_line(f"{PREFIX}not run: {reason}")
     gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # the command may need the GPU
+    torch.cuda.empty_cache()  # the command may need the GPU
     with suppress(OSError):
         fsync_records(run.run_dir)
     record_when_done(run, None)
@@ -189,11 +186,11 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     status, stopped_by = run_command(command, run_facts(run, summary))
     record_when_done(run, status)
     print_line(f"{PREFIX}ended with status {status} after {duration(time.monotonic() - began)}")
-    ended = f"the run is {summary['status']}, and --when-done"
-    if stopped_by:
-        raise UserError(f"{ended} was ended by {STOP_SIGNALS[stopped_by]}", 128 + stopped_by)
-    if status:
-        raise UserError(f"{ended} ended with status {status}", FAILED)
+    if stopped_by or status:
+        how = (f"was ended by {STOP_SIGNALS[stopped_by]}" if stopped_by
+               else f"ended with status {status}")
+        raise UserError(f"the run is {summary['status']}, and --when-done {how}",
+                        128 + stopped_by if stopped_by else FAILED)
 
 
 def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) -> str:
@@ -259,9 +256,13 @@ def run_command(command: str, facts: dict[str, str]) -> tuple[int, int]:
     Returns:
         Its exit status, 128 + n if signal n ended it; the stop signal that came meanwhile, or 0.
     """
+    def print_all() -> None:
+        for line in iter(lambda: process.stdout.readline(MAX_LINE), ""):  # type: ignore[union-attr]
+            print_line(f"{PREFIX}{line.rstrip(chr(10))}")
+
     with _stop_signals() as received:
         process = start_command(command, facts, subprocess.PIPE, priority=[])
-        printer = threading.Thread(target=_print_all, args=(process.stdout,), daemon=True)
+        printer = threading.Thread(target=print_all, daemon=True)
         printer.start()
         while process.poll() is None and not received:
             time.sleep(POLL_SECONDS)
@@ -283,8 +284,3 @@ def _stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _print_all(output: IO[str]) -> None:
-    for line in iter(lambda: output.readline(MAX_LINE), ""):
-        print_line(f"{PREFIX}{line.removesuffix(chr(10))}")

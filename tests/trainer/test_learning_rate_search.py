@@ -68,25 +68,30 @@ def curve(rate: np.ndarray) -> np.ndarray:
     return fall + noise[np.searchsorted(RATES, rate)]
 
 
-def run_test(losses: np.ndarray) -> list[float]:
-    """Run a test on a step that has these losses."""
-    watchdog, remaining = SimpleNamespace(process=CPU, start_hang_detection=lambda _: None), iter(
-        losses.tolist())
-    return run_range_test(lambda _: torch.tensor(next(remaining)), watchdog, 1.0)
+def change_config(run: Run, changes: dict) -> None:
+    values = json.loads(run.train_path.read_text())
+    run.train_path.write_text(json.dumps(values | changes))
+
+
+def test_only_a_loss_that_is_not_finite_or_a_lasting_rise_ends_the_test(one_process: None) -> None:
+    def run_test(losses: np.ndarray) -> list[float]:
+        """Run a test on a step that has these losses."""
+        watchdog = SimpleNamespace(process=CPU, start_hang_detection=lambda _: None)
+        remaining = iter(losses.tolist())
+        return run_range_test(lambda _: torch.tensor(next(remaining)), watchdog, 1.0)
+
+    for bad in (np.nan, np.inf):
+        losses = run_test(np.array([*curve(RATES)[:250], bad]))
+        assert losses == pytest.approx(curve(RATES)[:250].tolist())
+    one_is_high = np.full(len(RATES), 3.0)
+    one_is_high[100] = 20.0
+    assert len(run_test(one_is_high)) == len(RATES)
 
 
 def test_the_suggestion_follows_from_the_lowest_smoothed_loss() -> None:
     assert suggest(curve(RATES)) == pytest.approx(learning_rate_search.FRACTION * 0.01, rel=0.3)
     assert suggest(5 + 0.1 * np.random.default_rng(2).standard_normal(len(RATES))) is None  # noise
     assert suggest(5 + np.log10(RATES / RATES[0])) is None  # only rises
-
-
-@pytest.mark.parametrize("loss", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_ends_the_test_and_does_not_count(
-    one_process: None, loss: float
-) -> None:
-    losses = run_test(np.array([*curve(RATES)[:250], loss]))
-    assert losses == pytest.approx(curve(RATES)[:250].tolist())
 
 
 @pytest.mark.parametrize("options", [
@@ -131,11 +136,6 @@ def find(workplace: Workplace) -> None:
             signal.signal(number, handler)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def change_config(run: Run, changes: dict) -> None:
-    values = json.loads(run.train_path.read_text())
-    run.train_path.write_text(json.dumps(values | changes))
 
 
 @pytest.mark.parametrize("train", [
@@ -193,20 +193,19 @@ def test_training_that_diverges_ends_early_and_below_is_a_suggestion(
     assert float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1]) < 1
 
 
-@pytest.mark.parametrize(("fault", "status", "message"), [
-    ("gradient:nan", NON_FINITE, "the loss of the first step is not finite"),
-    ("", BAD_INPUT, "the loss fell at no learning rate")])
 def test_a_test_without_a_result_writes_nothing(
-    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
-    fault: str, status: int, message: str
+    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, fault or "no-place:nan")
     before = contents(workplace.root)
     few_rates(1e-12, 1e-11)
-    with pytest.raises(AgreedError, match=message) as error:
-        find(workplace)
-    assert error.value.status == status
-    assert contents(workplace.root) == before
+    for fault, status, message in (
+        ("gradient:nan", NON_FINITE, "the loss of the first step is not finite"),
+        ("no-place:nan", BAD_INPUT, "the loss fell at no learning rate"),
+    ):
+        monkeypatch.setenv(VARIABLE, fault)
+        with pytest.raises(AgreedError, match=message) as error:
+            find(workplace)
+        assert error.value.status == status and contents(workplace.root) == before
 
 
 @pytest.mark.parametrize(("too_short", "message"), [

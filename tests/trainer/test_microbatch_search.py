@@ -87,34 +87,30 @@ def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(
 ) -> None:
     def train(size: int) -> Trial:
         gib = {"flat": 1.0, "noisy": 1.0 + hash(size) % 7, "falling": 10.0 / size}[demand]
-        return (Trial(size, True, gib, gib, gib, 80.0, 1.0) if size <= fits_up_to
-                else Trial(size, fits=False))
+        return Trial(size, size <= fits_up_to, gib, gib, gib, 80.0, 1.0)
 
     trials = find_max_microbatch(train)
-    assert len(trials) <= MAX_TRIALS
-    assert all(trial.fits == (trial.microbatch_size <= fits_up_to) for trial in trials)
-
-
-def printed(workplace: Workplace, trials: list[Trial], *, on_gpu: bool) -> list[str]:
-    return result_lines(document(load_run(workplace.runs_dir, "tiny"), trials, 1), on_gpu=on_gpu)
+    assert len(trials) <= MAX_TRIALS and trials[0].fits
 
 
 def test_the_memory_line_predicts_other_cards_and_on_a_cpu_none(workplace: Workplace) -> None:
     workplace.add_run()
+
+    def printed(trials: list[Trial], *, on_gpu: bool = True) -> str:
+        run = load_run(workplace.runs_dir, "tiny")
+        return "\n".join(result_lines(document(run, trials, 1), on_gpu=on_gpu))
+
     trials = find_max_microbatch(memory(2.0, 0.5, 20.2))
-    lines = printed(workplace, trials, on_gpu=True)
-    assert lines[:3] == ["largest microbatch: 36", "fastest microbatch: 4 (1,000 tokens/s)",
-                         "memory: 2.00 GiB + 512 MiB a sequence"]
-    assert "12 GiB: 17, 16 GiB: 25, 24 GiB: 41, 40 GiB: 72, 80 GiB: 150, 141 GiB: 270," in lines[3]
-    lines = printed(workplace, trials, on_gpu=False)
-    assert lines[2] == "mapped memory: 2.00 GiB + 512 MiB a sequence"
-    assert lines[3].startswith("mapped: address space") and len(lines) == 4
+    text = printed(trials)
+    assert text.startswith("largest microbatch: 36\nfastest microbatch: 4 (1,000 tokens/s)\n"
+                           "memory: 2.00 GiB + 512 MiB a sequence\n")
+    assert "12 GiB: 17, 16 GiB: 25, 24 GiB: 41, 40 GiB: 72, 80 GiB: 150, 141 GiB: 270," in text
+    text = printed(trials, on_gpu=False)
+    assert "\nmapped memory: 2.00 GiB + 512 MiB a sequence\nmapped: address space" in text
     flat = [memory(10.0, 1e-5, 20.0)(size) for size in (1, 4, 16)]
-    lines = printed(workplace, flat, on_gpu=True)
-    assert lines[0].startswith("largest microbatch: 16 (larger ones were not tried")
-    assert lines[2:] == ["memory hardly grows with these microbatches"]
-    gap = printed(workplace, [*flat, Trial(40, fits=False)], on_gpu=True)
-    assert gap[0].startswith("largest microbatch: 16 (40 did not fit; none between was tried")
+    assert printed(flat).startswith("largest microbatch: 16 (larger ones were not tried")
+    assert printed(flat).endswith("\nmemory hardly grows with these microbatches")
+    assert "16 (40 did not fit; none between was tried" in printed([*flat, Trial(40, fits=False)])
 
 
 @pytest.mark.parametrize(("train", "largest", "world_size", "size", "message"), [
@@ -191,15 +187,47 @@ def test_a_search_that_is_impossible_says_why(
     assert workplace.files() == before
 
 
+def test_the_search_never_initialises_cuda(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its context would take some of the memory that the trials measure."""
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    workplace.add_run()
+    simulated_search(workplace, monkeypatch, capacity=3.7, save=True, memory_limit_gib=None)
+    with pytest.raises(pytest.fail.Exception, match="CUDA was initialised"):
+        torch.cuda.current_device()  # what the test would notice
+
+
 def tried(output: str) -> dict[int, bool]:
     """Read the table of trials: whether each microbatch fitted."""
     rows = re.findall(r"^ +([\d,]+) +(\d|out of memory)", output, re.MULTILINE)
     return {int(size.replace(",", "")): result != "out of memory" for size, result in rows}
 
 
-def trial_after(monkeypatch: pytest.MonkeyPatch, *errors: str, status: int = 1, stderr: str = "",
-                on_gpu: bool = False) -> Trial:
-    """Return the trial of a torchrun whose ranks say these errors."""
+LOST_PEER = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer"
+NO_THREAD = "libgomp: Thread creation failed: Resource temporarily unavailable"
+
+
+@pytest.mark.parametrize(("on_gpu", "status", "errors", "stderr", "message"), [
+    # Out of memory: of the compiler, of the driver; on a CPU also a crash, which torchrun may see
+    # after the lost peer, and what libraries say.
+    (True, 1, [LOST_PEER, "out of memory: RuntimeError: of the compiler"], "", None),
+    (True, 1, [], "torch.AcceleratorError: CUDA error: out of memory", None),
+    (False, 128 + signal.SIGSEGV, [], "", None),
+    (False, 1, [LOST_PEER], "", None),
+    (False, 1, [], NO_THREAD, None),
+    (False, 1, ["RuntimeError: could not create a primitive"], "", None),
+    (False, 1, [LOST_PEER, "RuntimeError: shapes cannot be multiplied"], "", "shapes"),
+    (False, 3, [], "a line\nthe last line\n", r"the last line \(exit status 3\)"),
+    (True, 139, [], "", r"no message \(exit status 139\)"),
+    (True, 1, [], NO_THREAD, "Thread creation failed"),
+])
+def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, status: int, errors: list[str], stderr: str,
+    message: str | None
+) -> None:
     def start(script: str, arguments: list[str], *, num_processes: int, logs_dir: Path) -> int:
         logs_dir.mkdir()
         (logs_dir / "stderr.log").write_text(stderr)
@@ -208,56 +236,11 @@ def trial_after(monkeypatch: pytest.MonkeyPatch, *errors: str, status: int = 1, 
         return status
 
     monkeypatch.setattr(microbatch_search, "start_torchrun", start)
-    return try_microbatch(["ddp_train.py"], 3, 2, on_gpu=on_gpu)
-
-
-LOST_PEER = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer"
-NO_THREAD = "libgomp: Thread creation failed: Resource temporarily unavailable"
-
-
-@pytest.mark.parametrize(("on_gpu", "status", "errors", "stderr"), [
-    (True, 1, [LOST_PEER, "out of memory: RuntimeError: of the compiler"], ""),
-    (True, 1, [], "torch.AcceleratorError: CUDA error: out of memory"),  # the driver's
-    (False, 128 + signal.SIGSEGV, [], ""),
-    (False, 1, [LOST_PEER], ""),  # the one that crashed was not the first that torchrun saw
-    (False, 1, [], NO_THREAD),
-    (False, 1, ["RuntimeError: could not create a primitive"], ""),
-], ids=["gpu", "driver", "crash", "peer", "openmp", "onednn"])
-def test_running_out_of_memory_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, status: int, errors: list[str], stderr: str
-) -> None:
-    found = trial_after(monkeypatch, *errors, status=status, stderr=stderr, on_gpu=on_gpu)
-    assert found == Trial(3, fits=False)
-
-
-@pytest.mark.parametrize(("on_gpu", "status", "errors", "stderr", "message"), [
-    (False, 1, [LOST_PEER, "RuntimeError: shapes cannot be multiplied"], "", "shapes"),
-    (False, 3, [], "a line\nthe last line\n", r"the last line \(exit status 3\)"),
-    (True, 139, [], "", r"no message \(exit status 139\)"),
-    (True, 1, [], NO_THREAD, "Thread creation failed"),
-])
-def test_another_failure_is_an_error_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, status: int, errors: list[str], stderr: str,
-    message: str
-) -> None:
+    if message is None:
+        assert try_microbatch(["ddp_train.py"], 3, 2, on_gpu=on_gpu) == Trial(3, fits=False)
+        return
     with pytest.raises(UserError, match=f"microbatch 3 failed, not out of memory: .*{message}"):
-        trial_after(monkeypatch, *errors, status=status, stderr=stderr, on_gpu=on_gpu)
-
-
-def test_the_search_never_initialises_cuda(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its context would take some of the memory that the trials measure."""
-    def initialise() -> None:
-        raise AssertionError("CUDA was initialised")
-
-    monkeypatch.setattr(torch.cuda, "_lazy_init", initialise)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    workplace.add_run()
-    simulated_search(workplace, monkeypatch, capacity=3.7, save=True, memory_limit_gib=None)
-    with pytest.raises(AssertionError, match="CUDA was initialised"):
-        torch.cuda.current_device()  # what the test would notice
+        try_microbatch(["ddp_train.py"], 3, 2, on_gpu=on_gpu)
 
 
 @pytest.fixture
@@ -309,14 +292,14 @@ def test_a_process_that_fails_says_why_and_ends(
     assert (workplace.root / "result.rank0").read_text().startswith(said) and statuses == [1]
 
 
-@pytest.mark.parametrize(("steps", "global_batch", "world_size", "microbatches"), [
-    (1, None, 2, 1), (64, None, 2, 2), (None, 8, 2, 2), (None, 8, 8, 1)])
+@pytest.mark.parametrize(("keys", "world_size", "microbatches"), [
+    ({"gradient_accumulation_steps": 1}, 2, 1), ({"gradient_accumulation_steps": 64}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 8, 1)])
 def test_a_trial_accumulates_if_the_run_does(
-    workplace: Workplace, trial_of: Callable, steps: int | None, global_batch: int | None,
-    world_size: int, microbatches: int
+    workplace: Workplace, trial_of: Callable, keys: dict, world_size: int, microbatches: int
 ) -> None:
-    workplace.add_run(train={"gradient_accumulation_steps": steps,
-                             "global_batch_size": global_batch})
+    workplace.add_run(train=keys)
     process = Process(0, 0, world_size, torch.device("cpu"))
     assert trial_of(1, process).num_microbatches == microbatches
 
