@@ -24,9 +24,6 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
         the command of --when-done failed.
     """
     num_processes = options.nproc_per_node or default_num_processes()
-    if options.prefetch:
-        prefetch_run(script, options, num_processes)
-        return 0
     if options.find_max_microbatch:
         search(script, options, num_processes)
         return 0
@@ -34,6 +31,9 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
         return _start(script, num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
+    if options.prefetch:
+        prefetch_run(script, options, process)
+        return 0
     prepared = prepare_run(options, process, clock, agreement)
     if prepared.is_finished:
         prepared.say_if_finished(process)

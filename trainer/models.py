@@ -146,6 +146,17 @@ def is_run(name: str, runs_dir: Path) -> bool:
     return bool(RUN_NAME.fullmatch(name)) and (runs_dir / name).is_dir()
 
 
+def model_directory(name: str, runs_dir: Path) -> Path:
+    """Return where the files of a model are that has been loaded before."""
+    directory = directory_of(runs_dir / name / "checkpoints" / BEST if is_run(name, runs_dir)
+                             else Path(name))
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import hf_hub_download  # takes half a second
+
+    return Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
+
+
 def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
     run = load_run(runs_dir, name)
     for tries_left in reversed(range(TRIES)):

@@ -9,52 +9,49 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from basics.checkpoint_files import BEST, directory_of, named_as_checkpoints
 from basics.errors import FAILED, UserError, print_line
-from basics.files import check_inside
 from basics.out_of_memory import is_out_of_memory
 from preparation.digests import verify_digests
-from preparation.ensure_dataset import is_complete, provide_dataset
+from preparation.ensure_dataset import is_complete
 from processes.command_line import Options
 from processes.launch import Process, num_gpus, start_torchrun
 from processes.startup_agreement import Agreement
-from reporting.summary import FINISHED, has_status
-from reporting.tracker import check_tracker
+from reporting.clock import PhaseClock
 from run_config import Run, load_run
-from tokens.batches import RunData, open_run_data
+from tokens.batches import RunData
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.compilation import CACHE_VARIABLE, compiled_code_of_run, keep_compiled_code
 from trainer.losses import Losses, build_training_state
-from trainer.models import DOWNLOADED, initial_model, is_run
+from trainer.models import DOWNLOADED, model_directory
 from trainer.precision import check_attention, resolve_for_device
-from trainer.startup import check_disk_space, check_run_dir
+from trainer.startup import prepare_run
 
 COMPILES_FOR = "DDP_TRAIN_COMPILES_FOR"  # environment variable: the number of a run's processes
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
 TOKEN_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE)
 
 
-def prefetch_run(script: str, options: Options, num_processes: int) -> None:
+def prefetch_run(script: str, options: Options, process: Process) -> None:
     """Fetch and verify a run's dataset, tokenizer, initial weights and compiled code.
 
-    Raises: UserError: something is missing, damaged or cannot be fetched, or the run is not valid.
+    Args:
+        process: stands for all processes of the run.
+
+    Raises:
+        UserError: something is missing, damaged or cannot be fetched, or the run is not valid.
     """
-    run = load_run(options.runs_dir, options.run)
-    check_run_dir(run)
-    for notice in check_tracker(run):
-        print_line(f"warning: {notice}")
-    dataset_dir = options.datasets_dir / run.train.dataset
-    check_inside(dataset_dir, options.datasets_dir, "--datasets-dir")
+    dataset_dir = options.datasets_dir / load_run(options.runs_dir, options.run).train.dataset
     was_complete = is_complete(dataset_dir)
-    provide_dataset(dataset_dir, run.train.dataset)
+    prepared = prepare_run(options, process, PhaseClock(), Agreement.in_one_process())
+    run, data = prepared.run, prepared.data
+    for warning in prepared.warnings:
+        print_line(f"warning: {warning}")
     files = [path for name in TOKEN_FILES if (path := dataset_dir / name).is_file()]
     how = "found" if was_complete else "downloaded" if "/" in run.train.dataset else "made"
     print_line(f"dataset: {dataset_dir}: {how}, {_verified(files)}")
-    data = open_run_data(run, dataset_dir, world_size=num_processes)
     _check_tokens(data)
     if data.tokenizer_name is None:
         print_line("tokenizer: not known, so there will be no samples")
@@ -62,19 +59,19 @@ def prefetch_run(script: str, options: Options, num_processes: int) -> None:
         vocabulary = load_tokenizer(data.tokenizer_name, data.tokenizer_path)
         print_line(f"tokenizer: {data.tokenizer_path or data.tokenizer_name},"
                    f" {vocabulary.n_vocab:,} ids")
-    if run.train.init_from:
-        _fetch_initial_weights(run, options.runs_dir, data.tokenizer_name)
-    if not has_status(run, FINISHED):
-        check_disk_space(run)
+    if run.train.init_from and prepared.resume_from is None:
+        directory = model_directory(run.train.init_from, options.runs_dir)
+        files = sorted(path for pattern in DOWNLOADED for path in directory.glob(pattern))
+        print_line(f"initial weights: {directory}: {_verified(files)}")
     lacks = ""
     if run.train.compile is False:
         print_line("compiled code: none, as train.json says")
     elif num_gpus() == 0 and run.train.compile is None:
+        lacks = ", but for the compiled code"
         print_line("compiled code: skipped, there is no GPU here, and the run is not compiled on a"
                    " CPU")
-        lacks = ", but for the compiled code"
     else:
-        _compile(script, num_processes)
+        _compile(script, process.world_size)
     print_line(f"{run.name}: all that a launch needs is on this machine{lacks}")
 
 
@@ -88,22 +85,6 @@ def _check_tokens(data: RunData) -> None:
             pass
         counts += f" and {data.validation.num_tokens:,} for validation"
     print_line(f"token ids: {counts} are in the vocabulary of {data.train.vocab_size:,}")
-
-
-def _fetch_initial_weights(run: Run, runs_dir: Path, tokenizer_name: str | None) -> None:
-    if named_as_checkpoints(run.checkpoints_dir):
-        print_line("initial weights: not needed, the run resumes from its checkpoints")
-        return
-    source: str | Any = run.train.init_from
-    initial_model(run, runs_dir, tokenizer_name=tokenizer_name)
-    directory = directory_of(runs_dir / source / "checkpoints" / BEST if is_run(source, runs_dir)
-                             else Path(source))
-    if not directory.is_dir():  # it is in the hub client's cache now
-        from huggingface_hub import try_to_load_from_cache  # takes half a second
-
-        directory = Path(str(try_to_load_from_cache(source, "config.json"))).parent
-    files = sorted(path for pattern in DOWNLOADED for path in directory.glob(pattern))
-    print_line(f"initial weights: {directory}: {_verified(files)}")
 
 
 def _verified(files: list[Path]) -> str:
