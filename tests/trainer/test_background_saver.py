@@ -16,7 +16,7 @@ from checkpointing import (
     list_checkpoints,
     load_checkpoint,
 )
-from tests.support.checkpoints import describe, save, state
+from tests.support.checkpoints import describe, state
 from trainer import background_saver
 from trainer.background_saver import BackgroundSaver
 
@@ -155,15 +155,3 @@ def test_a_validation_that_cannot_be_written_is_tried_again(
     save_and_wait(saver, 1)
     first, second = list_checkpoints(tmp_path)
     assert first.validation is not None and first.loss is None and second.validation is None
-
-
-@pytest.mark.parametrize("loss", [0.75, None])
-def test_an_earlier_launchs_checkpoint_is_validated(tmp_path: Path, loss: float | None) -> None:
-    saver = BackgroundSaver(tmp_path, newest=save(tmp_path, 4))
-    assert not saver.is_validated and saver.has_finite_loss
-    saver.add_validation(Validation(loss=loss))
-    saver.wait()
-    (validated,) = list_checkpoints(tmp_path)
-    assert validated.loss == loss and saver.num_checkpoints == 0
-    later = BackgroundSaver(tmp_path, newest=validated)
-    assert later.is_validated and later.has_finite_loss == (loss is not None)

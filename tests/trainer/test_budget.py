@@ -13,14 +13,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basics.errors import UserError
 from processes.command_line import Options
 from reporting.clock import PhaseClock, nearest_limit
 from run_config import ModelConfig, TrainConfig
 from tests.support.fake_time import FakeTime
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batch_plan import BatchPlan
-from trainer.startup import check_budget
 from trainer.stopping import Stop
 
 
@@ -49,15 +47,6 @@ def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
         1800, "max_hours is 1, and the run has taken 0.5")
     assert nearest_limit(train_config(max_hours=1.0, max_cost_usd=6.0), clock) == (
         pytest.approx(360), "max_cost_usd is 6, and the run has spent 5")
-
-
-def test_a_run_that_has_spent_its_budget_does_not_go_on(now: FakeTime) -> None:
-    clock = clock_with(now, training=1800)
-    clock.resume({"training": 1800}, {})
-    check_budget(SimpleNamespace(train=train_config(max_hours=1.1)), clock)
-    run = SimpleNamespace(train=train_config(max_hours=1.0), train_path="train.json")
-    with pytest.raises(UserError, match="train.json: max_hours is 1, .* has taken 1; raise it"):
-        check_budget(run, clock)
 
 
 class Simulated(Stop):

@@ -129,21 +129,6 @@ def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
     assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
 
 
-def test_it_is_not_taken_for_a_process_of_torchrun(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    private = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS",
-               "DDP_TRAIN_SPENT_SECONDS"}
-    for name in private:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("HF_TOKEN", "of the user")
-    assert run_command("env", {"DDP_TRAIN_RUN": "tiny"}) == (0, 0)
-    lines = capsys.readouterr().out.replace("when-done: ", "").splitlines()
-    found = dict(line.partition("=")[::2] for line in lines)
-    assert not private & found.keys()
-    assert found["DDP_TRAIN_RUN"] == "tiny" and found["HF_TOKEN"] == "of the user"
-
-
 def test_what_it_prints_is_shown_by_lines_and_what_it_leaves_behind_is_not_waited_for(
     capsys: pytest.CaptureFixture
 ) -> None:
