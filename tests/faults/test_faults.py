@@ -95,9 +95,13 @@ def test_killed_anywhere_between_two_steps(
 
 
 def test_a_kill_during_a_validation_costs_no_step(
-    workplace: Workplace, run_dir: Path, undisturbed: Path
+    workplace: Workplace, undisturbed: Path
 ) -> None:
-    fault = "validate:slow:rank=0:hit=8:seconds=1;validate:kill:rank=0:hit=9"
+    workplace.add_dataset()
+    run_dir = workplace.add_run()
+    # In the last validation, as soon as the checkpoint before it is whole: links are renewed at the
+    # start and after each write of a checkpoint or of a validation.
+    fault = "validate:slow:rank=0:hit=8:seconds=60;save.links:kill:hit=6"
     assert with_fault(workplace, fault).returncode != 0
     newest = newest_whole(run_dir / "checkpoints")[0]
     assert newest.meta.global_step == 11 and newest.validation is None
@@ -320,7 +324,8 @@ def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(
     first = (run_dir / "checkpoints/latest").readlink().name
     succeeded(workplace.torchrun(2, "tiny"))
     argument = beginning if beginning == "--fresh" else first
-    result = restarted(workplace, "train:kill:rank=1:hit=7:attempt=0;compile:kill:attempt=1",
+    # As soon as the first checkpoint of this launch is whole, and again before its first step.
+    result = restarted(workplace, "save.links:kill:hit=2:attempt=0;compile:kill:attempt=1",
                        argument)
     resumed_from = re.findall("resuming from .*-([0-9]+)", result.stdout)
     assert resumed_from == {"--fresh": ["4", "4"], first: ["4", "9", "9"]}[argument]
@@ -336,8 +341,8 @@ def restarted(workplace: Workplace, fault: str, *arguments: str) -> CompletedPro
             folder=Path(folder), max_restarts=2, environment={VARIABLE: fault})))
 
 
-# Before the sixth of eight steps is saved; and after the eighth is, where nothing is left to train.
-@pytest.mark.parametrize("fault", ["train:kill:rank=1:hit=7", "save.links:kill:hit=2"])
+# When the fifth of eight steps is saved; and when the eighth is, where nothing is left to train.
+@pytest.mark.parametrize("fault", ["save.links:kill:hit=2", "save.links:kill:hit=4"])
 def test_max_steps_counts_over_a_restart(
     workplace: Workplace, run_dir: Path, undisturbed: Path, fault: str
 ) -> None:

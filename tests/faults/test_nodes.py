@@ -195,8 +195,9 @@ def test_both_nodes_restart_when_a_process_of_one_was_killed(
         cluster.add_dataset()
         cluster.runs.add_run()
         # Each agent counts the restarts for itself: the second may see this one as its first.
+        # The save after step 10 has waited until the one before is whole.
         results = cluster.train(max_restarts=3, environment={
-            VARIABLE: f"train:kill:rank={rank}:hit=7:attempt=0"})
+            VARIABLE: f"train:kill:rank={rank}:hit=11:attempt=0"})
         for result in results:
             succeeded(result)
         assert "resuming from " in results[0].stdout + results[1].stdout
