@@ -27,7 +27,7 @@ from basics.errors import drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from checkpointing import CheckpointMeta, TrainingState, Validation
-from optim import Muon, clip_gradients, learning_rate_at, set_rates
+from optim import clip_gradients, learning_rate_at, set_rates
 from processes.before_torch import exit_with
 from processes.command_line import Options, read_command_line
 from processes.launch import Process, process_group, started_by_torchrun, this_process
@@ -187,9 +187,6 @@ class TrainingStep:
     Args:
         train: after `resolve_for_device`.
 
-    Attributes:
-        sharing: how the ranks share Muon's work, as a line; empty if they do not have to.
-
     Raises: UserError: it cannot be compiled.
     """
 
@@ -198,9 +195,6 @@ class TrainingStep:
         self._parameters = list(state.model.parameters())  # finding them takes 1 ms of each step
         self.losses = Losses(state.model, train, process)
         self.parallel_loss = wrap_in_ddp(self.losses.training, process, train)
-        self.sharing = ""
-        if isinstance(state.optimizer, Muon) and process.world_size > 1:
-            self.sharing = state.optimizer.choose_sharing()
 
     def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
              learning_rate: float, probe: Probe = NO_PROBE) -> tuple[Tensor, Tensor]:
@@ -303,7 +297,7 @@ class Trainer:
         agreement.record_training_began(self.prepared.first_step)
         with compiled_code_of_run(self.prepared.run.run_dir, self.config, self.process):
             self.step = TrainingStep(self.state, self.config, self.process)
-        self.reports.report_step(self.step.losses, self.step.sharing)
+        self.reports.report_step(self.step.losses)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)

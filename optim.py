@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 
-from basics.device_time import Moment
 from ops.orthogonalise import orthogonalise
 from processes.launch import Process
 from run_config import GROUPS, Group, ModelConfig, Schedule, TrainConfig
 
 COSINE_FINAL_FRACTION = 0.1  # of the original system
 WSD_DECAY_PERCENT = 20.0
-MEASUREMENTS = 5  # of each kind, to decide whether Muon's work is shared; the fastest counts
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> AdamW:
@@ -159,9 +157,7 @@ class Muon(AdamW):
     """Muon for the groups with `is_orthogonalised`, AdamW for the others. `step`: every rank.
 
     All ranks hold the momentum of all matrices. Each one orthogonalises its share of them, a batch
-    for each shape, and the results are gathered, so that this work is done once. Where gathering
-    takes longer than that work (`choose_sharing`), each rank does all of it, in the same batches:
-    the numbers are the same.
+    for each shape, and the results are gathered, so that this work is done once.
 
     Args:
         groups: parameter groups. Those with `is_orthogonalised` have a `momentum`.
@@ -181,7 +177,6 @@ class Muon(AdamW):
                  world_size: int) -> None:
         super().__init__(groups, fused=True)
         self._dtype, self._rank, self._world_size = dtype, rank, world_size
-        self._shares = world_size > 1
         parts = sorted((part for group in self._matrix_groups() for parameter in group["params"]
                         for part in _parts(parameter)), key=lambda part: part.shape)
         self._parts_by_shape = [list(same) for _, same in groupby(parts, lambda part: part.shape)]
@@ -238,45 +233,20 @@ class Muon(AdamW):
                        ) -> tuple[Tensor, dist.Work | None]:
         """Return the updates of matrices of one shape, (n or more, r, c), and what brings them."""
         size = -(-len(parts) // self._world_size)  # of a rank's share
-        starts = [self._rank * size] if self._shares else range(0, len(parts), size)
-        batches = []
-        for start in starts:
-            mine = parts[start : start + size]
-            batch = torch.zeros(size, *parts[0].shape, dtype=self._dtype, device=skips.device)
-            if mine:  # the moving averages, a step further (Nesterov); always finite
-                gradient = torch.stack(
-                    [part.of(part.parameter.grad) for part in mine])  # type: ignore[arg-type]
-                average = torch.stack(
-                    [part.of(self.state[part.parameter]["momentum"]) for part in mine])
-                batch[: len(mine)] = torch.where(skips, average, gradient).lerp_(average, momentum)
-            batches.append(orthogonalise(batch))
-        if not self._shares:
-            return torch.cat(batches) if len(batches) > 1 else batches[0], None
-        gathered = batches[0].new_empty(self._world_size * size, *parts[0].shape)
-        return gathered, dist.all_gather_into_tensor(gathered, batches[0], async_op=True)
-
-    def choose_sharing(self) -> str:
-        """Share the orthogonalising only if that is faster here; return what was measured.
-
-        Every rank, with the default process group. Measured with the matrices of one shape.
-        """
-        parts = max(self._parts_by_shape, key=lambda parts: len(parts) * math.prod(parts[0].shape))
-        size, device = -(-len(parts) // self._world_size), parts[0].parameter.device
-        batch = torch.ones(size, *parts[0].shape, dtype=self._dtype, device=device)
-        gathered, seconds = batch.new_empty(self._world_size * size, *parts[0].shape), []
-        for work in (lambda: orthogonalise(batch),
-                     lambda: dist.all_gather_into_tensor(gathered, batch)):
-            moments = [Moment(device)]
-            for _ in range(MEASUREMENTS):
-                work()
-                moments.append(Moment(device))
-            seconds.append(min(end.seconds_since(start) for start, end in pairwise(moments)))
-        slowest = torch.tensor(seconds, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks must choose the same
-        alone, gathering = slowest.tolist()
-        self._shares = gathering < (self._world_size - 1) * alone
-        return (f"muon: each process orthogonalises {'its share of' if self._shares else 'all'}"
-                f" matrices ({size} take {alone * 1e3:.3g} ms, gathering {gathering * 1e3:.3g} ms)")
+        first = self._rank * size
+        mine = parts[first : first + size]
+        batch = torch.zeros(size, *parts[0].shape, dtype=self._dtype, device=skips.device)
+        if mine:  # the moving averages, a step further (Nesterov); always finite
+            gradient = torch.stack(
+                [part.of(part.parameter.grad) for part in mine])  # type: ignore[arg-type]
+            average = torch.stack(
+                [part.of(self.state[part.parameter]["momentum"]) for part in mine])
+            batch[: len(mine)] = torch.where(skips, average, gradient).lerp_(average, momentum)
+        batch = orthogonalise(batch)
+        if self._world_size == 1:
+            return batch, None
+        gathered = batch.new_empty(self._world_size * size, *parts[0].shape)
+        return gathered, dist.all_gather_into_tensor(gathered, batch, async_op=True)
 
 
 def _parts(parameter: Tensor) -> list[_Part]:

@@ -88,12 +88,10 @@ class Reports:
             self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step
 
-    def report_step(self, losses: Losses, sharing: str) -> None:
-        """Say which attention kernel runs, and how the ranks share Muon's work, if they do."""
+    def report_step(self, losses: Losses) -> None:
+        """Say which attention kernel runs."""
         self.losses = losses
         self.log.say(f"attention: {losses.attention_kernel()}")
-        if sharing:
-            self.log.say(sharing)
 
     def after_first_step(self, loss: Tensor) -> None:
         """Start to measure speed and to detect hangs: all is compiled and allocated. Every rank."""

@@ -149,9 +149,5 @@ def test_each_process_orthogonalises_its_share(
     monkeypatch.setattr(dist, "all_gather_into_tensor", reply)
     shared, optimizer = build(processes[-1])
     optimizer.step()
-    repeated, optimizer = build(processes[-1])
-    optimizer._shares = False
-    optimizer.step()
     for name, value in shared.items():
         torch.testing.assert_close(value, alone[name], rtol=1e-5, atol=1e-6)
-        assert torch.equal(value, repeated[name])  # the choice changes no number
