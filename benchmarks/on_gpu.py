@@ -28,8 +28,7 @@ from tabulate import tabulate
 
 from basics.errors import describe
 from basics.files import replacing, write_atomically
-from benchmarks.on_gpu_rows import RESULTS, TINY
-from benchmarks.step import config, kernel_rows
+from benchmarks.on_gpu_rows import RESULTS, TINY, config, kernel_rows
 from benchmarks.systems import Task
 from benchmarks.throughput import (
     HUGGING_FACE,

@@ -6,11 +6,14 @@ this file as a plugin, to write each test's result at once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,21 +24,89 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import profile
 
 from basics.errors import first_line
-from benchmarks.step import config, profiled, stepping
 from benchmarks.systems import time_steps
 from benchmarks.throughput import Line, append
-from ddp_train import wrap_in_ddp
+from ddp_train import TrainingStep, wrap_in_ddp
 from gpt import KERNELS, attend
 from lab.plan.setting import GPT2_SMALL
 from processes.launch import Process, machine_facts
-from run_config import ModelConfig
+from run_config import ModelConfig, TrainConfig
+from tokens.batches import Microbatch
+from trainer.losses import build_training_state
+from trainer.precision import resolve_for_device
 
 TINY = ModelConfig(vocab_size=257, context_length=16, emb_dim=16, n_heads=2, n_layers=2,
                    drop_rate=0.0, qkv_bias=False)
 NUM_RANKS, MICROBATCH_OF_EIGHT = 8, 12
+NUM_PROFILED, NUM_KERNELS = 3, 25  # steps that are profiled, kernels that are named
 RESULTS = "ON_GPU_RESULTS"  # environment variable: where the plugin writes
+
+
+def config(microbatch_size: int, **changes: Any) -> TrainConfig:
+    return TrainConfig(**{"dataset": "none", "checkpoint_interval": 1,
+                          "microbatch_size": microbatch_size} | changes)
+
+
+def stepping(model: ModelConfig, train: TrainConfig, process: Process
+             ) -> tuple[TrainingStep, Callable[..., Any]]:
+    """Build a step, and a function that takes it on random tokens. Every rank."""
+    train = resolve_for_device(train, process.device)
+    step = TrainingStep(build_training_state(model, train, process), train, process)
+    shape = train.microbatch_size, model.context_length
+    batches = (Microbatch(0, *(torch.randint(model.vocab_size, shape, device=process.device)
+                               for _ in range(2))) for _ in itertools.count())
+    return step, lambda **options: step.take(
+        batches, num_microbatches=train.gradient_accumulation_steps, learning_rate=1e-3, **options)
+
+
+def timed(take: Callable[[], Any], device: torch.device) -> float:
+    """Return the milliseconds of a step that nothing else overlaps with."""
+    began = time.perf_counter()
+    take()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e3
+
+
+def profiled(model: ModelConfig, train: TrainConfig, process: Process) -> dict[str, Any]:
+    """Return the milliseconds of a step and of all its kernels, and the largest ones by name.
+
+    On a CPU, the operations without the ones that they call.
+    """
+    step, take = stepping(model, train, process)
+    step_ms = statistics.median([timed(take, process.device) for _ in range(6)][3:])
+    with profile() as profiler:
+        for _ in range(NUM_PROFILED):
+            timed(take, process.device)
+    times = {event.key: event.self_cpu_time_total / 1e3 / NUM_PROFILED
+             for event in profiler.key_averages()}
+    if process.device.type == "cuda":
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(f"{folder}/trace.json")
+            times = kernels_of_trace(json.loads(Path(folder, "trace.json").read_text()))
+    return {"step_ms": step_ms, "kernel_ms": sum(times.values()),
+            "attention_kernel": step.losses.attention_kernel(),
+            "largest": dict(sorted(times.items(), key=lambda item: -item[1])[:NUM_KERNELS])}
+
+
+def kernels_of_trace(trace: dict[str, Any]) -> dict[str, float]:
+    """Add up what ran on the device in a trace in Chrome's format: milliseconds of a step."""
+    found: dict[str, float] = defaultdict(float)
+    for event in trace["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            found[event["name"]] += event["dur"] / 1e3 / NUM_PROFILED  # from microseconds
+    return dict(found)
+
+
+def kernel_rows(found: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the rows of a table of what `profiled` found."""
+    times = {"a step": found["step_ms"], "its kernels": found["kernel_ms"]} | found["largest"]
+    return [{"kernel": name[:100].replace("|", "/"), "ms": f"{milliseconds:,.2f}",
+             "share": f"{milliseconds / found['kernel_ms']:.1%}"}
+            for name, milliseconds in times.items()]
 
 
 def model_on(device: torch.device) -> ModelConfig:

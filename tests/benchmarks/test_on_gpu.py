@@ -170,6 +170,16 @@ def test_the_instructions_are_those_that_are_tried_without_network() -> None:
     assert f"python {BRING}" in text and f"python {UNPACK}" in text
 
 
+def test_only_what_runs_on_the_device_is_read_from_a_trace() -> None:
+    assert on_gpu_rows.kernels_of_trace({"traceEvents": [
+        {"name": "nvjet_a", "cat": "kernel", "dur": 6000.0},
+        {"name": "nvjet_a", "cat": "kernel", "dur": 3000.0},
+        {"name": "Memset (Device)", "cat": "gpu_memset", "dur": 30},
+        {"name": "Optimizer.step#AdamW.step", "cat": "gpu_user_annotation", "dur": 9000},
+        {"name": "aten::mm", "cat": "cpu_op", "dur": 9000},
+        {"name": "process_name", "ph": "M"}]}) == {"nvjet_a": 3.0, "Memset (Device)": 0.01}
+
+
 def done(*command: object, **options: Any) -> str:
     finished = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]

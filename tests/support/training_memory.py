@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.step import stepping
+from benchmarks.on_gpu_rows import stepping
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 
