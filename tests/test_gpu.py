@@ -218,12 +218,12 @@ def test_a_model_evaluates_and_generates_as_on_a_cpu(tmp_path: Path) -> None:
     write_tokens(tmp_path / "validation.safetensors",
                  np.random.default_rng(0).integers(0, 257, size=4001).astype(np.uint16))
     file = TokenFile(tmp_path / "validation.safetensors")
-    stretch = choose_slice(file, "mine", start_token=0, num_tokens=None)
+    stretch = choose_slice(file, "mine", start_token=0)
     losses, texts = [], []
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         model = random_model(vocab_size=257, context_length=32).to(device)
         target = LoadedModel("x", model, "bytes")
-        losses.append(evaluate(target, file, stretch, microbatch_size=4).loss)
+        losses.append(evaluate(target, stretch, microbatch_size=4).figures["loss"].value)
         texts.append(generate_tokens(target.model, [65], SamplingOptions(50, temperature=0)))
     assert abs(losses[0] - losses[1]) < 1e-5
     assert texts[0] == texts[1]

@@ -28,7 +28,7 @@ import prepare_dataset
 from basics.cli import run_and_exit
 from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
 from lab import __main__ as lab_main
-from lab.evaluate.questions import read_quiz
+from lab.evaluate.tasks import read_quiz
 from lab.instruct.judging import _reason
 from preparation.choosing import Choice
 from preparation.hub import RawFiles, fetch_dataset, hub_source

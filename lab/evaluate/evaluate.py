@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from basics.cli import print_json, stdout_to_stderr
-from basics.errors import visible
-
-NAMES = ["hellaswag", "lambada", "arc_easy", "piqa", "blimp"]
+from basics.errors import UserError, print_error
+from lab.evaluate.tasks import TASKS
 
 
 @click.command()
@@ -30,10 +29,10 @@ NAMES = ["hellaswag", "lambada", "arc_easy", "piqa", "blimp"]
               help="Sequences in one forward pass; the results do not depend on it.")
 @click.option("--task", "tasks", multiple=True, metavar="NAME[=FILE]",
               help="Score a task instead, as lm-eval does; may be given several times. NAME:"
-                   f" {', '.join(NAMES)}. FILE: JSON lines, parquet, a directory of them, or"
+                   f" {', '.join(TASKS)}. FILE: JSON lines, parquet, a directory of them, or"
                    " owner/name on the hub.  [default: the task's dataset on the hub]")
 @click.option("--with-loss", is_flag=True, help="With --task: measure the loss too.")
-@click.option("--benchmark", type=(click.Choice(NAMES), str), metavar="NAME FILE",
+@click.option("--benchmark", type=(click.Choice(list(TASKS)), str), metavar="NAME FILE",
               help="The same as --task NAME=FILE.")
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON document instead, for scripts.")
@@ -52,27 +51,31 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.evaluate.held_out_files import Tokens
-    from lab.evaluate.measure import Request, draw, measure_all
+    from lab.evaluate.held_out import Tokens
+    from lab.evaluate.measure import Request, measure_all
+    from lab.evaluate.results import Result, draw_over_tokens, tables
+    from lab.table import terminal_width
 
     tasks = (*tasks, *(["=".join(benchmark)] if benchmark else []))
     request = Request(targets, checkpoints, tasks, measures_loss=with_loss or not tasks,
                       microbatch_size=microbatch_size, tokens=Tokens(**tokens))
+    results: list[Result] = []
+    failed: UserError | None = None
     with stdout_to_stderr(as_json):
-        measured = measure_all(request)
-    if measured.results:
+        try:
+            for result in measure_all(request):
+                results.append(result)
+        except UserError as error:  # loses no result of an earlier model
+            failed = error
+    if results:
         if as_json:
-            print_json(measured.document())
+            print_json({"schema": "evaluate/1", "models": [one.as_document() for one in results]})
         else:
-            _print_tables(measured.tables())
-        draw(measured.results)
-    if measured.error is not None:
-        raise measured.error
-
-
-def _print_tables(tables: list[list[dict[str, str]]]) -> None:
-    from tabulate import tabulate
-
-    click.echo(visible("\n\n".join(
-        tabulate(rows, headers="keys", disable_numparse=True,
-                 colalign=["left"] + ["right"] * (len(rows[0]) - 1)) for rows in tables)))
+            click.echo("\n\n".join(one.terminal(terminal_width()) for one in tables(results)))
+        try:
+            for path in draw_over_tokens(results):
+                print_error(f"chart: {path}")
+        except OSError as error:
+            print_error(f"warning: no chart: {error}")
+    if failed is not None:
+        raise failed

@@ -1,46 +1,50 @@
-"""What was measured of a model, as a line of evaluations.jsonl and as rows of tables."""
+"""What was measured of models: records of evaluations.jsonl, tables, and charts over tokens."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lab.evaluate.held_out import Evaluation
-from lab.evaluate.intervals import rounded, shown
-from lab.evaluate.questions import Quiz
-from lab.evaluate.scoring import Figure, Score
+from lab.evaluate.intervals import Figure
+from lab.table import Column, Table
+from reporting.charts import draw_by_hand
 
-Row = dict[str, str]  # of a table: cells by heading
-DECIMALS = {"accuracy": 4, "normalised_accuracy": 4, "perplexity": 3}  # of a task's figures
-INTERVAL = "[95%]"  # in the heading of a column with intervals
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Chart
+
+CHART = "evaluations-chart.png"
+DECIMALS = {"loss": 6, "accuracy": 4, "normalised_accuracy": 4, "perplexity": 3,
+            "bits_per_byte": 6}  # of figures, in the order of a table
 
 
 @dataclass(frozen=True)
-class TaskResult:
-    """A model's figures of one task."""
+class Measurement:
+    """The figures of one model on held-out tokens, or on a task.
 
-    quiz: Quiz
-    figures: dict[str, Figure]
-    num_cut: int
+    Attributes:
+        facts: what was measured, as its record says it.
+        figures: by name; None where it cannot be computed.
+    """
 
-    @classmethod
-    def of(cls, quiz: Quiz, score: Score) -> TaskResult:
-        return cls(quiz, {key: figure(score) for key, figure in quiz.task.figures.items()},
-                   score.num_cut)
+    facts: dict[str, Any]
+    figures: dict[str, Figure | None]
 
     @property
-    def main_figure(self) -> Figure:
-        """The one by which models are sorted, and that is drawn."""
-        return self.figures[self.quiz.task.main_figure]
+    def main_key(self) -> str:
+        """The name of the figure by which models are sorted, and that is drawn."""
+        return next(key for key in ("normalised_accuracy", "accuracy", "loss")
+                    if key in self.figures)
 
-    def as_record(self) -> dict[str, object]:
-        record: dict[str, object] = {
-            "benchmark": self.quiz.name, "questions": len(self.quiz.questions),
-            "questions_from": self.quiz.source, "split": self.quiz.split,
-            "cut_texts": self.num_cut}
+    def as_record(self) -> dict[str, Any]:
+        """Return the facts and figures; bounds have six decimals, more depend on the microbatch."""
+        record = dict(self.facts)
         for key, figure in self.figures.items():
-            record |= {key: figure.value, f"{key}_interval": rounded(figure.interval)}
+            bounds = figure and figure.interval
+            record[key] = figure and figure.value
+            record[f"{key}_interval"] = bounds and [round(bound, 6) for bound in bounds]
         return record
 
 
@@ -49,72 +53,121 @@ class Result:
     """What was measured of one model, which has been freed.
 
     Attributes:
-        name: the target's; its title has the checkpoint too.
-        run_dir: None unless the target is a run.
-        trained_tokens: 0 unless the target is a run.
-        tasks: by name.
         checkpoint: its name; None if the target is a directory of weights or on the hub.
+        run_dir: None unless the target is a run.
+        trained_tokens: None without a checkpoint.
     """
 
     name: str
-    title: str
-    run_dir: Path | None = None
-    trained_tokens: int = 0
-    evaluation: Evaluation | None = None
-    tasks: dict[str, TaskResult] = field(default_factory=dict)
     checkpoint: str | None = None
+    run_dir: Path | None = None
+    trained_tokens: int | None = None
+    loss: Measurement | None = None
+    tasks: list[Measurement] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.checkpoint})" if self.checkpoint else self.name
 
     def as_document(self) -> dict[str, object]:
         """Return the result for scripts: the records of evaluations.jsonl, for any target."""
         return {"name": self.name, "checkpoint": self.checkpoint,
-                "trained_tokens": self.trained_tokens if self.checkpoint else None,
-                "loss": self.evaluation and self.evaluation.as_record(),
-                "tasks": [found.as_record() for found in self.tasks.values()]}
+                "trained_tokens": self.trained_tokens,
+                "loss": self.loss and self.loss.as_record(),
+                "tasks": [found.as_record() for found in self.tasks]}
 
 
-def loss_rows(results: list[Result], *, by_bits: bool) -> list[Row]:
-    """Return a table of the losses, lowest first.
+def tables(results: list[Result]) -> list[Table]:
+    """Return the table of losses, lowest first, that of the tasks, or both.
 
-    Args:
-        by_bits: the fewest bits per byte first, where losses do not compare.
+    Losses of several datasets do not compare: then the fewest bits per byte come first. The tasks
+    are in their order, of each the best model first.
     """
-    found = [(result.title, result.evaluation) for result in results if result.evaluation]
-    return _sorted([((one.bits_per_byte or math.nan) if by_bits else one.loss,
-                     _loss_row(title, one)) for title, one in found])
+    losses = [(result.title, result.loss) for result in results if result.loss]
+    by_bits = len({found.facts["dataset"] for _, found in losses}) > 1
+    losses.sort(key=lambda row: _rank(row[1].figures["bits_per_byte" if by_bits else "loss"]))
+    tasks: dict[str, list[tuple[str, Measurement]]] = {}
+    for result in results:
+        for found in result.tasks:
+            tasks.setdefault(found.facts["benchmark"], []).append((result.title, found))
+    scores = [row for rows in tasks.values() for row in sorted(
+        rows, key=lambda row: _rank(row[1].figures[row[1].main_key], best=-1))]
+    found = []
+    if losses:
+        found.append(_table(losses, {
+            "tokens": "{num_tokens:,}", "start token": "{start_token:,}",
+            "dataset": "{dataset} {split}"}))
+    if scores:
+        found.append(_table(scores, {"questions": "{questions:,}"}, {"task": "{benchmark}"}))
+    return found
 
 
-def _loss_row(title: str, measured: Evaluation) -> Row:
-    bits, where = measured.bits_per_byte, measured.slice
-    return {
-        "model": title,
-        f"loss {INTERVAL}": shown(measured.loss, measured.loss_interval, decimals=6),
-        f"perplexity {INTERVAL}": shown(measured.perplexity, measured.perplexity_interval,
-                                        decimals=3),
-        f"bits per byte {INTERVAL}":
-            "-" if bits is None else shown(bits, measured.bits_interval, decimals=6),
-        "tokens": f"{where.num_tokens:,}", "start token": f"{where.start_token:,}",
-        "dataset": f"{where.dataset} {where.split}",
-    }
+def _rank(figure: Figure | None, *, best: int = 1) -> tuple[bool, float]:
+    """Return a key that sorts the lowest (or, with -1, the highest) first, and NaN last."""
+    value = math.nan if figure is None else figure.value
+    return math.isnan(value), best * value
 
 
-def task_rows(results: list[Result], quizzes: list[Quiz]) -> list[Row]:
-    """Return a table of the tasks in their order, of each the best model first."""
-    keys = [key for key in DECIMALS if any(key in quiz.task.figures for quiz in quizzes)]
-    rows: list[Row] = []
-    for quiz in quizzes:
-        rows += _sorted([(-found.main_figure.value, _task_row(result.title, found, keys))
-                         for result in results if (found := result.tasks.get(quiz.name))])
-    return rows
+def _table(rows: list[tuple[str, Measurement]], after: dict[str, str],
+           before: dict[str, str] | None = None) -> Table:
+    """Return a table of all figures, with facts before and after them: formats by heading."""
+    before = before or {}
+    keys = [key for key in DECIMALS if any(key in found.figures for _, found in rows)]
+    heads = ["model", *before, *(f"{key.replace('_', ' ')} [95%]" for key in keys), *after]
+    return Table(
+        [Column(head, head, "left" if head == "model" else "right") for head in heads],
+        [[title, *(text.format(**found.facts) for text in before.values()),
+          *(figure.cell(DECIMALS[key]) if (figure := found.figures.get(key)) else "-"
+            for key in keys),
+          *(text.format(**found.facts) for text in after.values())] for title, found in rows])
 
 
-def _task_row(title: str, found: TaskResult, keys: list[str]) -> Row:
-    cells = {key: shown(*found.figures[key], decimals=DECIMALS[key]) if key in found.figures
-             else "-" for key in keys}
-    return {"model": title, "task": found.quiz.name,
-            **{f"{key.replace('_', ' ')} {INTERVAL}": cell for key, cell in cells.items()},
-            "questions": f"{len(found.quiz.questions):,}"}
+def draw_over_tokens(results: list[Result]) -> list[Path]:
+    """Draw a chart in the directory of each run with several results. Raises: OSError."""
+    runs: dict[Path, list[Result]] = {}
+    for result in sorted(results, key=lambda result: result.trained_tokens or 0):
+        if result.run_dir is not None:
+            runs.setdefault(result.run_dir, []).append(result)
+    return [draw_by_hand(run_dir / CHART, lambda figure, found=found: _plot(figure, found))
+            for run_dir, found in runs.items()
+            if len({result.trained_tokens for result in found}) > 1]
 
 
-def _sorted(found: list[tuple[float, Row]]) -> list[Row]:
-    """Sort the rows by their keys, NaN last."""
-    return [row for _, row in sorted(found, key=lambda item: (math.isnan(item[0]), item[0]))]
+def _plot(figure: Chart, results: list[Result]) -> None:
+    """Plot losses and accuracies side by side, or the one of them that was measured."""
+    panels: dict[str, dict[str, list[Measurement]]] = {}
+    if results[0].loss:
+        panels["loss (nats per token)"] = {
+            "held-out loss, 95% intervals": [result.loss for result in results if result.loss]}
+    if results[0].tasks:
+        panels["accuracy"] = {
+            found.facts["benchmark"] + ", by length" * (found.main_key != "accuracy"):
+                [result.tasks[place] for result in results]
+            for place, found in enumerate(results[0].tasks)}
+    figure.suptitle(results[0].name.replace("$", r"\$"))
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (label, curves) in zip(all_axes, panels.items(), strict=True):
+        for place, (name, points) in enumerate(curves.items()):
+            color = "tab:red" if label.startswith("loss") else f"C{place % 10}"
+            _plot_curve(axes, [result.trained_tokens or 0 for result in results],
+                        [point.figures[point.main_key] for point in points],
+                        color=color, label=name)
+        _label(axes, label)
+
+
+def _plot_curve(axes: Axes, tokens: list[int], figures: list[Any], *, color: str,
+                label: str) -> None:
+    axes.plot(tokens, [figure.value for figure in figures], color=color, marker="o", markersize=5,
+              label=label)
+    for x, figure in zip(tokens, figures, strict=True):
+        if figure.interval is not None:
+            axes.plot([x, x], figure.interval, color=color, linewidth=1.5, path_effects=[])
+
+
+def _label(axes: Axes, ylabel: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel("tokens of training")
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend(frameon=False, fontsize="small")

@@ -1,12 +1,10 @@
+"""`lab evaluate`: losses on held-out tokens, their intervals, and the choice of models."""
+
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import threading
 from pathlib import Path
-from subprocess import CompletedProcess
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,36 +17,29 @@ from matplotlib.figure import Figure
 from basics.errors import UserError
 from checkpointing import list_checkpoints
 from lab import __main__
-from lab.evaluate import charts as lab_charts
-from lab.evaluate import held_out, measure
+from lab.evaluate import held_out, results
 from lab.evaluate.held_out import choose_slice, evaluate
-from lab.evaluate.models import Chosen
+from lab.runs import append_evaluation
 from reporting import metrics_file
 from tests.support.hub_server import Hub, serving
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.lm_eval_tasks import write_records
 from tests.support.models import export, random_model
 from tests.support.workplace import Workplace, read_lines, write_tokens
-from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
-from tokens.tokenizer import load_tokenizer
-from trainer.models import LoadedModel, load_model
+from trainer.models import LoadedModel
+
+MODEL = {"vocab_size": 257, "context_length": 16}
 
 
 def lab_evaluate(workplace: Workplace, *arguments: str, **environment: str) -> Result:
     return run_lab(*workplace.arguments("evaluate", *arguments), **environment)
 
 
-def rows_of(result: Result | CompletedProcess[str]) -> list[list[str]]:
+def rows_of(result: Result) -> list[list[str]]:
     """Return the cells of the printed table."""
-    result = succeeded(result) if isinstance(result, Result) else process_succeeded(result)
-    _, _, *lines = result.stdout.splitlines()
+    _, _, *lines = succeeded(result).stdout.splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
-
-
-def token_file(path: Path, tokens: np.ndarray, **metadata: str) -> TokenFile:
-    write_tokens(path, tokens.astype(np.uint16), metadata)
-    return TokenFile(path)
 
 
 def raise_(error: Exception) -> None:
@@ -56,54 +47,53 @@ def raise_(error: Exception) -> None:
 
 
 @torch.no_grad()
-def test_loss_perplexity_and_bits_per_byte_match_their_definitions(tmp_path: Path) -> None:
-    model = random_model(vocab_size=257, context_length=8)
-    tokens = np.random.default_rng(0).integers(0, 256, size=100)
-    tokens[10:60:7] = 256  # ends of text: eight among the targets
-    file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="bytes")
-    token_slice = choose_slice(file, "mine", start_token=3, num_tokens=64)
-    found = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=3)
-    ids = torch.from_numpy(tokens[3:68])
-    losses = [F.cross_entropy(model(ids[i : i + 8][None])[0].double(), ids[i + 1 : i + 9],
-                              reduction="sum").item() for i in range(0, 64, 8)]
-    assert found.loss == pytest.approx(sum(losses) / 64, abs=1e-6)
-    assert found.perplexity == pytest.approx(math.exp(sum(losses) / 64), rel=1e-5)
-    num_bytes = int((tokens[4:68] < 256).sum())
-    assert num_bytes == 64 - 8
-    assert found.bits_per_byte == pytest.approx(sum(losses) / math.log(2) / num_bytes, rel=1e-6)
-
-
-def test_bits_per_byte_of_gpt2_tokens_count_the_bytes_of_their_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer("gpt2")
-    text = "Every effort moves you — naïve 😀 text, again and again and again"
-    tokens = np.array([*tokenizer.encode_ordinary(text), tokenizer.eot_token])
-    file = token_file(tmp_path / "validation.safetensors", tokens, tokenizer="gpt2")
-    model = random_model(vocab_size=50257, context_length=1)
-    token_slice = choose_slice(file, "mine", start_token=0, num_tokens=None)
-    found = evaluate(LoadedModel("x", model, "gpt2"), file, token_slice, microbatch_size=4)
-    num_bytes = len(text.encode()) - len("Every")  # the first token is not a target
-    assert token_slice.num_tokens == len(tokens) - 1
-    assert found.bits_per_byte == pytest.approx(
-        found.loss * token_slice.num_tokens / math.log(2) / num_bytes)
-
-
-def test_the_microbatch_size_does_not_change_the_loss(tmp_path: Path) -> None:
-    model = random_model(vocab_size=257, context_length=8)
-    tokens = np.random.default_rng(0).integers(0, 257, size=2000)
-    file = token_file(tmp_path / "validation.safetensors", tokens)
-    token_slice = choose_slice(file, "mine", start_token=None, num_tokens=None)
-    assert (token_slice.start_token, token_slice.num_tokens) == (0, 1999)  # the last sequence has 7
-    target = LoadedModel("x", model, None)
-    losses = [evaluate(target, file, token_slice, microbatch_size=size).loss
-              for size in (1, 3, 4, 7, 100)]
-    assert losses == pytest.approx([losses[0]] * 5, abs=1e-6)
+@pytest.mark.parametrize("context_length", [8, 12, 50, 256])
+def test_figures_match_their_definitions_for_any_context_and_microbatch(
+    context_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean over the slice's tokens; the interval of blocks of 16 tokens, or longer sequences.
+    """
+    monkeypatch.setattr(held_out, "BLOCK_TOKENS", 16)
+    tokens = np.random.default_rng(0).integers(0, 256, size=170).astype(np.uint16)
+    tokens[10:150:7] = 256  # ends of text: 20 among the targets
+    path = tmp_path / "validation.safetensors"
+    write_tokens(path, tokens, {"tokenizer": "bytes"})
+    part = choose_slice(TokenFile(path), "mine", start_token=3, num_tokens=160)
+    model = random_model(vocab_size=257, context_length=context_length)
+    ids, blocks = torch.from_numpy(tokens[3:164].astype(np.int64)), {}
+    for first in range(0, 160, context_length):
+        stop = min(first + context_length, 160)
+        logits = model(ids[None, first:stop])[0].double()
+        loss = F.cross_entropy(logits, ids[first + 1 : stop + 1], reduction="sum").item()
+        block = blocks.setdefault(first // 16, np.zeros(2))
+        block += loss, stop - first
+    losses, counts = np.array(list(blocks.values())).T
+    mean, num_bytes = losses.sum() / 160, int((tokens[4:164] < 256).sum())
+    assert num_bytes == 160 - 20
+    for size in (1, 3, 100):
+        found = evaluate(LoadedModel("x", model, "bytes"), part, microbatch_size=size)
+        loss, perplexity, bits = found.figures.values()
+        assert loss.value == pytest.approx(mean, abs=1e-6)
+        assert perplexity.value == pytest.approx(math.exp(mean), rel=1e-5)
+        assert bits.value == pytest.approx(losses.sum() / math.log(2) / num_bytes, rel=1e-6)
+        assert found.facts["sequences"] == math.ceil(160 / context_length)
+        if context_length == 256:
+            assert loss.interval is perplexity.interval is bits.interval is None  # of one block
+            continue
+        n = len(losses)
+        t = {10: 2.262, 4: 3.182}[n]  # Student's
+        half = t * math.sqrt(n / (n - 1) * ((losses - mean * counts) ** 2).sum()) / 160
+        assert loss.interval == pytest.approx((mean - half, mean + half), abs=1e-5)
+        assert perplexity.interval == pytest.approx(
+            [math.exp(bound) for bound in loss.interval], rel=1e-5)
+        assert bits.interval[0] < bits.value < bits.interval[1]
 
 
 def test_the_default_slice_is_that_of_the_published_results() -> None:
     class Long:
         path, num_tokens = Path("validation.safetensors"), 100_000_000
 
-    found = choose_slice(Long(), "d", start_token=None, num_tokens=None)
+    found = choose_slice(Long(), "d")
     assert (found.start_token, found.num_tokens) == (50_000_000, 19_660_800)
 
 
@@ -127,26 +117,33 @@ def test_a_run_has_the_loss_of_its_own_validation(trained: Workplace) -> None:
 def test_several_targets_are_one_table_with_the_lowest_loss_first(
     trained: Workplace, tmp_path: Path
 ) -> None:
-    worse = export(random_model(vocab_size=257, context_length=16), tmp_path / "worse")
-    names = [str(worse), "tiny"]
+    worse = export(random_model(**MODEL), tmp_path / "worse@1")
     checkpoint = str(trained.runs_dir / "tiny/checkpoints/latest")
-    rows = rows_of(lab_evaluate(trained, *names, checkpoint, "--checkpoint", "latest"))
+    rows = rows_of(lab_evaluate(trained, str(worse), "tiny", checkpoint, "--checkpoint", "latest"))
     assert [row[0].split(" ")[0] for row in rows] in (["tiny", checkpoint, str(worse)],
                                                       [checkpoint, "tiny", str(worse)])
     assert rows[0][1] == rows[1][1] < rows[2][1]
 
 
-def test_a_model_on_the_hub_is_downloaded_and_evaluated(trained: Workplace, tmp_path: Path) -> None:
-    directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
+def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(
+    trained: Workplace, tmp_path: Path
+) -> None:
+    directory = export(random_model(**MODEL), tmp_path / "model")
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     hub = Hub(files | {"pytorch_model.bin": b"not asked for"}, repository="someone/model",
               kind="models")
+    arguments = "someone/model", "--dataset", "tiny"
     with serving(hub):
-        rows = rows_of(lab_evaluate(trained, "someone/model", "--dataset", "tiny",
-                                    **hub.environment(tmp_path / "home")))
+        rows = rows_of(lab_evaluate(trained, *arguments, **hub.environment(tmp_path / "home")))
     assert rows[0][0] == "someone/model"
     assert rows[0][1] == rows_of(lab_evaluate(trained, str(directory), "--dataset", "tiny"))[0][1]
     assert hub.downloads("model.safetensors") and not hub.downloads("pytorch_model.bin")
+    other = Hub({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x" * 1000},
+                repository="someone/model", kind="models")
+    with serving(other):
+        result = lab_evaluate(trained, *arguments, **other.environment(tmp_path / "other"))
+    assert "not a GPT-2: model_type should be 'gpt2'" in error_line(result)
+    assert not other.downloads("model.safetensors")
 
 
 def test_only_the_split_that_is_measured_is_downloaded(trained: Workplace, tmp_path: Path) -> None:
@@ -157,77 +154,38 @@ def test_only_the_split_that_is_measured_is_downloaded(trained: Workplace, tmp_p
         environment = hub.environment(tmp_path / "home")
         succeeded(lab_evaluate(trained, "tiny", *options, **environment))
         assert hub.downloads("validation.safetensors") and not hub.downloads("train.safetensors")
-        succeeded(lab_evaluate(trained, "tiny", *options, "--split", "train", **environment))
+        row, = rows_of(lab_evaluate(trained, "tiny", *options, "--split", "train", **environment))
+        assert row[-1] == "someone/tokens train"
         assert [len(hub.downloads(name)) for name in files] == [1, 1]
-    shutil.rmtree(trained.datasets_dir / "someone")
-
-
-def test_another_architecture_is_refused_before_its_weights_are_downloaded(
-    trained: Workplace, tmp_path: Path
-) -> None:
-    hub = Hub({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x" * 1000},
-              repository="someone/model", kind="models")
-    with serving(hub):
-        result = lab_evaluate(trained, "someone/model", "--dataset", "tiny",
-                              **hub.environment(tmp_path / "home"))
-    assert "not a GPT-2: model_type should be 'gpt2'" in error_line(result)
-    assert not hub.downloads("model.safetensors")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (("nix",), "no such run"),
-    (("tiny", "--dataset", "nix"), "no dataset there"),
-    (("tiny", "--dataset", "../tiny"), "is not a plain name"),
-    (("tiny", "--tokens", "5000"), "has 499 tokens to predict after token 0, wanted 5,000"),
-    (("tiny", "--start-token", "495", "--tokens", "5"),
-     "has 4 tokens to predict after token 495, wanted 5"),
-    (("tiny", "--start-token", "500"), "has 0 tokens to predict after token 500"),
-    (("tiny", "nix", "--dataset", "tiny"), "no such run"),
-    (("tiny@nix",), "no checkpoint 'nix'"),
-    (("tiny", "--checkpoints", "latest,nix"), "no checkpoint 'nix'"),
-    (("nix@latest",), "no such run"),
+    ("nix", "no such run"),
+    ("nix@latest", "no such run"),
+    ("tiny --dataset nix", "no dataset there"),
+    ("tiny --dataset ../tiny", "is not a plain name"),
+    ("tiny --dataset other", "the tokenizer is gpt2, but that of tiny is bytes"),
+    ("tiny --tokens 5000", "has 499 tokens to predict after token 0, wanted 5,000"),
+    ("tiny --start-token 495 --tokens 5", "has 4 tokens to predict after token 495, wanted 5"),
+    ("tiny@nix", "no checkpoint 'nix'"),
+    ("tiny --checkpoints latest,nix", "no checkpoint 'nix'"),
+    ("new", "no checkpoint yet; train the run first"),
+    ("new@all", "no checkpoint yet; train the run first"),
+    ("model", "--dataset: name the dataset to evaluate all targets on (no target is a run)"),
+    ("model@latest --dataset tiny", "is no run, so it has no checkpoints"),
 ])
-def test_a_user_error_is_one_line(trained: Workplace, arguments: tuple[str, ...],
-                                  message: str) -> None:
-    assert message in error_line(lab_evaluate(trained, *arguments))
+def test_a_user_error_is_one_line(trained: Workplace, arguments: str, message: str,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained.root)
+    trained.add_run("new")
+    export(random_model(**MODEL), trained.root / "model")
+    write_tokens(trained.datasets_dir / "other/validation.safetensors",
+                 np.arange(100, dtype=np.uint16), {"tokenizer": "gpt2"})
+    assert message in error_line(lab_evaluate(trained, *arguments.split(" ")))
 
 
-@torch.no_grad()
-def test_models_of_any_context_length_are_evaluated_on_the_same_tokens(tmp_path: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, 257, size=60)
-    file = token_file(tmp_path / "validation.safetensors", tokens)
-    token_slice = choose_slice(file, "mine", start_token=2, num_tokens=50)
-    for context_length in (8, 12, 50, 64):
-        model = random_model(vocab_size=257, context_length=context_length)
-        found = evaluate(LoadedModel("x", model, None), file, token_slice, microbatch_size=2)
-        ids, total = torch.from_numpy(tokens[2:53]), 0.0
-        for first in range(0, 50, context_length):
-            stop = min(first + context_length, 50)
-            logits = model(ids[None, first:stop])[0].double()
-            total += F.cross_entropy(logits, ids[first + 1 : stop + 1], reduction="sum").item()
-        assert found.slice.num_tokens == 50
-        assert found.loss == pytest.approx(total / 50, abs=1e-6)
-
-
-def test_the_training_split_can_be_evaluated(trained: Workplace) -> None:
-    row, = rows_of(lab_evaluate(trained, "tiny", "--split", "train", "--tokens", "320"))
-    assert row[-1] == "tiny train" and read_lines(
-        trained.runs_dir / "tiny/evaluations.jsonl")[-1]["split"] == "train"
-
-
-def test_weights_that_overflow_in_use_are_one_line(trained: Workplace, tmp_path: Path) -> None:
-    model = random_model(vocab_size=257, context_length=16)
-    model.final_norm.weight.data.fill_(3e38)
-    result = lab_evaluate(trained, str(export(model, tmp_path / "nan")), "--dataset", "tiny")
-    assert "its logits are not finite" in error_line(result)
-
-
-def test_a_pipe_instead_of_weights_is_refused(trained: Workplace, tmp_path: Path) -> None:
-    directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
-    (directory / "model.safetensors").unlink()
-    os.mkfifo(directory / "model.safetensors")
-    result = lab_evaluate(trained, str(directory), "--dataset", "tiny")
-    assert "not a whole safetensors file" in error_line(result)
+def test_under_torchrun_it_is_refused(trained: Workplace) -> None:
+    assert "start it without torchrun" in error_line(lab_evaluate(trained, "tiny", WORLD_SIZE="2"))
 
 
 def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch,
@@ -247,31 +205,12 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch,
     assert error.startswith("Traceback") and error.endswith("RuntimeError: another\n")
 
 
-def test_a_directory_needs_a_dataset(trained: Workplace, tmp_path: Path) -> None:
-    directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
-    assert "--dataset: name the dataset to evaluate all targets on (no target is a run)" in (
-        error_line(lab_evaluate(trained, str(directory))))
-
-
-def test_tokens_of_another_tokenizer_are_refused(trained: Workplace, tmp_path: Path) -> None:
-    for split in ("train", "validation"):
-        write_tokens(trained.datasets_dir / f"other/{split}.safetensors",
-                     np.arange(100, dtype=np.uint16), {"tokenizer": "gpt2"})
-    result = lab_evaluate(trained, "tiny", "--dataset", "other")
-    assert "the tokenizer is gpt2, but that of tiny is bytes" in error_line(result)
-
-
-def test_a_run_takes_precedence_over_a_directory_of_that_name(trained: Workplace) -> None:
-    target = load_model("tiny", runs_dir=trained.runs_dir)
-    assert target.run is not None and target.checkpoint is not None
-
-
 def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(
     trained: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(held_out, "BLOCK_TOKENS", 64)
-    monkeypatch.setattr(lab_charts, "draw_by_hand", lambda path, plot: drawn.append(
+    monkeypatch.setattr(results, "draw_by_hand", lambda path, plot: drawn.append(
         figure := Figure()) or plot(figure) or path)
     write_records(trained.root / "pairs.jsonl", [
         {"sentence_good": "abcd"[:n], "sentence_bad": "wxyz"[-n:]} for n in (1, 2, 3, 4)])
@@ -297,11 +236,11 @@ def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(
             pytest.approx(record[f"{key}_interval"], abs=1e-6) for record in found]
 
 
-def test_checkpoints_are_named_one_by_one_or_with_their_run(trained: Workplace) -> None:
+def test_each_checkpoint_that_is_named_is_measured_once(trained: Workplace) -> None:
     first, *_, last = [c.name for c in list_checkpoints(trained.runs_dir / "tiny/checkpoints")]
     for arguments in (("tiny", "--checkpoint", f"{first},{last}"),
-                      (f"tiny@{first}", f"tiny@{last}", f"tiny@{last}"), (f"tiny@{last},{first}",),
-                      (f"tiny@{first}", "tiny", "--checkpoints", "latest")):
+                      (f"tiny@{first}", f"tiny@{last}", f"tiny@{last}"),
+                      (f"tiny@{first}", "tiny", "tiny@latest", "--checkpoints", "latest")):
         rows = rows_of(lab_evaluate(trained, *arguments))
         assert sorted(row[0] for row in rows) == sorted([f"tiny ({first})", f"tiny ({last})"])
     chart = trained.runs_dir / "tiny/evaluations-chart.png"
@@ -309,13 +248,6 @@ def test_checkpoints_are_named_one_by_one_or_with_their_run(trained: Workplace) 
     chart.unlink()
     lab_evaluate(trained, f"tiny@{first}")
     assert not chart.exists()  # of one point
-
-
-def test_a_checkpoint_of_two_names_is_measured_once(trained: Workplace) -> None:
-    for checkpoint in list_checkpoints(trained.runs_dir / "tiny/checkpoints")[:-1]:
-        shutil.rmtree(checkpoint.path)
-    rows = rows_of(lab_evaluate(trained, "tiny", "tiny@latest", "--checkpoints", "best,latest"))
-    assert len(rows) == 1 and len(read_lines(trained.runs_dir / "tiny/evaluations.jsonl")) == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
@@ -336,76 +268,11 @@ def test_damaged_checkpoints_are_left_out_of_all_and_refused_by_name(
 
 
 def test_a_late_error_loses_no_result(trained: Workplace, tmp_path: Path) -> None:
-    broken = export(random_model(vocab_size=257, context_length=16), tmp_path / "broken")
+    broken = export(random_model(**MODEL), tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"junk")
     result = lab_evaluate(trained, "tiny", str(broken))
     assert isinstance(result.exception, UserError) and "broken" in result.exception.line()
     assert "tiny (" in result.stdout and str(broken) not in result.stdout
-
-
-def test_the_table_is_printed_before_a_chart_is_drawn(
-    trained: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "draw_over_tokens", lambda _: raise_(RuntimeError("drawn")))
-    result = lab_evaluate(trained, "tiny")
-    assert isinstance(result.exception, RuntimeError) and "tiny (" in result.stdout
-
-
-def test_a_checkpoint_that_a_run_has_removed_is_replaced_by_the_newest(
-    trained: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, *_, last = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
-    monkeypatch.setattr(measure, "choose_models", lambda *_: [
-        Chosen("tiny", "20200101Z000000-iteration-0", "latest")])
-    assert rows_of(lab_evaluate(trained, "tiny"))[0][0] == f"tiny ({last.name})"
-
-
-def test_only_runs_have_checkpoints(trained: Workplace, tmp_path: Path) -> None:
-    directory = export(random_model(vocab_size=257, context_length=16), tmp_path / "model")
-    assert "is no run, so it has no checkpoints" in error_line(
-        lab_evaluate(trained, f"{directory}@latest", "--dataset", "tiny"))
-    with_at = directory.rename(tmp_path / "model@latest")
-    assert rows_of(lab_evaluate(trained, str(with_at), "--dataset", "tiny"))[0][0] == str(with_at)
-
-
-def test_a_run_without_checkpoints_is_refused(trained: Workplace) -> None:
-    trained.add_run("new")
-    for arguments in (("new",), ("new@all",)):
-        assert "no checkpoint yet; train the run first" in error_line(
-            lab_evaluate(trained, *arguments))
-
-
-def test_the_interval_of_the_loss_is_that_of_the_mean_of_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(held_out, "BLOCK_TOKENS", 16)
-    model = random_model(vocab_size=257, context_length=8)
-    file = token_file(tmp_path / "validation.safetensors",
-                      np.random.default_rng(0).integers(0, 256, size=200), tokenizer="bytes")
-    token_slice = choose_slice(file, "mine", start_token=0, num_tokens=160)
-    found = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=3)
-    ids = torch.from_numpy(file.read(0, 161).astype(np.int64))
-    with torch.no_grad():
-        losses = [F.cross_entropy(model(ids[i : i + 8][None])[0], ids[i + 1 : i + 9]).item()
-                  for i in range(0, 160, 8)]
-    blocks = np.reshape(losses, (10, 2)).mean(axis=1)
-    half = 2.262 * np.std(blocks, ddof=1) / math.sqrt(10)  # Student's t, 9 degrees of freedom
-    assert found.num_sequences == 20
-    assert found.loss_interval == pytest.approx((found.loss - half, found.loss + half), abs=1e-5)
-    assert found.bits_interval == pytest.approx(
-        [bound / math.log(2) for bound in found.loss_interval])  # each token is a byte
-    assert found.perplexity_interval == pytest.approx(
-        [math.exp(bound) for bound in found.loss_interval])
-    record = found.as_record()
-    for key in ("loss", "perplexity", "bits_per_byte"):
-        low, high = record[f"{key}_interval"]
-        assert low < record[key] < high
-    for size in (1, 2, 100):
-        again = evaluate(LoadedModel("x", model, "bytes"), file, token_slice, microbatch_size=size)
-        assert again.loss_interval == pytest.approx(found.loss_interval, abs=1e-6)
-    one = choose_slice(file, "mine", start_token=0, num_tokens=16)
-    alone = evaluate(LoadedModel("x", model, "bytes"), file, one, microbatch_size=3)
-    assert alone.loss_interval is None
 
 
 def test_a_result_that_comes_while_a_launch_replaces_the_file_is_kept(
@@ -413,10 +280,7 @@ def test_a_result_that_comes_while_a_launch_replaces_the_file_is_kept(
 ) -> None:
     path = tmp_path / "evaluations.jsonl"
     path.write_text('{"global_step": 4}\n{"global_step": 9}\n')
-    checkpoint = SimpleNamespace(name="x", meta=SimpleNamespace(global_step=3, tokens=1))
-    target = SimpleNamespace(name="tiny", checkpoint=checkpoint,
-                             run=SimpleNamespace(evaluations_path=path))
-    evaluation = threading.Thread(target=measure._record, args=(target, {"loss": 1.5}))
+    evaluation = threading.Thread(target=append_evaluation, args=(path, {"global_step": 3}))
     write = metrics_file.write_atomically
 
     def write_late(*arguments: Any, **options: Any) -> None:
@@ -428,7 +292,3 @@ def test_a_result_that_comes_while_a_launch_replaces_the_file_is_kept(
     metrics_file.remove_metrics_from(path, 5)
     evaluation.join()
     assert [record["global_step"] for record in read_lines(path)] == [4, 3]
-
-
-def test_under_torchrun_it_is_refused(trained: Workplace) -> None:
-    assert "start it without torchrun" in error_line(lab_evaluate(trained, "tiny", WORLD_SIZE="2"))
