@@ -6,6 +6,9 @@ Each process runs `run_worker`; `Trainer.train` is the loop, `TrainingStep.take`
 from __future__ import annotations
 
 if __name__ == "__main__":  # --help, a mistyped option and a locked run need no torch
+    from basics.entry_points import begin_command
+
+    begin_command()
     from processes.before_torch import check_before_torch
 
     check_before_torch()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from basics.entry_points import begin_command
+
+    begin_command()
+
 import multiprocessing.forkserver
 import signal
 import sys
@@ -13,17 +18,9 @@ import click
 from click.core import ParameterSource
 
 from basics.cli import FiniteRange, run_and_exit
-from basics.errors import (
-    BAD_INPUT,
-    FAILED,
-    UserError,
-    drop_unwritable_output,
-    print_error,
-    print_line,
-    print_traceback,
-)
+from basics.entry_points import INTERRUPTED
+from basics.errors import UserError, print_error, print_line
 from basics.machine import num_cpu_cores
-from basics.out_of_memory import is_out_of_memory
 from preparation.source_options import source_options
 
 if TYPE_CHECKING:
@@ -113,23 +110,14 @@ def main(**options: Any) -> None:
         from preparation.progress_display import summary
 
         print_line(summary(command.output, progress))
-    except UserError as error:
-        exit_with(error.line(), status=error.status)
     except OSError as error:  # while reading the source or examining the output directory
         place = error.filename or command.sources[0]
-        line = UserError(f"{place}: {error.strerror or error}").line()
-        exit_with(line, status=BAD_INPUT)
+        raise UserError(f"{place}: {error.strerror or error}") from None
     except KeyboardInterrupt:
         advice = ("no files were left behind" if command.is_import or command.is_join
                   else "run the same command again to continue")
-        exit_with(f"\nInterrupted; {advice}", status=130)
-    except Exception as error:
-        if is_out_of_memory(error):
-            exit_with("Error: out of memory; set a smaller --workers", status=BAD_INPUT)
-        print_traceback(error)  # not Python's own: a terminal would obey what it prints
-        sys.exit(FAILED)
-    finally:
-        drop_unwritable_output()
+        print_error(f"\n{INTERRUPTED}; {advice}")
+        sys.exit(128 + signal.SIGINT)
 
 
 def import_token_files(command: Options) -> Progress:
@@ -195,11 +183,6 @@ def prepare(command: Options) -> Progress:
     ))
 
 
-def exit_with(line: str, *, status: int) -> NoReturn:
-    print_error(line)
-    sys.exit(status)
-
-
 def start_fork_server(tokenizer: str) -> None:
     """Start the process that workers are forked from; it imports while this process does too."""
     multiprocessing.set_forkserver_preload(
@@ -210,9 +193,9 @@ def start_fork_server(tokenizer: str) -> None:
     signal.signal(signal.SIGINT, previous_handler)
 
 
-def run() -> NoReturn:
-    """Run the command line: `prepare_dataset.py`, or `ddp-train-prepare` where it is installed."""
-    run_and_exit(main)
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line."""
+    run_and_exit(main, arguments, smaller="--workers")
 
 
 if __name__ == "__main__":

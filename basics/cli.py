@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 import click
 
-from basics.errors import FAILED, UserError, print_error, print_line
+from basics.entry_points import INTERRUPTED
+from basics.errors import (
+    BAD_INPUT,
+    FAILED,
+    UserError,
+    drop_unwritable_output,
+    print_error,
+    print_line,
+    print_traceback,
+)
 from basics.json_files import to_json
+from basics.out_of_memory import is_out_of_memory
 
 MAX_USD_PER_HOUR = 1e6
 
@@ -31,30 +43,42 @@ ABOVE_0 = FiniteRange(min=0, min_open=True)
 USD_PER_HOUR = FiniteRange(min=0, max=MAX_USD_PER_HOUR, min_open=True)
 
 
-def run_command(command: click.Command, arguments: list[str] | None = None, *,
-                name: str | None = None) -> int:
-    """Run a command; return its exit status. click would print a wrong word as it is.
+def run_and_exit(command: click.Command, arguments: list[str] | None = None, *,
+                 name: str | None = None, smaller: str) -> NoReturn:
+    """Run a command, and exit with its status; what a person can correct is one line.
 
-    Raises: UserError: the command line is not valid; click.Abort: Ctrl-C.
+    Args:
+        smaller: the options that need less memory.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a command may have to tidy up
+    try:
+        sys.exit(_run(command, arguments, name))
+    except (click.Abort, KeyboardInterrupt):
+        print_error(INTERRUPTED)
+        sys.exit(128 + signal.SIGINT)
+    except UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # rank 0 prints the same error; torchrun then stops this process
+        print_error(error.line())
+        sys.exit(error.status)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            print_traceback(error)  # not Python's own: a terminal would obey what it prints
+            sys.exit(FAILED)
+        print_error(UserError(f"out of memory; set a smaller {smaller}").line())
+        sys.exit(BAD_INPUT)
+    finally:
+        drop_unwritable_output()
+
+
+def _run(command: click.Command, arguments: list[str] | None, name: str | None) -> int:
+    """Run a command; return its status. click would print a wrong word as it is."""
     try:
         status = command.main(arguments, prog_name=name, standalone_mode=False)
     except click.ClickException as error:
         path = f"{context.command_path} " if (context := getattr(error, "ctx", None)) else ""
         raise UserError(f"{' '.join(error.format_message().split())} See {path}--help.") from None
     return status if isinstance(status, int) else 0
-
-
-def run_and_exit(command: click.Command) -> NoReturn:
-    """Run a command that handles its own errors, then exit."""
-    try:
-        sys.exit(run_command(command))
-    except UserError as error:
-        print_error(error.line())
-        sys.exit(error.status)
-    except click.Abort:
-        print_error("Aborted!")
-        sys.exit(FAILED)
 
 
 def print_json(document: dict[str, Any]) -> None:

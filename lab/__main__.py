@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from basics.entry_points import begin_command
+
+    begin_command()
+
 import importlib
-import os
 import sys
-import time
 
 import click
 
-from basics.cli import run_command
+from basics.cli import run_and_exit
 from basics.cpu_settings import limit_spinning
-from basics.errors import BAD_INPUT, FAILED, UserError, print_error, print_traceback
-from basics.out_of_memory import is_out_of_memory
 
 MODULES = {
     "compare": "lab.compare.compare",
@@ -48,25 +49,10 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; print errors that the user can correct as one line."""
+    """Run the command line."""
     limit_spinning()
-    try:
-        sys.exit(run_command(cli, sys.argv[1:] or ["--help"], name="lab"))
-    except click.Abort:
-        print_error("Aborted!")
-        sys.exit(FAILED)
-    except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)  # rank 0 prints the same error; torchrun then stops this process
-        print_error(error.line())
-        sys.exit(error.status)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            print_traceback(error)  # not Python's own: a terminal would obey what it prints
-            sys.exit(FAILED)
-        print_error(UserError("out of memory; set a smaller --microbatch-size, --batch-size or"
-                              " --samples").line())
-        sys.exit(BAD_INPUT)
+    run_and_exit(cli, sys.argv[1:] or ["--help"], name="lab",
+                 smaller="--microbatch-size, --batch-size or --samples")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import runpy
-import signal
 import sys
 from typing import NoReturn
 
@@ -17,11 +15,6 @@ from processes.signals import end_with_torchrun
 from run_config import load_run
 
 
-def run_training_script() -> None:
-    """Run ddp_train.py: the command `ddp-train` of an installed package."""
-    runpy.run_module("ddp_train", run_name="__main__", alter_sys=True)
-
-
 def check_before_torch() -> None:
     """Answer --help, mistakes on the command line and a locked run at once; lock the run.
 
@@ -30,7 +23,6 @@ def check_before_torch() -> None:
     """
     limit_spinning()
     gc.disable()  # collecting while modules are imported takes a tenth of the start-up time
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save
     rank = os.environ.get("RANK")
     if rank is not None:
         end_with_torchrun()

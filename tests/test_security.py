@@ -25,7 +25,6 @@ from packaging.version import Version
 
 import ddp_train
 import prepare_dataset
-from basics.cli import run_and_exit
 from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
 from lab import __main__ as lab_main
 from lab.evaluate.tasks import read_quiz
@@ -137,7 +136,7 @@ def test_wrong_command_lines_are_one_inert_line(
                       [*words, "--revision"], ["\x9b31m\n\x1b[2J"]):
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         with pytest.raises(SystemExit) as caught:
-            lab_main.main() if script == "lab" else run_and_exit(prepare_dataset.main)
+            lab_main.main() if script == "lab" else prepare_dataset.run()
         captured = capsys.readouterr()
         assert caught.value.code == 2 and captured.out == ""
         assert captured.err.startswith("Error: ") and captured.err.count("\n") == 1
@@ -149,12 +148,12 @@ def test_ctrl_c_and_help_end_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str
 ) -> None:
     command = lab_main.cli if script == "lab" else prepare_dataset.main
-    for arguments, status, shown in ((["--help"], 0, "Usage: "), (["a", "b"], 1, "Aborted!")):
+    for arguments, status, shown in ((["--help"], 0, "Usage: "), (["a", "b"], 130, "Interrupted")):
         with monkeypatch.context() as patched, pytest.raises(SystemExit) as caught:
             patched.setattr(sys, "argv", [script, *arguments])
-            if status:
+            if status == 130:
                 patched.setattr(command, "invoke", Mock(side_effect=KeyboardInterrupt))
-            lab_main.main() if script == "lab" else run_and_exit(command)
+            lab_main.main() if script == "lab" else prepare_dataset.run()
         captured = capsys.readouterr()
         assert caught.value.code == status and shown in captured.out + captured.err
         assert "Traceback" not in captured.err
@@ -168,7 +167,7 @@ def test_the_traceback_of_a_command_is_inert(
     monkeypatch.setattr(ddp_train, "launch", fail)
     monkeypatch.setattr(prepare_dataset, "start_fork_server", lambda _: None)
     monkeypatch.setattr("sys.argv", ["ddp_train.py", "tiny"])
-    for command in (lambda: prepare_dataset.main(["source", str(tmp_path / "out")]),
+    for command in (lambda: prepare_dataset.run(["source", str(tmp_path / "out")]),
                     ddp_train.main):
         with pytest.raises(SystemExit) as caught:
             command()
@@ -177,7 +176,7 @@ def test_the_traceback_of_a_command_is_inert(
         assert r"\x1b[2J" in err
     fail.side_effect = MemoryError(HOSTILE)
     with pytest.raises(SystemExit, match="2"):
-        prepare_dataset.main(["source", str(tmp_path / "out")])
+        prepare_dataset.run(["source", str(tmp_path / "out")])
     assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller --workers")
 
 

@@ -36,7 +36,7 @@ def prepare(*arguments: str) -> CompletedProcess[str]:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
         patch.setattr(command, "start_fork_server", lambda _: None)  # one worker needs none
         with pytest.raises(SystemExit) as caught:
-            command.main([*arguments, *workers], prog_name="prepare_dataset.py")
+            command.run([*arguments, *workers])
     return CompletedProcess(arguments, caught.value.code or 0, stdout.getvalue(),
                             stderr.getvalue())
 

@@ -31,7 +31,7 @@ def main() -> None:
     pipeline._Preparation._end_shard = slow_end_shard
     if "WORKER_DIES" in os.environ:
         encoding.encode_task = die
-    prepare_dataset.main()
+    prepare_dataset.run()
 
 
 if __name__ == "__main__":
