@@ -42,6 +42,12 @@ class LazyGroup(click.Group):
         module = MODULES.get(cmd_name)
         return importlib.import_module(module).command if module else None
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the first sentence of each subcommand whole; click would cut it."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.get_command(ctx, name).get_short_help_str(limit=200))
+                                for name in MODULES])
+
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:

@@ -40,8 +40,7 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
         print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
         return
     table = Table(
-        [Column("run", "run", "left"), Column("status", "status", "left", MIN_STATUS),
-         *(Column(head, head) for head in HEADS[1:])],
+        [Column("run", "left"), Column("status", "left", MIN_STATUS), *map(Column, HEADS[1:])],
         [[state.name, f"{state.status} ({state.reason})" if state.reason else state.status,
           *figures(state)] for state in states])
     click.echo(visible(table.terminal(terminal_width())))

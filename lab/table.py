@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import html
+import io
+import math
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from textwrap import wrap
+from dataclasses import dataclass, field
+
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
 from basics.errors import visible
 from basics.text import escaped
 
 UNKNOWN = "-"
 WIDTH_WITHOUT_TERMINAL = 160  # characters
+GAP = 2  # characters between two columns
+RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    ", ascii=True)  # a line below the heads
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,13 @@ class Column:
         head: of one or several lines.
         min_width: characters to which its text can be wrapped in a terminal; 0 for a column of
             figures, whose cells stay on one line.
+        key: its name where it is hidden.
     """
 
-    key: str
     head: str
     align: str = "right"
     min_width: int = 0
+    key: str = ""
 
     @property
     def whole_head(self) -> str:
@@ -50,54 +57,34 @@ class Table:
     hidden_first: tuple[str, ...] = ()
 
     def terminal(self, width: int) -> str:
-        """Format the table for a terminal of `width` characters."""
-        table, hidden = self, []
+        """Format the table for `width` characters; wider if even its least widths are too much."""
+        shown, hidden = dict(enumerate(self.columns)), []
+        least = {place: self._least_width(place) for place in shown}
+        places = {column.key: place for place, column in shown.items()}
         for key in self.hidden_first:
-            if table._min_width() <= width:
-                break
-            if key in [column.key for column in table.columns]:
-                table = table._without(key)
+            if sum(least[place] + GAP for place in shown) - GAP > width and key in places:
+                del shown[places[key]]
                 hidden.append(key)
-        notes = list(self.notes)
-        if hidden:
-            notes.append(f"hidden columns: {', '.join(hidden)}; use --csv or a wider terminal")
-        return "\n".join([*table._lines(width), *(["", *notes] if notes else [])])
+        grid = Grid(box=RULED, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+        for place, column in shown.items():
+            grid.add_column(Text(column.head), justify=column.align, vertical="top",
+                            no_wrap=not column.min_width, min_width=least[place], overflow="fold")
+        for row in self.rows:
+            grid.add_row(*(Text(visible(row[place])) for place in shown))
+        console = Console(file=io.StringIO(), color_system=None, width=max(
+            width, sum(least[place] + GAP for place in shown)))
+        console.print(grid)
+        notes = [*self.notes, *([f"hidden columns: {', '.join(hidden)}; use --csv or a wider"
+                                 " terminal"] if hidden else [])]
+        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        return "\n".join([*lines, *(["", *notes] if notes else [])])
 
-    def _lines(self, width: int) -> Iterator[str]:
-        """Return the lines; longer ones if even the least widths are too much."""
-        widths = [self._least(column) for column in self.columns]
-        rest = max(0, width - self._min_width())
-        text = sorted((place for place, column in enumerate(self.columns) if column.min_width),
-                      key=lambda place: self._whole(self.columns[place]) - widths[place])
-        for count, place in zip(range(len(text), 0, -1), text, strict=True):
-            more = min(self._whole(self.columns[place]) - widths[place], rest // count)
-            widths[place], rest = widths[place] + more, rest - more
-        heads = [column.head.split("\n") for column in self.columns]
-        for cells in (heads, [["-" * size] for size in widths], *(
-                [wrap(visible(cell), size, break_on_hyphens=False)
-                 for cell, size in zip(row, widths, strict=True)] for row in self.rows)):
-            for line in zip_longest(*cells, fillvalue=""):
-                yield "  ".join(
-                    part.ljust(size) if column.align == "left" else part.rjust(size)
-                    for part, size, column in zip(line, widths, self.columns, strict=True)).rstrip()
-
-    def _whole(self, column: Column) -> int:
-        """Return the characters of a column's longest cell or line of its head."""
-        place = self.columns.index(column)
-        return max(len(text) for text in [*column.head.split("\n"),
-                                          *(visible(row[place]) for row in self.rows)])
-
-    def _least(self, column: Column) -> int:
-        whole = self._whole(column)
+    def _least_width(self, place: int) -> int:
+        """Return the characters of a column's longest line, or those that it can be wrapped to."""
+        column = self.columns[place]
+        whole = max(map(len, [*column.head.split("\n"),
+                              *(visible(row[place]) for row in self.rows)]))
         return min(whole, column.min_width or whole)
-
-    def _min_width(self) -> int:
-        return sum(map(self._least, self.columns)) + 2 * (len(self.columns) - 1)
-
-    def _without(self, key: str) -> Table:
-        kept = [place for place, column in enumerate(self.columns) if column.key != key]
-        return replace(self, columns=[self.columns[place] for place in kept],
-                       rows=[[row[place] for place in kept] for row in self.rows])
 
     def markdown(self) -> str:
         """Format the table in Markdown; special characters in cells are escaped."""
@@ -133,5 +120,14 @@ def short_count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 step", "2 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def dollars(value: float) -> str:
-    return f"{value:,.2f}" if value >= 1 else f"{value:.4f}"
+    """Format US dollars: small sums with two digits that say something."""
+    if value >= 1:
+        return f"{value:,.2f}"
+    digits = max(4, 1 - math.floor(math.log10(value))) if value > 0 else 4
+    return f"{value:.{digits}f}"

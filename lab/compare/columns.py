@@ -39,18 +39,18 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format, b
 
 def table_of(comparison: Comparison, to_loss: TokensToLoss | None) -> Table:
     """Format a comparison, without columns in which no value is known."""
-    columns = [Column("run", "run", "left", MIN_RUN),
-               Column("differs", "differences", "left", MIN_DIFFERENCES),
-               Column("model", "model", "left"),
-               *(Column(key, head, "left" if key in LOSS_NAMES else "right")
-                 for key, (head, _) in FIGURES.items()), Column("machine", "machine", "left")]
+    columns = [Column("run", "left", MIN_RUN, "run"),
+               Column("differences", "left", MIN_DIFFERENCES, "differs"),
+               Column("model", "left", key="model"),
+               *(Column(head, "left" if key in LOSS_NAMES else "right", key=key)
+                 for key, (head, _) in FIGURES.items()), Column("machine", "left", key="machine")]
     notes, sizes = comparison.notes, {row.first.size for row in comparison.rows}
     rows = [{"run": row.name, "differs": row.differs or row.first.notes,
              "model": row.first.size if len(sizes) > 1 else "", "machine": row.first.device or "",
              **{key: _cell(comparison, row, key) for key in FIGURES}} for row in comparison.rows]
     if to_loss:
         loss, name = to_loss.reference.figures.validation_loss, to_loss.reference.short_name
-        columns.append(Column("tokens_to_loss", f"tokens to\nloss {loss:.4f}"))
+        columns.append(Column(f"tokens to\nloss {loss:.4f}", key="tokens_to_loss"))
         notes = [*notes, f"tokens to loss {loss:.4f}: until the validation loss was that of {name},"
                          " their share of its own, and what they cost"]
         for texts, row in zip(rows, comparison.rows, strict=True):

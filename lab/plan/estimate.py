@@ -1,20 +1,23 @@
-"""The batch plan, the hours and the dollars of a run on one machine."""
+"""Machines that can be rented, and the batch plan, hours and dollars of a run on one of them."""
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from basics.errors import UserError
 from basics.text import SNAPSHOT_BLOCK_BYTES
-from lab.plan.machines import Machine
 from lab.plan.memory import largest_microbatch
 from lab.plan.setting import Setting, num_parameters
-from lab.plan.speed_sources import ExpectedSpeed, SpeedSources, Wanted
+from lab.plan.speed_sources import ExpectedSpeed, Measurement, expected_speed
 from reporting.speed import (
+    GPUS,
     SLOW_DISK_BYTES_PER_SECOND,
     Gpu,
     checkpoint_bytes,
+    find_gpu,
     flops_per_token,
     shared_validation,
     usable_gib,
@@ -24,6 +27,41 @@ from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
 UNLIMITED_TOKENS = 2**62  # where min_train_tokens sets the length, the file's does not matter
+MAX_NAME = 16  # characters, so that the tables fit a terminal
+MACHINE = re.compile(rf"(?P<name>[!-<>-~][ -<>-~]{{0,{MAX_NAME - 1}}})"
+                     r"=(?P<count>[1-9]\d{0,3})x(?P<gpu>[^@]+)@(?P<usd>\d{1,5}(\.\d{1,9})?)")
+KNOWN_MACHINES = (  # those of the original system's runs, at the prices of December 2025
+    "8x A100-40=8xA100-40@10.32", "8x A100-80=8xA100-80@14.32", "8x H100=8xH100@23.92",
+    "8x B200=8xB200@39.92", "2x H100=2xH100@6.38",
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with GPUs of one type and its price per hour in US dollars."""
+
+    name: str
+    num_gpus: int
+    gpu: Gpu
+    usd_per_hour: float
+
+    @classmethod
+    def parse(cls, text: str) -> Machine:
+        """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError, with the nearest known GPUs."""
+        match = MACHINE.fullmatch(text)
+        if match is None:
+            raise UserError(f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR,"
+                            f" for example box=8xH100@23.92 (name: {MAX_NAME} characters at most)")
+        gpu = find_gpu(match["gpu"])
+        if gpu is None:
+            names = [gpu.name for gpu in GPUS]
+            nearest = difflib.get_close_matches(match["gpu"].upper(), names, cutoff=0.3)
+            like = f", such as {', '.join(nearest)}" if nearest else ""
+            raise UserError(f"--machine: unknown GPU {match['gpu'][:30]!r}; wanted one that lab"
+                            f" plan --help lists{like}")
+        if float(match["usd"]) <= 0:
+            raise UserError(f"--machine {text[:60]!r}: the price is 0; wanted US dollars per hour")
+        return cls(match["name"], int(match["count"]), gpu, float(match["usd"]))
 
 
 @dataclass(frozen=True)
@@ -69,41 +107,37 @@ def default_precision(train: TrainConfig, gpu: Gpu | None = None) -> Precision:
 
 
 def estimate(run: Run, machine: Machine, *, tokens: int | None,
-             sources: SpeedSources) -> Estimate:
+             measured: dict[str, list[Measurement]]) -> Estimate:
     """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
 
     Args:
         tokens: training tokens of the dataset, where `min_train_tokens` is -1.
     """
-    precision = default_precision(run.train, machine.gpu)
-    setting = Setting(run.model, run.train, precision, machine.num_gpus)
-    largest = largest_microbatch(setting, usable_gib(machine.gpu.memory_gib))
-    wanted = Wanted(run.model, run.train, precision, machine.num_gpus)
-    speed = sources.expected(wanted, machine.gpu)
-    if not machine.gpu.has_bf16 and "bf16" in (precision, run.train.residual_dtype):
-        return Estimate(machine, largest, speed, reason="this GPU has no bf16")
-    size, batch = run.train.microbatch_size, run.train.global_batch_size
+    gpu, train = machine.gpu, run.train
+    setting = Setting(run.model, train, default_precision(train, gpu), machine.num_gpus)
+    largest = largest_microbatch(setting, usable_gib(gpu.memory_gib))
+    found = Estimate(machine, largest, expected_speed(setting, gpu, measured))
+    if not gpu.has_bf16 and "bf16" in (setting.precision, train.residual_dtype):
+        return replace(found, reason="this GPU has no bf16")
+    size, batch = train.microbatch_size, train.global_batch_size
     if batch and batch % machine.num_gpus == 0 and largest:
         size, _ = nearest_divisors(batch // machine.num_gpus, largest)
     if size > largest:
-        return Estimate(machine, largest, speed, reason="does not fit in memory")
-    train = run.train.model_copy(update={"microbatch_size": size})
-    sized = Run(run.name, run.run_dir, run.model, train)
+        return replace(found, reason="does not fit in memory")
+    sized = replace(run, train=train.model_copy(update={"microbatch_size": size}))
+    file_tokens = UNLIMITED_TOKENS
+    if train.min_train_tokens == -1:
+        file_tokens = train.start_train_token + tokens + 1
     try:
-        plan = plan_batches(sized, world_size=machine.num_gpus,
-                            file_tokens=_file_tokens(run, tokens))
+        plan = plan_batches(sized, world_size=machine.num_gpus, file_tokens=file_tokens)
     except UserError as error:
         is_uneven = batch and batch % machine.num_gpus
-        reason = "batch not divisible" if is_uneven else str(error).split(": ", 1)[1]
-        return Estimate(machine, largest, speed, reason=reason)
-    return Estimate(machine, largest, speed, plan, hours=_hours(run, plan, machine, speed.mfu),
-                    validation=_validation_shares(run, plan))
-
-
-def _file_tokens(run: Run, tokens: int | None) -> int:
-    if run.train.min_train_tokens != -1:
-        return UNLIMITED_TOKENS
-    return run.train.start_train_token + tokens + 1
+        return replace(found, reason="batch not divisible" if is_uneven else
+                       str(error).split(": ", 1)[1])
+    shares = tuple(validating / (_training_flops(run, plan) + validating) for validating in (
+        _validation_flops(run, plan, is_shared=is_shared) for is_shared in (False, True)))
+    return replace(found, plan=plan, validation=shares,
+                   hours=_hours(run, plan, machine, found.speed.mfu))
 
 
 def _hours(run: Run, plan: BatchPlan, machine: Machine, expected_mfu: float) -> Bounds:
@@ -134,12 +168,6 @@ def _validation_flops(run: Run, plan: BatchPlan, *, is_shared: bool) -> float:
     flops = sequences * plan.context_length * flops_per_token(run.model) * FORWARD_SHARE
     share = shared_validation(sequences, plan) if is_shared else 1
     return num_validations(run, plan) * flops * share
-
-
-def _validation_shares(run: Run, plan: BatchPlan) -> tuple[float, float]:
-    training = _training_flops(run, plan)
-    alone, shared = (_validation_flops(run, plan, is_shared=shared) for shared in (False, True))
-    return alone / (training + alone), shared / (training + shared)
 
 
 def num_validations(run: Run, plan: BatchPlan) -> int:

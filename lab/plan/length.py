@@ -12,6 +12,7 @@ from basics.gpu_readings import read_gpus
 from basics.json_files import found_object, set_number
 from lab.plan.estimate import UNLIMITED_TOKENS, flops_of
 from lab.plan.tables import amount
+from lab.table import counted
 from processes.run_lock import lock_run
 from reporting.speed import SPEED_CHECK_STEPS, flops_per_token
 from run_config import Run
@@ -48,11 +49,13 @@ def save_length(run: Run, budget: float) -> str:
         raise UserError(f"--budget {budget:g}: buys no step, which costs US${usd(1):.2g}")
     present = -(-run.train.min_train_tokens // step.tokens_per_step)
     if num_steps != present and named_as_checkpoints(run.checkpoints_dir):
-        raise UserError(f"{run.run_dir}: has checkpoints, so its length cannot become {num_steps:,}"
-                        " steps; to start over with that, move checkpoints/ away")
+        raise UserError(f"{run.run_dir}: has checkpoints, so its length cannot become"
+                        f" {counted(num_steps, 'step')}; to start over with that, move checkpoints/"
+                        " away")
     tokens, cost = num_steps * step.tokens_per_step, usd(num_steps)
     set_number(run.train_path, "min_train_tokens", tokens)
-    return (f"saved in {run.train_path}: min_train_tokens {tokens} ({num_steps:,} steps)\n"
+    return (f"saved in {run.train_path}: min_train_tokens {tokens}"
+            f" ({counted(num_steps, 'step')})\n"
             f"{amount(cost / price)} hours, US${amount(cost)} at {price:g} an hour: training and"
             f" validation, without start-up and checkpoints\nmeasured: {measured}")
 

@@ -9,10 +9,10 @@ H heads, L layers.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from lab.plan.optimizer_memory import state_bytes, step_bytes
-from lab.plan.setting import FLOAT32, Setting, num_parameters
+from lab.plan.setting import FLOAT32, Setting, num_parameters, parameters_by_group
 from ops.sizes import attention_blocks, head_chunk_tokens
 
 IDS = 2 * 8  # bytes of a token's id and its target, int64
@@ -38,15 +38,13 @@ class Memory:
 
 def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Return the memory at the peak of a step: in the backward pass, or in the optimizer's step."""
-    if _chunk_tokens(setting, microbatch_size) is None:
-        moments = [_in_loss_backward, _in_head_backward]
-    else:
-        moments = [_in_chunked_loss, _after_chunked_loss]
-    if setting.train.activation_checkpointing:
-        moments.append(_in_recomputed_layer)
-    moments += [_before_optimizer_step, _in_optimizer_step]
-    return max((moment(setting, microbatch_size) for moment in moments),
-               key=lambda memory: memory.total)
+    moments = [_held(setting, microbatch_size, temporary=temporary)
+               for temporary in _in_backward(setting, microbatch_size)]
+    for temporary in (_tied_gradients(setting), _in_optimizer_step(setting)):
+        held = _held(setting, 0, temporary=temporary)  # no activations are left, all gradients are
+        moments.append(held if setting.num_processes > 1 else
+                       replace(held, gradients=held.weights))
+    return max(moments, key=lambda memory: memory.total)
 
 
 def largest_microbatch(setting: Setting, memory_gib: float) -> int:
@@ -63,109 +61,89 @@ def largest_microbatch(setting: Setting, memory_gib: float) -> int:
                         key=lambda size: peak_memory(setting, size).total)
 
 
-def _in_loss_backward(setting: Setting, microbatch_size: int) -> Memory:
-    """All activations, log-softmax's output, its gradient, and the logits' gradient are held.
-
-    Of compiled code, the logits and their gradient, in low precision.
-    """
-    tokens = microbatch_size * setting.model.context_length
-    logit = 2 * setting.element if _is_compiled(setting) else 3 * FLOAT32
-    logits = logit * setting.model.vocab_size * tokens
-    return _memory(setting, microbatch_size, temporary=logits)
-
-
-def _in_head_backward(setting: Setting, microbatch_size: int) -> Memory:
-    """The gradient of the head's weight is computed in low precision, then cast to float32."""
-    V, C = setting.model.vocab_size, setting.model.emb_dim
-    tokens = microbatch_size * setting.model.context_length
-    gradient = (FLOAT32 + (setting.element if setting.element < FLOAT32 else 0)) * V * C
-    logits = setting.element * V * tokens + gradient
-    return _memory(setting, microbatch_size, temporary=logits)
-
-
-def _chunk_tokens(setting: Setting, microbatch_size: int) -> int | None:
+def _in_backward(setting: Setting, microbatch_size: int) -> Iterator[float]:
+    """Yield the bytes of temporary tensors at each moment that may be the peak."""
+    V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
     train = setting.train.model_copy(update={"microbatch_size": microbatch_size})
-    return head_chunk_tokens(setting.model, train, is_eager_on_cpu=setting.is_eager_on_cpu)
+    tokens, head = microbatch_size * setting.model.context_length, FLOAT32 * V * C
+    is_low = e < FLOAT32  # what is computed is then cast to float32
+    is_compiled = setting.on_gpu and train.compile is not False  # without float32 logits
+    chunk = head_chunk_tokens(setting.model, train, is_eager_on_cpu=setting.is_eager_on_cpu)
+    if chunk is None:
+        # Log-softmax's output, its gradient and the logits' gradient; of compiled code the logits
+        # and their gradient, in low precision.
+        yield (2 * e if is_compiled else 3 * FLOAT32) * V * tokens
+        yield e * V * tokens + head + is_low * e * V * C  # the head's gradient, before the cast too
+    else:
+        # A chunk's logits, float32 logits and probabilities, or two buffers of compiled code, which
+        # it uses in turn; part of the head's gradient, float32 in fp16; the whole gradients of the
+        # head and of its input.
+        logit = 2 * e if is_compiled else 2 * FLOAT32 + is_low * e
+        part = (FLOAT32 if setting.precision == "fp16" else e) * V * C
+        whole = (e + is_low * FLOAT32) * tokens * C + head
+        yield logit * min(chunk, tokens) * V + part + whole
+        # The head's gradient, and its input's: as computed, scaled, and cast to float32.
+        yield (2 * e + is_low * FLOAT32) * tokens * C + head
+    if train.activation_checkpointing:  # one layer's activations, the residual stream's gradient
+        yield tokens * (_layer_bytes(setting) + (FLOAT32 + setting.residual) * C) + head
 
 
-def _is_compiled(setting: Setting) -> bool:
-    """Return whether the loss is compiled: it has no float32 logits then."""
-    return setting.on_gpu and setting.train.compile is not False
-
-
-def _in_chunked_loss(setting: Setting, microbatch_size: int) -> Memory:
-    """One chunk's logits, float32 logits, probabilities and part of the head's gradient are held.
-
-    So are the whole gradients of the head and of its input. Compiled code has two buffers of a
-    chunk's size in low precision, which it uses in turn. Part of the head's gradient is float32 in
-    fp16.
-    """
-    V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
-    tokens = microbatch_size * setting.model.context_length
-    n = min(_chunk_tokens(setting, microbatch_size) or tokens, tokens)
-    logit = 2 * e if _is_compiled(setting) else 2 * FLOAT32 + (e if e < FLOAT32 else 0)
-    chunk = logit * n * V + (FLOAT32 if setting.precision == "fp16" else e) * V * C
-    whole = e * tokens * C + (FLOAT32 * tokens * C if e < FLOAT32 else 0) + FLOAT32 * V * C
-    return _memory(setting, microbatch_size, temporary=chunk + whole)
-
-
-def _after_chunked_loss(setting: Setting, microbatch_size: int) -> Memory:
-    """The head's gradient is held, and its input's: as computed, scaled, and cast to float32."""
-    V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
-    tokens = microbatch_size * setting.model.context_length
-    gradients = (2 * e + (FLOAT32 if e < FLOAT32 else 0)) * tokens * C + FLOAT32 * V * C
-    return _memory(setting, microbatch_size, temporary=gradients)
-
-
-def _in_recomputed_layer(setting: Setting, microbatch_size: int) -> Memory:
-    """One layer's activations are recomputed; the residual stream's gradient is held too."""
-    tokens = microbatch_size * setting.model.context_length
-    V, C = setting.model.vocab_size, setting.model.emb_dim
-    recomputed = _layer_bytes(setting) + (FLOAT32 + setting.residual) * C
-    return _memory(setting, microbatch_size, temporary=tokens * recomputed + FLOAT32 * V * C)
-
-
-def _before_optimizer_step(setting: Setting, _: int) -> Memory:
-    """All gradients are held. A tied matrix has two, and in float32 their sum too."""
+def _tied_gradients(setting: Setting) -> float:
+    """Before the optimizer's step a tied matrix has two gradients, and in float32 their sum too."""
     tied = setting.model.vocab_size * setting.model.emb_dim if setting.model.tie_weights else 0
-    return _with_gradients(setting, FLOAT32 * tied * (2 if setting.element == FLOAT32 else 1))
+    return FLOAT32 * tied * (2 if setting.element == FLOAT32 else 1)
 
 
-def _in_optimizer_step(setting: Setting, _: int) -> Memory:
-    return _with_gradients(setting, step_bytes(setting))
+def _in_optimizer_step(setting: Setting) -> int:
+    """Return the most bytes of temporary tensors at once: see `optim.py`."""
+    C, L = setting.model.emb_dim, setting.model.n_layers
+    kept = FLOAT32 * num_parameters(setting.model)  # the weights before the step
+    orthogonalising = 0 if setting.train.optimizer != "muon" else max(
+        _orthogonalising_bytes(setting, 4 * L, columns=C),
+        _orthogonalising_bytes(setting, 2 * L, columns=4 * C))
+    return orthogonalising + (kept if setting.train.diagnostics_interval else 0)
 
 
-def _with_gradients(setting: Setting, temporary: float) -> Memory:
-    """Return what is held when no activations are left: all gradients, and temporary tensors."""
-    memory = _memory(setting, 0, temporary=temporary)
-    return memory if setting.num_processes > 1 else replace(memory, gradients=memory.weights)
+def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int) -> int:
+    """Count what Muon needs for all matrices of one shape, C x columns, beside all gradients.
+
+    First a process holds its share of them: gradients and momenta in float32; then the input, x and
+    the next x, and gram and polynomial, both C x C. Then its own updates beside the gathered ones;
+    at last all updates as computed and in float32.
+    """
+    C, element = setting.model.emb_dim, 2 if setting.precision == "bf16" else FLOAT32
+    share = -(-num_matrices // setting.num_processes)
+    one, gathered = C * columns, share * setting.num_processes
+    own = element * share * one
+    gradients = FLOAT32 * parameters_by_group(setting.model)["matrix"]
+    return gradients + max(
+        own + 2 * FLOAT32 * share * one,
+        3 * own + 2 * element * share * C**2,
+        (own if setting.num_processes > 1 else 0) + element * gathered * one,
+        (element * gathered + FLOAT32 * num_matrices) * one,
+    )
 
 
-def _memory(setting: Setting, microbatch_size: int, *, temporary: float) -> Memory:
+def _held(setting: Setting, microbatch_size: int, *, temporary: float) -> Memory:
     """Return what is held at a moment: temporary tensors, and all that lasts longer."""
     model, is_distributed = setting.model, setting.num_processes > 1
-    weights = FLOAT32 * num_parameters(model)
-    accumulates = _accumulates(setting, microbatch_size)
-    matmul_weights = 12 * model.n_layers * model.emb_dim**2 + model.vocab_size * model.emb_dim
+    weights, sizes = FLOAT32 * num_parameters(model), parameters_by_group(model)
+    has_muon = setting.train.optimizer == "muon"  # of each matrix it keeps one moment, not two
+    matmul_weights = sizes["matrix"] + model.vocab_size * model.emb_dim
     tokens = microbatch_size * model.context_length
+    wanted = setting.train.global_batch_size
+    accumulates = (setting.train.gradient_accumulation_steps > 1 if wanted is None else
+                   wanted > microbatch_size * setting.num_processes)
     has_copies = setting.element < FLOAT32 and tokens > 0
     return Memory(
         weights=weights,
-        optimizer=state_bytes(setting),
+        optimizer=2 * weights - has_muon * FLOAT32 * sizes["matrix"],
         gradients=weights if accumulates and not is_distributed else 0,
         buckets=weights if is_distributed else 0,
         weight_copies=setting.element * matmul_weights if has_copies else 0,
         activations=tokens * _activation_bytes(setting),
         logits=temporary,
     )
-
-
-def _accumulates(setting: Setting, microbatch_size: int) -> bool:
-    """Return whether gradients of earlier microbatches are held while the next one runs."""
-    wanted = setting.train.global_batch_size
-    if wanted is None:
-        return setting.train.gradient_accumulation_steps > 1
-    return wanted > microbatch_size * setting.num_processes
 
 
 def _activation_bytes(setting: Setting) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,30 @@ import click
 from basics.cli import ABOVE_0, USD_PER_HOUR, print_json
 from basics.errors import UserError, visible
 from basics.text import gb, gib
-from lab.plan.document import plan_document
-from lab.plan.estimate import bytes_of_checkpoint, estimate, pinned_bytes
+from lab.plan.estimate import (
+    KNOWN_MACHINES,
+    Estimate,
+    Machine,
+    bytes_of_checkpoint,
+    estimate,
+    num_checkpoints,
+    num_validations,
+    pinned_bytes,
+)
 from lab.plan.length import save_length
-from lab.plan.machines import known_machines, parse_machine
+from lab.plan.memory import largest_microbatch, peak_memory
 from lab.plan.setting import num_parameters, parameters_by_group, size_name
-from lab.plan.speed_sources import SpeedSources
-from lab.plan.tables import batch_lines, card_lines, cost_lines, memory_lines
-from reporting.speed import GPUS, flops_per_token
+from lab.plan.speed_sources import read_measured
+from lab.plan.tables import (
+    batch_table,
+    card_table,
+    cost_table,
+    memory_table,
+    settings_of,
+    verdict,
+)
+from lab.table import terminal_width
+from reporting.speed import CARDS_GIB, GPUS, flops_per_token, usable_gib
 from run_config import Run, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
@@ -60,17 +77,21 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
     if tokens is not None and not (uses_all_tokens or loaded.train.repeat_data):
         raise UserError(f"{loaded.train_path}: min_train_tokens is not -1, so --tokens has no"
                         " effect; drop --tokens")
-    table = [*known_machines(), *map(parse_machine, machines)]
-    sources = SpeedSources.read(options["runs_dir"])
-    estimates = sorted((estimate(loaded, machine, tokens=tokens, sources=sources)
-                        for machine in table), key=lambda found: found.usd.expected)
+    measured = read_measured(options["runs_dir"])
+    estimates = sorted((estimate(loaded, Machine.parse(text), tokens=tokens, measured=measured)
+                        for text in (*KNOWN_MACHINES, *machines)),
+                       key=lambda found: found.usd.expected)
     if options["as_json"]:
-        print_json(plan_document(loaded, estimates, num_tokens=_num_tokens(loaded, tokens),
-                                 budget=budget))
+        print_json(_document(loaded, estimates, num_tokens=_num_tokens(loaded, tokens),
+                             budget=budget))
         return
-    sections = [_run_lines(loaded, tokens), memory_lines(loaded), card_lines(loaded),
-                batch_lines(loaded, estimates), cost_lines(loaded, estimates, budget=budget)]
-    click.echo(visible("\n\n".join("\n".join(lines) for lines in sections)))
+    possible = [found for found in estimates if found.plan is not None]
+    tables = [memory_table(loaded), card_table(loaded), batch_table(loaded, estimates),
+              *([cost_table(loaded, possible, budget)] if possible else [])]
+    click.echo(visible("\n\n".join([
+        "\n".join(_run_lines(loaded, tokens)),
+        *(table.terminal(terminal_width()) for table in tables),
+        *([] if possible else ["no machine in the table can train this run"])])))
 
 
 def _num_tokens(run: Run, tokens: int | None) -> int:
@@ -99,3 +120,48 @@ def _run_lines(run: Run, tokens: int | None) -> list[str]:
         + (f", {gb(NUM_BYTES['bf16'] * parameters_by_group(run.model)['matrix'])} of Muon's updates"
            " in bf16" if run.train.optimizer == "muon" else ""),
     ]
+
+
+def _document(run: Run, estimates: list[Estimate], *, num_tokens: int,
+                  budget: float | None) -> dict[str, Any]:
+    """Return what the tables show, with all digits: bytes, hours and US dollars."""
+    settings = settings_of(run)
+    peaks = {name: peak_memory(setting, run.train.microbatch_size)
+             for name, setting in settings.items()}
+    return {
+        "schema": "plan/1",
+        "run": run.name,
+        "model": size_name(run.model), "parameters": num_parameters(run.model),
+        "tokens": num_tokens,
+        "flops_per_token": flops_per_token(run.model),
+        "checkpoint_bytes": bytes_of_checkpoint(run), "pinned_bytes": pinned_bytes(run),
+        "memory_bytes": {name: asdict(peak) | {"total": peak.total}
+                         for name, peak in peaks.items()},
+        "largest_microbatch": [
+            {"card_gib": card} | {name: largest_microbatch(setting, usable_gib(card))
+                                  for name, setting in settings.items()} for card in CARDS_GIB],
+        "machines": [_machine(run, found, budget) for found in estimates],
+    }
+
+
+def _machine(run: Run, found: Estimate, budget: float | None) -> dict[str, Any]:
+    machine, plan = found.machine, found.plan
+    values: dict[str, Any] = {
+        "name": machine.name, "gpu": machine.gpu.name, "num_gpus": machine.num_gpus,
+        "usd_per_hour": machine.usd_per_hour, "largest_microbatch": found.largest,
+        "reason": found.reason or None,  # why it cannot train the run
+    }
+    if plan is None:
+        return values
+    on_rank_0, on_all = found.validation
+    return values | {
+        "microbatch_size": plan.microbatch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "global_batch_size": plan.global_batch_size, "steps": plan.num_steps,
+        "checkpoints": num_checkpoints(run, plan),
+        "hours": asdict(found.hours), "usd": asdict(found.usd),
+        "mfu": found.speed.mfu, "source": found.speed.source,
+        "validations": num_validations(run, plan),
+        "validation_share": {"rank0": on_rank_0, "all": on_all},
+        "budget": None if budget is None else verdict(found.usd, budget),
+    }

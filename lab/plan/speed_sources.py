@@ -7,16 +7,15 @@ then an estimate.
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from basics.errors import UserError
 from basics.files import read_regular_file
 from basics.json_files import FrozenConfig
-from lab.plan.setting import num_parameters
+from lab.plan.setting import Setting, num_parameters
 from lab.runs import number
 from reporting.speed import (
     ASSUMED,
@@ -26,11 +25,12 @@ from reporting.speed import (
     find_gpu,
     flops_per_token,
 )
-from run_config import RUN_NAME, ModelConfig, Precision, TrainConfig
+from run_config import RUN_NAME, ModelConfig, Precision
 
 MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
 PUBLIC_FLOPS_PER_TOKEN = 854.44e6  # of GPT-2 small, which the public figures are of
+FEW_PARAMETERS = 1e6  # a model with fewer leaves a GPU waiting for its host
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
 OWN, MEASURED, PUBLIC, ROUGH = "own run", "measured", "public", "rough"  # sources, for a table
@@ -61,125 +61,45 @@ class Measurement(FrozenConfig):
         flops = self.tokens_per_second * flops_per_token(self.model) / self.processes
         return flops / gpu.peak(self.precision)
 
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a measurement must have to be used for a planned run, on a GPU.
-
-    Attributes:
-        num_gpus: of the machine; a measurement may be of another number.
-    """
-
-    model: ModelConfig
-    train: TrainConfig
-    precision: Precision
-    num_gpus: int = 1
-
-    def size_ratio(self, flops: float) -> float:
-        """Return how many times more FLOPs per token one of two models needs."""
-        ratio = flops / flops_per_token(self.model)
-        return max(ratio, 1 / ratio)
-
-    def fits(self, found: Measurement, gpu: Gpu) -> bool:
+    def fits(self, wanted: Setting, gpu: Gpu) -> bool:
+        """Return whether this is the speed of such a run on such a GPU; how many is not asked."""
         low, high = CREDIBLE_MFU
-        return (find_gpu(found.device) is gpu
-                and _kind(found.precision) == _kind(self.precision)
-                and found.compile == (self.train.compile is not False)
-                and (found.attention == "math") == (self.train.attention == "math")
-                and found.activation_checkpointing == self.train.activation_checkpointing
-                and bool(found.model.drop_rate) == bool(self.model.drop_rate)
-                and self.size_ratio(flops_per_token(found.model)) <= MAX_SIZE_RATIO
-                and low <= found.mfu(gpu) <= high)
-
-    def not_public(self) -> list[str]:
-        """List why public figures say little of this run; empty if they do."""
-        reasons = {
-            self.precision: self.precision not in LOW_PRECISIONS,
-            "not compiled": self.train.compile is False,
-            "math attention": self.train.attention == "math",
-            "recomputation, which adds a third of the work": self.train.activation_checkpointing,
-            "dropout": self.model.drop_rate > 0,
-            "another model size": self.size_ratio(PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO,
-        }
-        return [reason for reason, applies in reasons.items() if applies]
+        return (find_gpu(self.device) is gpu
+                and _kind(self.precision) == _kind(wanted.precision)
+                and self.compile == (wanted.train.compile is not False)
+                and (self.attention == "math") == (wanted.train.attention == "math")
+                and self.activation_checkpointing == wanted.train.activation_checkpointing
+                and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
+                and _size_ratio(wanted, flops_per_token(self.model)) <= MAX_SIZE_RATIO
+                and low <= self.mfu(gpu) <= high)
 
 
-def _kind(precision: Precision) -> str:
-    return "low" if precision in LOW_PRECISIONS else precision
-
-
-@dataclass(frozen=True)
-class ExpectedSpeed:
-    """An expected MFU with its source.
-
-    Attributes:
-        source: in a word or two, for a table.
-        detail: how it was measured or estimated.
-    """
+class ExpectedSpeed(NamedTuple):
+    """An expected MFU, its source in a word or two, and how it was measured or estimated."""
 
     mfu: float
     source: str
     detail: str
 
-    @classmethod
-    def estimate(cls, wanted: Wanted, gpu: Gpu) -> ExpectedSpeed:
-        """Estimate from public figures, if there are any and they are of such a run."""
-        recomputing = RECOMPUTING if wanted.train.activation_checkpointing else 1
-        mfu, reasons = gpu.expected_mfu * recomputing, wanted.not_public()
-        public = f"{gpu.public_mfu} in public runs on several GPUs"
-        if gpu.public_mfu is None:
-            number = "one" if wanted.num_gpus == 1 else "several"
-            best = f"the best of {gpu.high_mfu}"
-            if gpu.high_mfu.origin == ASSUMED:
-                best = f"an assumed best of {gpu.high_mfu.share:.0%}"
-            public = (f"no public figure for {number} {gpu.name}; assumed"
-                      f" {gpu.expected_mfu:.0%}, {EXPECTED_SHARE:.0%} of {best}")
-        if reasons:
-            return cls(mfu, ROUGH, f"{public}; no public figure for: {', '.join(reasons)}")
-        if gpu.public_mfu is None:
-            return cls(mfu, ROUGH, public)
-        return cls(mfu, PUBLIC, f"{public}; not measured with this trainer")
 
+def read_measured(runs_dir: Path,
+                  measured_path: Path = MEASURED_PATH) -> dict[str, list[Measurement]]:
+    """Read the summaries of all runs, and the measurements that ship with the project.
 
-@dataclass(frozen=True)
-class SpeedSources:
-    """All measurements known: those of one's own runs, the newest first, and those shipped."""
+    Returns:
+        By source: those of one's own runs, the newest first, and those shipped.
 
-    own: tuple[Measurement, ...] = ()
-    shipped: tuple[Measurement, ...] = ()
-
-    @classmethod
-    def read(cls, runs_dir: Path, measured_path: Path = MEASURED_PATH) -> SpeedSources:
-        """Read the summaries of all runs, and the measurements that ship with the project.
-
-        Raises:
-            UserError: the latter cannot be read. A run's summary that cannot be used is passed by.
-        """
-        paths = sorted(runs_dir.glob("*/summary.json"), key=_age)
-        return cls(own=tuple(filter(None, map(read_own, paths))),
-                   shipped=read_shipped(measured_path))
-
-    def expected(self, wanted: Wanted, gpu: Gpu) -> ExpectedSpeed:
-        """Return the first source's figure for a GPU: of its runs that of the nearest model."""
-        for name, measurements in ((OWN, self.own), (MEASURED, self.shipped)):
-            fitting = [found for found in measurements if wanted.fits(found, gpu)]
-            if fitting:
-                nearest = min(fitting, key=lambda found: wanted.size_ratio(
-                    flops_per_token(found.model)))  # of equals the first one
-                return ExpectedSpeed(nearest.mfu(gpu), name, (
-                    f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
-                    f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
-                    f" ({nearest.source})"))
-        return ExpectedSpeed.estimate(wanted, gpu)
-
-
-def read_shipped(path: Path) -> tuple[Measurement, ...]:
-    """Read the project's own measurements. Raises: UserError if the file cannot be read."""
+    Raises:
+        UserError: the latter cannot be read. A run's summary that cannot be used is passed by.
+    """
+    paths = sorted(runs_dir.glob("*/summary.json"), reverse=True,
+                   key=lambda path: path.stat().st_mtime if path.exists() else 0)
     try:
-        return TypeAdapter(tuple[Measurement, ...]).validate_json(path.read_bytes())
+        shipped = TypeAdapter(list[Measurement]).validate_json(measured_path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}); it is part of the"
-                        " project: download it again") from None
+        raise UserError(f"{measured_path}: cannot be read ({type(error).__name__}); it is part of"
+                        " the project: download it again") from None
+    return {OWN: [found for path in paths if (found := read_own(path))], MEASURED: shipped}
 
 
 def read_own(path: Path) -> Measurement | None:
@@ -206,8 +126,53 @@ def read_own(path: Path) -> Measurement | None:
         return None
 
 
-def _age(path: Path) -> float:
-    try:
-        return -path.stat().st_mtime
-    except OSError:
-        return math.inf
+def expected_speed(wanted: Setting, gpu: Gpu,
+                   measured: dict[str, list[Measurement]]) -> ExpectedSpeed:
+    """Return the figure of the first source that has one; of its runs that of the nearest model."""
+    for name, found in measured.items():
+        if fitting := [one for one in found if one.fits(wanted, gpu)]:
+            nearest = min(fitting, key=lambda one: _size_ratio(
+                wanted, flops_per_token(one.model)))  # of equals the first one
+            return ExpectedSpeed(nearest.mfu(gpu), name, (
+                f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
+                f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
+                f" ({nearest.source})"))
+    return _estimate(wanted, gpu)
+
+
+def _estimate(wanted: Setting, gpu: Gpu) -> ExpectedSpeed:
+    """Estimate from public figures, if there are any and they are of such a run."""
+    mfu = gpu.expected_mfu * (RECOMPUTING if wanted.train.activation_checkpointing else 1)
+    reasons = {  # why public figures say little of this run
+        wanted.precision: wanted.precision not in LOW_PRECISIONS,
+        "not compiled": wanted.train.compile is False,
+        "math attention": wanted.train.attention == "math",
+        "recomputation, which adds a third of the work": wanted.train.activation_checkpointing,
+        "dropout": wanted.model.drop_rate > 0,
+        "another model size": _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO,
+        "a model below a million parameters (the speed is a guess)":
+            num_parameters(wanted.model) < FEW_PARAMETERS,
+    }
+    public = f"{gpu.public_mfu} in public runs on several GPUs"
+    if gpu.public_mfu is None:
+        number_of = "one" if wanted.num_processes == 1 else "several"
+        best = (f"an assumed best of {gpu.high_mfu.share:.0%}" if gpu.high_mfu.origin == ASSUMED
+                else f"the best of {gpu.high_mfu}")
+        public = (f"no public figure for {number_of} {gpu.name}; assumed {gpu.expected_mfu:.0%},"
+                  f" {EXPECTED_SHARE:.0%} of {best}")
+    if any(reasons.values()):
+        found = ", ".join(reason for reason, applies in reasons.items() if applies)
+        return ExpectedSpeed(mfu, ROUGH, f"{public}; no public figure for: {found}")
+    if gpu.public_mfu is None:
+        return ExpectedSpeed(mfu, ROUGH, public)
+    return ExpectedSpeed(mfu, PUBLIC, f"{public}; not measured with this trainer")
+
+
+def _kind(precision: Precision) -> str:
+    return "low" if precision in LOW_PRECISIONS else precision
+
+
+def _size_ratio(wanted: Setting, flops: float) -> float:
+    """Return how many times more FLOPs per token one of two models needs."""
+    ratio = flops / flops_per_token(wanted.model)
+    return max(ratio, 1 / ratio)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import fields
-
-from tabulate import tabulate
 
 from basics.text import gb
 from lab.plan.estimate import (
@@ -17,125 +14,108 @@ from lab.plan.estimate import (
     num_checkpoints,
     num_validations,
 )
-from lab.plan.memory import Memory, largest_microbatch, peak_memory
+from lab.plan.memory import largest_microbatch, peak_memory
 from lab.plan.setting import Setting
 from lab.plan.speed_sources import ROUGH
+from lab.table import UNKNOWN, Column, Table
 from reporting.speed import CARDS_GIB, usable_gib
 from run_config import Run
 
-PART_NAMES = {
+PARTS = {
     "weights": "weights", "optimizer": "optimizer state",
     "gradients": "gradients",
     "buckets": "DDP buckets, which hold the gradients",
     "weight_copies": "weight copies in low precision", "activations": "activations",
     "logits": "logits, loss and their gradients",
+    "total": "total",
 }
-BATCH_HEADS = ["machine", "microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch",
-               "steps", "checkpoints on\ndisk, at most", "checkpoints\nwritten", ""]
-COST_HEADS = ["machine", "US$\nper hour", "hours,\nexpected", "hours,\nfewest to most",
-              "US$,\nexpected", "US$,\nfewest to most", "MFU"]
+BY_GPUS = [Column("one GPU"), Column("several GPUs")]
+MACHINE = Column("machine", "left")
+BATCH_COLUMNS = [MACHINE, *map(Column, (
+    "microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch", "steps",
+    "checkpoints on\ndisk, at most", "checkpoints\nwritten")), Column("", "left", 24)]
+COST_COLUMNS = [MACHINE, *map(Column, (
+    "US$\nper hour", "hours,\nexpected", "hours,\nfewest to most", "US$,\nexpected",
+    "US$,\nfewest to most", "MFU"))]
 COST_NOTES = [
     "Sorted by the expected US$; ~ marks rough ones. Hours and US$ count validation, not startup.",
     "Prices are those of December 2025, or of --machine.",
 ]
-WIDTH = 120  # columns
-FITS, PROBABLY_FITS = "fits", "probably fits"
-FITS_IF_FAST, TOO_EXPENSIVE = "fits if fast", "too expensive"
+WIDTH = 120  # characters of a note's line
 
 
-def settings_of(run: Run) -> list[Setting]:
+def settings_of(run: Run) -> dict[str, Setting]:
     """Return the settings of the two columns: one GPU, and several (computed for 8)."""
     precision = default_precision(run.train)
-    return [Setting(run.model, run.train, precision, num_processes=n) for n in (1, 8)]
+    return {name: Setting(run.model, run.train, precision, num_processes=n)
+            for name, n in (("one_gpu", 1), ("several_gpus", 8))}
 
 
-def memory_lines(run: Run) -> list[str]:
+def memory_table(run: Run) -> Table:
     """Show the memory peak by part, for the run's own microbatch."""
     size = run.train.microbatch_size
-    peaks = [peak_memory(setting, size) for setting in settings_of(run)]
+    peaks = [peak_memory(setting, size) for setting in settings_of(run).values()]
     factor, unit = (2**30, "GiB") if peaks[0].total >= 2**30 else (2**20, "MiB")
-    title = f"{unit} at the peak, {default_precision(run.train)}, microbatch {size:,}"
-    parts = {PART_NAMES[field.name]: [getattr(peak, field.name) for peak in peaks]
-             for field in fields(Memory)} | {"total": [peak.total for peak in peaks]}
-    return _table([[title, "one GPU", "several GPUs"],
-                   *([name, *(f"{size / factor:,.2f}" for size in sizes)]
-                     for name, sizes in parts.items())])
+    head = f"{unit} at the peak, {default_precision(run.train)}, microbatch {size:,}"
+    return Table([Column(head, "left"), *BY_GPUS], [
+        [name, *(f"{getattr(peak, key) / factor:,.2f}" for peak in peaks)]
+        for key, name in PARTS.items()])
 
 
-def card_lines(run: Run) -> list[str]:
+def card_table(run: Run) -> Table:
     """Show the largest microbatch that is expected to fit on cards of several sizes."""
-    settings = settings_of(run)
-    sizes = [[f"{card} GiB", *(_count(largest_microbatch(setting, usable_gib(card)))
-                               for setting in settings)] for card in CARDS_GIB]
-    return [*_table([["largest microbatch, by card", "one GPU", "several GPUs"], *sizes]),
-            "computed with the activations of code that is not compiled, which needs more;",
-            "ddp_train.py --find-max-microbatch measures the code that will run"]
+    return Table([Column("largest microbatch, by card", "left"), *BY_GPUS], [
+        [f"{card} GiB", *(_count(largest_microbatch(setting, usable_gib(card)))
+                          for setting in settings_of(run).values())] for card in CARDS_GIB],
+        ["computed with the activations of code that is not compiled, which needs more;",
+         "ddp_train.py --find-max-microbatch measures the code that will run"])
 
 
 def _count(largest: int) -> str:
     return f"{largest:,}" if largest else "none"
 
 
-def _table(rows: list[list[str]], *, left: tuple[int, ...] = ()) -> list[str]:
-    """Align cells in columns, the first one and those in `left` to the left.
-
-    The first row holds the heads.
-    """
-    align = ["left" if column in (0, *left) else "right" for column in range(len(rows[0]))]
-    table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align)
-    return [line.rstrip() for line in table.splitlines()]
-
-
-def batch_lines(run: Run, estimates: list[Estimate]) -> list[str]:
+def batch_table(run: Run, estimates: list[Estimate]) -> Table:
     """Show how each machine would divide the run's tokens, or why it cannot train the run."""
-    table = _table([BATCH_HEADS, *(_batch_cells(run, found) for found in estimates)],
-                   left=(len(BATCH_HEADS) - 1,))
-    own = run.train.microbatch_size
-    if all(found.plan is None or found.plan.microbatch_size == own for found in estimates):
-        return table
-    return [*table, "microbatch: the largest that fits and divides the batch;"
-            f" train.json has {own:,}"]
+    own, rows, notes = run.train.microbatch_size, [], []
+    for found in estimates:
+        largest, plan = _count(found.largest), found.plan
+        if plan is None:
+            rows.append([found.machine.name, UNKNOWN, largest, *[UNKNOWN] * 4, found.reason])
+            continue
+        written = num_checkpoints(run, plan)
+        most = most_checkpoints(run.train, written)
+        rows.append([
+            found.machine.name, f"{plan.microbatch_size:,} x {plan.gradient_accumulation_steps:,}",
+            largest, f"{plan.global_batch_size:,}", f"{plan.num_steps:,}",
+            f"{most:,} ({gb(most * bytes_of_checkpoint(run))})", f"{written:,}", ""])
+        if plan.microbatch_size != own:
+            notes = ["microbatch: the largest that fits and divides the batch; train.json has"
+                     f" {own:,}"]
+    return Table(BATCH_COLUMNS, rows, notes)
 
 
-def _batch_cells(run: Run, found: Estimate) -> list[str]:
-    name, plan = found.machine.name, found.plan
-    if plan is None:
-        return [name, "-", _count(found.largest), "-", "-", "-", "-", found.reason]
-    written = num_checkpoints(run, plan)
-    most = most_checkpoints(run.train, written)
-    return [
-        name, f"{plan.microbatch_size:,} x {plan.gradient_accumulation_steps:,}",
-        _count(found.largest),
-        f"{plan.global_batch_size:,}", f"{plan.num_steps:,}",
-        f"{most:,} ({gb(most * bytes_of_checkpoint(run))})", f"{written:,}", "",
-    ]
-
-
-def cost_lines(run: Run, estimates: list[Estimate], *, budget: float | None) -> list[str]:
+def cost_table(run: Run, estimates: list[Estimate], budget: float | None) -> Table:
     """Show the hours and dollars on each machine that can train the run."""
-    estimates = [found for found in estimates if found.plan is not None]
-    if not estimates:
-        return ["no machine in the table can train this run"]
-    validates = run.train.validates
-    heads = [*COST_HEADS,
-             *([f"validation every\n{run.train.validation_interval:,} steps"] if validates else []),
-             "source", *([] if budget is None else [f"budget\n${amount(budget)}"])]
-    rows = [[*_cost_cells(found),
-             *([f"{num_validations(run, found.plan):,}: {_shares(found)}"] if validates else []),
-             found.speed.source, *([] if budget is None else [verdict(found.usd, budget)])]
-            for found in estimates]
-    source = heads.index("source")
-    return [*_table([heads, *rows], left=(source, source + 1)), "", *_notes(run, estimates),
-            *([] if budget is None else ["", *_budget_lines(estimates, budget)])]
-
-
-def _cost_cells(found: Estimate) -> list[str]:
-    rough = "~" if found.speed.source == ROUGH else ""
-    hours, usd = found.hours, found.usd
-    return [found.machine.name, amount(found.machine.usd_per_hour),
-            amount(hours.expected), f"{amount(hours.low)} to {amount(hours.high)}",
-            rough + amount(usd.expected), f"{rough}{amount(usd.low)} to {amount(usd.high)}",
-            f"{found.speed.mfu:.0%}"]
+    columns, rows = [*COST_COLUMNS], []
+    if run.train.validates:
+        columns.append(Column(f"validation every\n{run.train.validation_interval:,} steps"))
+    columns.append(Column("source", "left"))
+    if budget is not None:
+        columns.append(Column(f"budget\n${amount(budget)}", "left"))
+    for found in estimates:
+        hours, usd, rough = found.hours, found.usd, "~" if found.speed.source == ROUGH else ""
+        row = [found.machine.name, amount(found.machine.usd_per_hour),
+               amount(hours.expected), f"{amount(hours.low)} to {amount(hours.high)}",
+               rough + amount(usd.expected), f"{rough}{amount(usd.low)} to {amount(usd.high)}",
+               f"{found.speed.mfu:.0%}"]
+        if run.train.validates:
+            row.append(f"{num_validations(run, found.plan):,}: {_shares(found)}")
+        row.append(found.speed.source)
+        rows.append([*row, *([] if budget is None else [verdict(found.usd, budget)])])
+    return Table(columns, rows, [
+        line for note in _cost_notes(run, estimates)
+        for line in textwrap.wrap(note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)])
 
 
 def amount(value: float) -> str:
@@ -154,41 +134,29 @@ def _shares(found: Estimate) -> str:
     return alone if found.machine.num_gpus == 1 else f"{alone} / {shared}"
 
 
-def _notes(run: Run, estimates: list[Estimate]) -> list[str]:
+def _cost_notes(run: Run, estimates: list[Estimate]) -> list[str]:
     """Explain the columns, for the GPUs and sources in the table."""
     gpus = list(dict.fromkeys(found.machine.gpu for found in estimates))
-    sources = dict.fromkeys(f"  {found.machine.gpu.name}, {found.speed.source}:"
-                            f" {found.speed.detail}" for found in estimates)
     notes = [
         *COST_NOTES,
         "fewest hours: at the best public MFU for plain PyTorch: "
         + ", ".join(f"{gpu.name} {gpu.high_mfu}" for gpu in gpus),
         "most hours: at the MFU of the original system, with a slow disk: "
         + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
-        "expected: the MFU in the table, by its source:", *sources,
-        *(["validation: how often, and its share of the time, on rank 0 alone / on all GPUs; this"
-           f' run\'s "validate_on": "{run.train.validate_on}" is counted']
-          if run.train.validates else []),
+        "expected: the MFU in the table, by its source:",
+        *dict.fromkeys(f"  {found.machine.gpu.name}, {found.speed.source}: {found.speed.detail}"
+                       for found in estimates),
     ]
-    return [line for note in notes for line in _wrapped(note)]
-
-
-def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 4, break_on_hyphens=False)
+    if run.train.validates:
+        notes.append("validation: how often, and its share of the time, on rank 0 alone / on all"
+                     f' GPUs; this run\'s "validate_on": "{run.train.validate_on}" is counted')
+    return notes
 
 
 def verdict(usd: Bounds, budget: float) -> str:
     """Judge whether a run fits a budget by its dollars."""
     if usd.high <= budget:
-        return FITS
+        return "fits"
     if usd.expected <= budget:
-        return PROBABLY_FITS
-    return FITS_IF_FAST if usd.low <= budget else TOO_EXPENSIVE
-
-
-def _budget_lines(estimates: list[Estimate], budget: float) -> list[str]:
-    found = {judged: [each.machine.name for each in estimates
-                      if verdict(each.usd, budget) == judged]
-             for judged in (FITS, PROBABLY_FITS, FITS_IF_FAST)}
-    said = "; ".join(f"{judged}: {', '.join(names)}" for judged, names in found.items() if names)
-    return _wrapped(f"Within ${budget:,.2f}: {said or 'none'}.")
+        return "probably fits"
+    return "fits if fast" if usd.low <= budget else "too expensive"

@@ -12,11 +12,10 @@ from lab.sweep.results import Entry
 from lab.table import UNKNOWN, Column, Table, dollars, short_count
 from reporting.summary import duration
 
-COLUMNS = [Column("change", "change", "left", 28), Column("seeds", "seeds"), Column("loss", "loss"),
-           Column("difference", "difference"), Column("interval", "95% interval"),
-           Column("against_noise", "against noise", "left"),
-           Column("reached", "tokens to\nbaseline's loss"), Column("seconds", "seconds"),
-           Column("usd", "US$")]
+COLUMNS = [Column("change", "left", 28), *map(Column, ("seeds", "loss", "difference",
+                                                       "95% interval")),
+           Column("against noise", "left"),
+           *map(Column, ("tokens to\nbaseline's loss", "seconds", "US$"))]
 ROUND_DIFFERENCE = 0.01  # nats; the number of seeds that it needs is always named
 FEW_SEEDS = 3
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from benchmarks import on_gpu, on_gpu_rows
 from benchmarks.on_gpu import FIRST, Call, Item, page
 from benchmarks.throughput import HUGGING_FACE, ORIGINAL, WHOLE_RUN, RowFailed, read
-from lab.plan.speed_sources import SpeedSources
+from lab.plan.speed_sources import MEASURED, read_measured
 from reporting.speed import find_gpu
 from tests.support.workplace import PROJECT_DIR
 
@@ -160,8 +160,8 @@ def test_the_page_shows_what_was_measured_and_lab_plan_reads_its_speed(tmp_path:
     assert "Hugging Face, bf16, compiled: failed: out of memory" in text
     assert '{"checkpoint": 0.25}' in text and '"largest": 77' in text
     assert "that `lab plan` says" in text
-    sources = SpeedSources.read(tmp_path / "runs", tmp_path / "measured.json")
-    assert sources.shipped[0].mfu(find_gpu(H100["device"])) == pytest.approx(0.406, abs=0.001)
+    (found,) = read_measured(tmp_path / "runs", tmp_path / "measured.json")[MEASURED]
+    assert found.mfu(find_gpu(H100["device"])) == pytest.approx(0.406, abs=0.001)
     assert page({}, call.task("ours")).startswith("# Measurements on a GPU\n")
 
 

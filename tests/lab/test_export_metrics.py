@@ -34,7 +34,7 @@ def test_only_what_is_new_is_sent(run: Run, tmp_path: Path) -> None:
         assert export(run) == "tensorboard: 0 records added\n"
         add_records(run, 2)
         add_summary(run, 2)
-        assert export(run) == "tensorboard: 1 records added\n"
+        assert export(run) == "tensorboard: 1 record added\n"
     assert not (tmp_path / "log").exists()
     values = in_tensorboard(run.run_dir / "tensorboard" / TrackedRun.load(run.run_dir).id)
     assert values["train/loss"] == [(1, 10.0), (2, 9.0), (3, 8.0)]

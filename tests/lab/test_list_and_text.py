@@ -77,6 +77,11 @@ def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_th
                                                     str(runs_dir))).stdout
 
 
+def test_the_help_names_every_command_with_a_whole_sentence() -> None:
+    output = " ".join(run_lab("--help").output.split())
+    assert "..." not in output and "RUN in TensorBoard, Weights & Biases or Trackio. gen" in output
+
+
 def test_a_run_that_was_not_launched_can_be_named(runs_dir: Path) -> None:
     output = succeeded(run_lab("list", "new", "--runs-dir", str(runs_dir))).stdout
     assert "not launched" in output and "trains" not in output
