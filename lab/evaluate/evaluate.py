@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from basics.cli import print_json, stdout_to_stderr
-from basics.errors import UserError, print_error
+from basics.errors import UserError, print_error, visible
 from lab.evaluate.tasks import TASKS
 
 
@@ -71,7 +71,8 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
         if as_json:
             print_json({"schema": "evaluate/1", "models": [one.as_document() for one in results]})
         else:
-            click.echo("\n\n".join(one.terminal(terminal_width()) for one in tables(results)))
+            width = terminal_width()
+            click.echo(visible("\n\n".join(one.terminal(width) for one in tables(results))))
         try:
             for path in draw_over_tokens(results):
                 print_error(f"chart: {path}")
