@@ -115,7 +115,7 @@ def _table(rows: list[tuple[str, Measurement]], after: dict[str, str],
     keys = [key for key in DECIMALS if any(key in found.figures for _, found in rows)]
     heads = ["model", *before, *(f"{key.replace('_', ' ')} [95%]" for key in keys), *after]
     return Table(
-        [Column(head, head, "left" if head == "model" else "right") for head in heads],
+        [Column(head, "left" if head == "model" else "right") for head in heads],
         [[title, *(text.format(**found.facts) for text in before.values()),
           *(figure.cell(DECIMALS[key]) if (figure := found.figures.get(key)) else "-"
             for key in keys),
