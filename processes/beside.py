@@ -25,8 +25,8 @@ from basics.failpoints import failpoint
 from processes.signals import end_with_parent
 
 PROJECT_DIR = Path(__file__).resolve().parents[1]
-RETRY_SECONDS = 600.0  # from the end of a process that should last to its next start
 POLL_SECONDS = 0.2
+GRACE_SECONDS = 1.0  # from SIGTERM to SIGKILL
 TOLD = 1  # exit status of a process that has said why
 LOWEST = ["nice", "-n", "19"]  # priority
 # What torchrun and a launch tell their own processes: another launch would take it for its own.
@@ -46,19 +46,16 @@ class Beside:
         name: of the failpoint where it is asked for.
         launch: starts the process, in the thread; None if there is nothing to run.
         advice: follows what is told of it.
-        lasts: it should work until `tell_end`, and is started again a while after any other end.
-        grace_seconds: from SIGTERM to SIGKILL.
     """
 
     def __init__(self, name: str, launch: Callable[[], subprocess.Popen[Any]] | None, *,
-                 advice: str = "", lasts: bool = False, grace_seconds: float = 0.0) -> None:
+                 advice: str = "") -> None:
         self._name, self._launch, self._advice = name, launch, advice
-        self._lasts, self._grace_seconds = lasts, grace_seconds
         self._requests: Queue[None] = Queue(maxsize=1)  # one while another one is worked on
         self._process: subprocess.Popen[Any] | None = None
-        self._nothing_more, self._was_ended = threading.Event(), False
+        self._nothing_more = False
         self._notes: deque[str] = deque()
-        self._failure = self._told = ""
+        self._failure = ""
         # It lives as long as this process: Linux ends a process with the thread that started it.
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
@@ -74,21 +71,15 @@ class Beside:
                 self._failure = describe(error)
 
     def pop_failure(self) -> str:
-        """Return what was said and failed since the last call; empty if all is well.
-
-        What should last does not tell the same again.
-        """
+        """Return what was said and failed since the last call; empty if all is well."""
         notes = [self._notes.popleft() for _ in range(len(self._notes))]
         failure, self._failure = self._failure, ""
         text = "; ".join(filter(None, (*notes, failure)))
-        if not text or self._lasts and text == self._told:
-            return ""
-        self._told = text
-        return text + self._advice
+        return text and text + self._advice
 
     def tell_end(self) -> None:
-        """Tell the process on standard input that nothing more comes."""
-        self._nothing_more.set()
+        """Tell the process on standard input that nothing more comes; it is the last one."""
+        self._nothing_more = True
         if self._process is not None:
             self._write_end(self._process)
 
@@ -103,9 +94,9 @@ class Beside:
         began = time.monotonic()
         while self._requests.unfinished_tasks:
             if time.monotonic() >= until():
-                self._was_ended = True
+                self._launch = None
                 if self._process is not None:
-                    end_group(self._process, self._grace_seconds)
+                    end_group(self._process)
                 return f"it was ended after {time.monotonic() - began:.0f} s{self._advice}"
             heartbeat()
             time.sleep(POLL_SECONDS)
@@ -115,21 +106,21 @@ class Beside:
         while True:
             self._requests.get()
             self._failure = self._run()
-            while self._lasts and not self._nothing_more.wait(RETRY_SECONDS):
-                self._failure = self._run()
+            if self._nothing_more:
+                self._launch = None
             self._requests.task_done()
 
     def _run(self) -> str:
         """Run the process to its end; return how it failed, "" if it did not or has said so."""
-        if self._launch is None or self._was_ended:
+        launch, has_said_why = self._launch, False  # the notes may have been popped
+        if launch is None:
             return ""
-        has_said_why = False  # the notes do not tell: they may have been popped
         try:
-            with self._launch() as process:
+            with launch() as process:
                 self._process = process
-                if self._was_ended:  # while this one started
-                    end_group(process, self._grace_seconds)
-                if self._nothing_more.is_set():
+                if self._launch is None:  # it was not waited for while this one started
+                    end_group(process)
+                if self._nothing_more:
                     self._write_end(process)
                 for line in process.stderr or ():
                     self._notes.append(one_line(line.decode(errors="replace").rstrip("\n")))
@@ -164,7 +155,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not PRIVATE.fullmatch(name)}
 
 
-def end_group(process: subprocess.Popen[Any], grace_seconds: float) -> None:
+def end_group(process: subprocess.Popen[Any], grace_seconds: float = GRACE_SECONDS) -> None:
     """End a process and what it has started: SIGTERM, after the grace SIGKILL."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

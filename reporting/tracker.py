@@ -77,7 +77,7 @@ def tracker_process(run: Run) -> Beside:
     """Return the process of a run's tracker, with nothing to run if it has none."""
     launch = None if run.train.tracker == "none" else (
         lambda: beside.start_module("reporting.tracker", run.run_dir))
-    return Beside("tracker", launch, lasts=True, advice=(
+    return Beside("tracker", launch, advice=(
         f"; `lab export-metrics {run.name} --to {run.train.tracker}` adds what is missing"))
 
 

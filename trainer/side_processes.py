@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import shlex
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,11 +40,9 @@ from trainer.startup import PreparedRun
 
 EXIT_SECONDS = 1.0  # between the end of the last wait and the exit, after a stop signal
 LEAST_COMMAND_SECONDS = 60.0  # for --after-checkpoint where the budget is spent
+CHARTS_FAILED, COMMAND_FAILED = "charts are not up to date", "--after-checkpoint"  # warnings
 LOG = "after-checkpoint.log"  # in the run directory: what the last --after-checkpoint printed
-PREFIX = "when-done: "
 GRACE_SECONDS = 5.0  # from a stop signal to SIGKILL; torchrun kills its processes after 30
-OUTPUT_SECONDS = 1.0  # for the last output: a process that the command left behind may hold it open
-MAX_LINE = 4096  # characters; longer lines are printed in parts
 
 
 class SideProcesses:
@@ -62,6 +58,7 @@ class SideProcesses:
         self.charts = Beside("chart", lambda: beside.start_module("reporting.charts", run.run_dir))
         self.tracker = tracker_process(run)
         self.after_checkpoint = after_checkpoint(prepared.options.after_checkpoint, run)
+        self._tracker_failed = f"tracker {run.train.tracker}"  # how a warning of it begins
 
     def track(self) -> None:
         """Start the tracker, once the records of steps that are repeated are gone."""
@@ -71,25 +68,26 @@ class SideProcesses:
                 begin_tracking(run, starts_over=self._prepared.options.fresh)
                 self.tracker.start()
             except OSError as error:
-                self._log.warn(f"tracker {run.train.tracker}", str(error))
+                self._log.warn(self._tracker_failed, str(error))
 
     def draw_charts(self) -> None:
-        """Start to draw the charts."""
+        """Start to draw the charts, and the tracker again if it has failed."""
         with self._clock.phase(CHART):
             self.charts.start()
+            self.tracker.start()
 
     def warn(self) -> None:
         """Warn of what has failed since the last call."""
-        self._log.warn("charts are not up to date", self.charts.pop_failure())
-        self._log.warn(f"tracker {self._prepared.run.train.tracker}", self.tracker.pop_failure())
-        self._log.warn("--after-checkpoint", self.after_checkpoint.pop_failure())
+        self._log.warn(CHARTS_FAILED, self.charts.pop_failure())
+        self._log.warn(self._tracker_failed, self.tracker.pop_failure())
+        self._log.warn(COMMAND_FAILED, self.after_checkpoint.pop_failure())
 
     def finish_charts(self) -> None:
         """Wait for the last charts."""
         with self._clock.phase(CHART):
             failure = self.charts.finish(self._until(self._watchdog.deadlines.charts),
                                          heartbeat=self._watchdog.heartbeat)
-        self._log.warn("charts are not up to date", failure)
+        self._log.warn(CHARTS_FAILED, failure)
 
     def finish(self) -> str:
         """Wait for all, once the summary is written, whose figures are the tracker's last ones.
@@ -109,10 +107,10 @@ class SideProcesses:
             lambda: watchdog.stop_by - deadlines.after_command if watchdog.stop_signal
             else command_until(), heartbeat=watchdog.heartbeat)
         if watchdog.stop_signal:
-            self._log.warn("--after-checkpoint", failure)
+            self._log.warn(COMMAND_FAILED, failure)
             failure = ""
             self.finish_charts()
-        self._log.warn(f"tracker {self._prepared.run.train.tracker}",
+        self._log.warn(self._tracker_failed,
                        self.tracker.finish(tracker_until, heartbeat=watchdog.heartbeat))
         return failure
 
@@ -128,13 +126,12 @@ class SideProcesses:
 
 def after_checkpoint(command: str | None, run: Run) -> Beside:
     """Return what runs the command of --after-checkpoint, if there is one."""
-    def launch() -> subprocess.Popen[str]:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with open(os.open(run.run_dir / LOG, flags, 0o666), "w") as output:
+    def launch() -> subprocess.Popen[bytes]:
+        with (run.run_dir / LOG).open("w") as output:
             return start_command(command or "", run_facts(run, read_summary(run)), output,
                                  priority=LOWEST)
 
-    return Beside("after-checkpoint", launch if command else None, grace_seconds=1.0,
+    return Beside("after-checkpoint", launch if command else None,
                   advice=f"; {run.run_dir / LOG} has its output")
 
 
@@ -174,18 +171,18 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
         return
     summary = read_summary(run)
     if reason := _why_not(summary, stop_signal, has_trained=not prepared.is_finished):
-        return print_line(f"{PREFIX}not run: {reason}")
+        return print_line(f"when-done: not run: {reason}")
     gc.collect()
     torch.cuda.empty_cache()  # the command may need the GPU
     with suppress(OSError):
         fsync_records(run.run_dir)
     record_when_done(run, None)
     failpoint("when-done")
-    print_line(f"{PREFIX}running {one_line(command)}")
+    print_line(f"when-done: running {one_line(command)}")
     began = time.monotonic()
     status, stopped_by = run_command(command, run_facts(run, summary))
     record_when_done(run, status)
-    print_line(f"{PREFIX}ended with status {status} after {duration(time.monotonic() - began)}")
+    print_line(f"when-done: ended with status {status} after {duration(time.monotonic() - began)}")
     if stopped_by or status:
         how = (f"was ended by {STOP_SIGNALS[stopped_by]}" if stopped_by
                else f"ended with status {status}")
@@ -232,8 +229,8 @@ def run_facts(run: Run, summary: dict[str, Any]) -> dict[str, str]:
             for name, value in facts.items()}
 
 
-def start_command(command: str, facts: dict[str, str], output: IO[str] | int, *,
-                  priority: list[str]) -> subprocess.Popen[str]:
+def start_command(command: str, facts: dict[str, str], output: IO[str] | None = None, *,
+                  priority: list[str]) -> subprocess.Popen[bytes]:
     """Start a command by `sh -c`, in a session of its own that can be ended as a whole.
 
     Its environment is that of the launch, as far as it is known, and the facts; `{run}`,
@@ -246,30 +243,22 @@ def start_command(command: str, facts: dict[str, str], output: IO[str] | int, *,
                      lambda found: shlex.quote(facts[f"DDP_TRAIN_{found[1].upper()}"]), command)
     return subprocess.Popen(
         [*priority, "sh", "-c", command], stdin=subprocess.DEVNULL, stdout=output,
-        stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", env=kept | facts,
-        start_new_session=True)
+        stderr=output, env=kept | facts, start_new_session=True)
 
 
 def run_command(command: str, facts: dict[str, str]) -> tuple[int, int]:
-    """Run a command and print what it prints; a stop signal ends it.
+    """Run a command; a stop signal ends it. What it prints goes where this process prints.
 
     Returns:
         Its exit status, 128 + n if signal n ended it; the stop signal that came meanwhile, or 0.
     """
-    def print_all() -> None:
-        for line in iter(lambda: process.stdout.readline(MAX_LINE), ""):  # type: ignore[union-attr]
-            print_line(f"{PREFIX}{line.rstrip(chr(10))}")
-
     with _stop_signals() as received:
-        process = start_command(command, facts, subprocess.PIPE, priority=[])
-        printer = threading.Thread(target=print_all, daemon=True)
-        printer.start()
+        process = start_command(command, facts, priority=[])
         while process.poll() is None and not received:
             time.sleep(POLL_SECONDS)
         if received:
             end_group(process, GRACE_SECONDS)
         status = process.wait()
-        printer.join(OUTPUT_SECONDS)
     return status if status >= 0 else 128 - status, received[0] if received else 0
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from basics.directory_lock import lock_directory
 from basics.failpoints import MARKS, VARIABLE
-from processes import beside
 from processes.beside import Beside, start_module
 from tests.support.runs import wait_for
 from tests.support.workplace import PROJECT_DIR
@@ -83,6 +82,9 @@ def test_what_it_says_and_how_it_failed_is_told_once(
     process.start()
     assert finish(process) == failure
     assert process.pop_failure() == finish(process) == ""
+    missing = Beside("chart", lambda: subprocess.Popen([tmp_path / "missing"]))
+    missing.start()
+    assert finish(missing).startswith("FileNotFoundError: ")
 
 
 def test_a_failure_is_told_although_the_next_one_runs_and_not_after_a_success(
@@ -117,12 +119,6 @@ def test_one_that_has_said_why_tells_no_status_although_the_words_were_popped_be
     assert finish(process) == ""
 
 
-def test_one_that_cannot_be_started_is_a_failure(tmp_path: Path) -> None:
-    process = Beside("chart", lambda: subprocess.Popen([tmp_path / "missing"]))
-    process.start()
-    assert finish(process).startswith("FileNotFoundError: ")
-
-
 def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     beats, pid = [], tmp_path / "pid"
     process = Beside("chart", Scripts(
@@ -136,21 +132,18 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> Non
     assert finish(process) == "its process was ended by signal 9 (Killed)"
 
 
-def test_one_that_should_last_is_started_again_after_a_while_until_the_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_after_the_last_one_has_been_told_the_end_no_other_one_is_started(
+    tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(beside, "RETRY_SECONDS", 0.05)
-    scripts = Scripts(tmp_path, "exit 3", "touch second; read word; exit 3",
-                      "touch third; read word; test $word = end")
-    process = Beside("tracker", scripts, lasts=True)
+    scripts = Scripts(tmp_path, "exit 3", "touch second; read word; test $word = end", "exit 4")
+    process = Beside("tracker", scripts)
+    process.start()
+    assert finish(process) == "ended with status 3"
     process.start()
     wait_for(tmp_path / "second")
-    assert process.pop_failure() == "ended with status 3"
-    scripts.started[1].stdin.write(b"go on\n")
-    wait_for(tmp_path / "third")
-    assert process.pop_failure() == ""  # the same again
+    process.start()
     process.tell_end()
-    assert finish(process) == "" and len(scripts.started) == 3
+    assert finish(process) == "" and len(scripts.started) == 2
 
 
 def struck_pid(marks: Path) -> int:
@@ -199,15 +192,3 @@ def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     trainer.kill()
     trainer.wait(60)
     wait_until_gone(pid)
-
-
-def test_one_whose_parent_has_ended_before_does_nothing(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"global_step": 1, "train_loss": 1.0, "learning_rate": 0.1, "train_loss_min": 1.0,'
-        ' "train_loss_max": 1.0, "grad_norm": 1.0, "grad_norm_max": 1.0}\n')
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    result = subprocess.run([sys.executable, "-m", "reporting.charts", str(tmp_path),
-                             str(ended.pid)], cwd=PROJECT_DIR, capture_output=True, timeout=60)
-    assert result.returncode == -signal.SIGTERM
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -6,12 +6,11 @@ import json
 import math
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -71,18 +70,18 @@ def run_after(workplace: Workplace, summary: dict, command: str | None, *, stop_
     ("failed", "rank 1 has ended", None, 0, "not run: rank 1 has ended ended the launch"),
 ])
 def test_it_runs_after_the_end_of_the_run_or_its_budget_on_rank_0_only(
-    workplace: Workplace, capsys: pytest.CaptureFixture, status: str, reason: str | None,
+    workplace: Workplace, capfd: pytest.CaptureFixture, status: str, reason: str | None,
     stopped_by: str | None, stop_signal: int, said: str,
 ) -> None:
     ended = ENDED | {"status": status, "reason": reason, "stopped_by": stopped_by}
     run_after(workplace, ended, "echo", process=replace(ONE_PROCESS, rank=1))
-    assert capsys.readouterr().out == ""
+    assert capfd.readouterr().out == ""
     run = run_after(workplace, ended, "echo hello", stop_signal=stop_signal)
-    lines = capsys.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     if said:
         assert lines == [f"when-done: {said}"] and "when_done" not in summary_of(run.run_dir)
         return
-    assert lines[:2] == ["when-done: running echo hello", "when-done: hello"]
+    assert lines[:2] == ["when-done: running echo hello", "hello"]
     assert lines[2].startswith("when-done: ended with status 0 after ")
     assert summary_of(run.run_dir) == ended | {"when_done": {"status": 0}}
 
@@ -129,14 +128,9 @@ def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
     assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
 
 
-def test_what_it_prints_is_shown_by_lines_and_what_it_leaves_behind_is_not_waited_for(
-    capsys: pytest.CaptureFixture
-) -> None:
-    command = r"printf 'a\033[2J\rb\n'; echo error >&2; printf 'no end'; exit 7"
-    assert run_command(command, {}) == (7, 0)
-    assert capsys.readouterr().out.splitlines() == [
-        "when-done: a\\x1b[2J", "when-done: b", "when-done: error", "when-done: no end"]
-    assert run_command("sleep 60 & echo $! > /dev/null; kill -9 $$", {}) == (137, 0)
+def test_what_it_leaves_behind_is_not_waited_for() -> None:
+    assert run_command("sleep 60 & exit 7", {}) == (7, 0)
+    assert run_command("sleep 60 & kill -9 $$", {}) == (137, 0)
 
 
 def test_a_stop_signal_ends_it(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,21 +179,6 @@ def test_after_checkpoint_knows_the_run_and_its_newest_checkpoint(
         "tiny", str(saved.run_dir), str(newest), "abc", "-", "{other}", "7", "2.5"]
 
 
-def test_training_does_not_wait_for_what_after_checkpoint_has_to_know(
-    saved: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its facts are read from a disk that may be slow."""
-    answers, facts = threading.Event(), side_processes.run_facts
-    monkeypatch.setattr(side_processes, "run_facts",
-                        lambda *arguments: answers.wait(60) and facts(*arguments))
-    command = after_checkpoint(f"touch {tmp_path}/done", saved)
-    for _ in range(3):
-        command.start()
-        assert command.pop_failure() == ""
-    answers.set()
-    assert finish(command) == "" and (tmp_path / "done").exists()
-
-
 def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(
     saved: Run, tmp_path: Path
 ) -> None:
@@ -209,15 +188,6 @@ def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(
     assert log.read_text() == "no space\n"
     (tmp_path / "room").touch()
     assert finish(command) == "" and command.pop_failure() == ""
-
-
-def test_the_log_of_after_checkpoint_is_not_written_through_a_link(
-    saved: Run, tmp_path: Path
-) -> None:
-    (tmp_path / "kept").write_text("kept")
-    (saved.run_dir / "after-checkpoint.log").symlink_to(tmp_path / "kept")
-    assert "Too many levels" in finish(after_checkpoint("true", saved))
-    assert (tmp_path / "kept").read_text() == "kept"
 
 
 def test_a_finished_run_repeats_after_checkpoint_before_when_done(
@@ -269,7 +239,6 @@ def test_torchrun_waits_for_it_and_a_signal_to_torchrun_ends_it(workplace: Workp
     process, _ = start_forked("ddp_train.py", workplace.arguments(
         "tiny", "--when-done", f"echo $$ > {began}; sleep 100"), num_processes=2)
     wait_for(began)
-    time.sleep(3)
     assert process.is_alive() and summary_of(run_dir)["when_done"]["status"] is None
     os.kill(process.pid, signal.SIGTERM)
     process.join(timeout=20)
@@ -280,83 +249,62 @@ def test_torchrun_waits_for_it_and_a_signal_to_torchrun_ends_it(workplace: Workp
 
 
 class End:
-    """The end of a launch, at second 1000 of a clock that only waiting moves."""
+    """The end of a launch, at second 1000 of a clock that only waiting moves; all hang."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **train: object) -> None:
-        self.now, self.stop_at, self.failure = 1000.0, math.inf, ""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stop_at: float = math.inf,
+                 **train: object) -> None:
+        self.now, self.stop_at = 1000.0, stop_at
         self.waited: dict[str, float] = {}
-        self.warnings: list[str] = []
-        self.started: list[str] = []
-        self.watchdog = SimpleNamespace(stop_signal=0, stop_by=math.inf, deadlines=Deadlines(),
-                                        heartbeat=lambda: None)
+        self.log, self.watchdog = MagicMock(), MagicMock(
+            stop_signal=0, stop_by=math.inf, deadlines=Deadlines())
         clock = PhaseClock()
         clock.usd_per_hour = 3600.0
+        run = SimpleNamespace(train=TrainConfig(**TINY_TRAIN | train))
         self.beside = SideProcesses.__new__(SideProcesses)
         vars(self.beside).update(
-            _watchdog=self.watchdog, _clock=clock, _prepared=SimpleNamespace(
-                run=SimpleNamespace(train=TrainConfig(**TINY_TRAIN | train))),
-            _log=SimpleNamespace(warn=lambda what, failure: self.warnings.append(
-                f"{what}: {failure}")),
-            charts=self.process("charts"), tracker=self.process("tracker"),
-            after_checkpoint=self.process("command"))
+            _watchdog=self.watchdog, _clock=clock, _prepared=SimpleNamespace(run=run),
+            _log=self.log, _tracker_failed="tracker", charts=self.process("charts"),
+            tracker=self.process("tracker"), after_checkpoint=self.process("command"))
         monkeypatch.setattr(side_processes.time, "monotonic", lambda: self.now)
+        self.stop_if_due()
 
-    def process(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            start=lambda: self.started.append(name), tell_end=lambda: None,
-            finish=lambda until, heartbeat: self.hang(name, until))
+    def process(self, name: str) -> MagicMock:
+        return MagicMock(finish=lambda until, heartbeat: self.hang(name, until))
 
     def hang(self, name: str, until: Callable[[], float]) -> str:
         """Wait as long as it is allowed."""
         began = self.now
         while self.now < until():
             self.now += 0.25
-            if self.now == self.stop_at:
-                self.stop()
+            self.stop_if_due()
         self.waited[name] = self.now - began
-        return self.failure
+        return "no time"
 
-    def stop(self) -> None:
-        """Receive a stop signal."""
-        self.watchdog.stop_signal = 15
-        self.watchdog.stop_by = self.now + self.watchdog.deadlines.stop
-
-
-@pytest.fixture
-def end(monkeypatch: pytest.MonkeyPatch) -> End:
-    return End(monkeypatch)
-
-
-def test_a_last_command_that_failed_is_told(end: End) -> None:
-    end.failure = "no space"
-    assert end.beside.finish() == "no space"
-    assert end.started == ["command"]
-    assert end.waited["command"] == 900 and not any("after" in line for line in end.warnings)
-
-
-def test_after_a_stop_signal_all_end_within_one_grace_and_a_failure_is_a_warning(end: End) -> None:
-    end.failure = "no time"
-    end.stop()
-    end.now += 5.0  # for the checkpoint
-    assert end.beside.finish() == ""
-    assert end.waited == {"command": 5.0, "charts": 2.0, "tracker": 0.0}
-    assert end.now < end.watchdog.stop_by
-    assert "--after-checkpoint: no time" in end.warnings
-
-
-def test_a_signal_while_the_command_is_waited_for_shortens_that(end: End) -> None:
-    end.stop_at = 1100.0
-    assert end.beside.finish() == "" and end.waited["command"] == 110.0
-    assert end.now < end.watchdog.stop_by
+    def stop_if_due(self) -> None:
+        if self.now == self.stop_at:
+            self.watchdog.stop_signal, self.watchdog.stop_by = 15, self.now + Deadlines().stop
 
 
 @pytest.mark.parametrize(("budget", "seconds"), [(1e6, 900), (300.0, 300), (1.0, 60)])
-def test_the_budget_bounds_the_wait_for_the_command(
+def test_a_last_command_that_fails_is_told_and_waited_for_within_the_budget(
     monkeypatch: pytest.MonkeyPatch, budget: float, seconds: float
 ) -> None:
     end = End(monkeypatch, usd_per_hour=3600.0, max_cost_usd=budget)
-    end.beside.finish()
+    assert end.beside.finish() == "no time"
+    end.beside.after_checkpoint.start.assert_called_once()
     assert end.waited["command"] == pytest.approx(seconds, abs=5)
+
+
+@pytest.mark.parametrize(("stop_at", "waited"), [
+    (1000.0, {"command": 10.0, "charts": 2.0, "tracker": 0.0}),
+    (1100.0, {"command": 110.0, "charts": 2.0, "tracker": 0.0})])  # while the command is waited for
+def test_after_a_stop_signal_all_end_within_one_grace_and_a_failure_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, stop_at: float, waited: dict[str, float]
+) -> None:
+    end = End(monkeypatch, stop_at=stop_at)
+    assert end.beside.finish() == ""
+    assert end.waited == waited and end.now < end.watchdog.stop_by
+    end.log.warn.assert_any_call("--after-checkpoint", "no time")
 
 
 @pytest.mark.parametrize(("failure", "unwritten", "status", "message"), [
@@ -367,29 +315,20 @@ def test_the_budget_bounds_the_wait_for_the_command(
 def test_a_launch_ends_with_its_worst_failure_and_a_whole_summary_stays(
     monkeypatch: pytest.MonkeyPatch, failure: str, unwritten: str, status: int | None, message: str
 ) -> None:
-    statuses: list[str] = []
-    reports = Reports.__new__(Reports)
+    reports, log = Reports.__new__(Reports), MagicMock()
+    log.finish.return_value = unwritten
     vars(reports).update(
-        prepared=SimpleNamespace(first_step=0, data=SimpleNamespace(tokenizer_name=None)),
-        run=SimpleNamespace(checkpoints_dir="none", run_dir="runs/tiny"), clock=PhaseClock(),
-        plan=SimpleNamespace(num_steps=6), process=SimpleNamespace(is_main=True),
-        saver=SimpleNamespace(is_behind=False, has_finite_loss=True, pop_failure=lambda: "",
-                              wait=lambda **_: None, num_checkpoints=1, longest_write_seconds=0),
-        log=SimpleNamespace(finish=lambda _: unwritten, say=lambda _: None,
-                            write_status=lambda *written: statuses.append(written[0])),
-        watchdog=SimpleNamespace(stop_signal=0, deadlines=Deadlines()), _has_ended=False, code="1",
-        meter=SimpleNamespace(stop=lambda: None, energy_kwh=None),
-        losses=SimpleNamespace(train=TrainConfig(**TINY_TRAIN), facts=dict,
-                               model=SimpleNamespace(num_parameters=lambda: 1)),
+        prepared=MagicMock(data=SimpleNamespace(tokenizer_name=None)), run=MagicMock(), log=log,
+        plan=SimpleNamespace(num_steps=6), process=MagicMock(), meter=MagicMock(), code="",
+        clock=PhaseClock(), losses=MagicMock(), watchdog=MagicMock(stop_signal=0),
+        saver=MagicMock(is_behind=False, pop_failure=lambda: ""), _has_ended=False,
         beside=SimpleNamespace(finish=lambda: failure, finish_charts=lambda: None))
     monkeypatch.setattr("trainer.reports.list_checkpoints", lambda _: [])
     monkeypatch.setattr("trainer.reports.machine_facts", lambda *_: {})
-    reports._before_exit("stopped", "SIGTERM")
-    assert statuses == ["stopped"]
     try:
         reports.end(5, stop_reason=None, lacks_validation=False)
         assert status is None
     except UserError as error:
         assert error.status == status and message in str(error)
     reports._before_exit("failed", "so the watchdog says")
-    assert statuses == ["stopped", *["failed"] * bool(unwritten)]
+    assert log.write_status.called == bool(unwritten)
