@@ -10,10 +10,8 @@ from collections.abc import Iterable
 
 from basics.json_files import to_json
 from lab.watch.answers import Watched
-from lab.watch.columns import AXES
 from lab.watch.server import STATIC
 
-MAX_POINTS = 1000  # of one line: the file has them for every axis
 ICON = '<link rel="icon" href="icon.svg">'
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
 SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
@@ -28,7 +26,11 @@ def exported_page(watched: Watched) -> str:
     scripts = [_content(name) for name in SCRIPT.findall(page)]
     policy = (f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)};"
               " img-src data:; base-uri 'none'; form-action 'none'")
-    data = to_json(_answers(watched), separators=(",", ":")).translate(ESCAPED)
+    runs = watched.runs()["runs"]
+    data = to_json({
+        "runs": runs, "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "run": {run["name"]: watched.run(run["name"]) for run in runs},
+    }, separators=(",", ":")).translate(ESCAPED)
     page = page.replace(ICON, '<link rel="icon" href="data:,">')
     page = page.replace('<meta charset="utf-8">', '<meta charset="utf-8">\n<meta http-equiv="'
                         f'Content-Security-Policy" content="{policy}">')
@@ -36,17 +38,6 @@ def exported_page(watched: Watched) -> str:
     page = SCRIPT.sub(lambda found: f"<script>{_content(found[1])}</script>", page)
     return page.replace("</main>", '</main>\n<script type="application/json" id="data">'
                         f"{data}</script>", 1)
-
-
-def _answers(watched: Watched) -> dict[str, object]:
-    runs = watched.runs()["runs"]
-    names = [run["name"] for run in runs]
-    return {
-        "runs": runs, "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "series": {axis: {name: watched.series(name, axis, max_points=MAX_POINTS)
-                          for name in names} for axis in AXES},
-        "samples": {name: watched.samples(name) for name in names},
-    }
 
 
 def _content(name: str) -> str:

@@ -20,7 +20,7 @@ from rich.text import Text
 from basics.errors import one_line, visible
 from lab.runs import chosen_runs, launched_runs
 from lab.table import dollars, short_count
-from lab.watch.answers import Watched
+from lab.watch.answers import Answer, Watched
 from lab.watch.run_state import RunState, read_state
 from reporting.summary import duration
 
@@ -52,76 +52,52 @@ def watch_text(runs_dir: Path, names: tuple[str, ...]) -> None:
 
 
 def screen(runs_dir: Path, names: Sequence[str], width: int,
-           height: int | None = None) -> RenderableType:
+           height: int = sys.maxsize) -> RenderableType:
     """Return all that is shown: runs that train first, a panel for each; the rest in a table.
 
     Args:
-        names: of runs; empty for all that have been launched.
-        width, height: of the terminal, in characters. What does not fit becomes a row of the
-            table, and its last line tells how many rows are missing.
+        names: of runs, which get panels; empty for all that have been launched.
+        width, height: of the terminal, in characters. A panel that does not fit becomes a row of
+            the table, and a last line counts the rows that do not fit.
     """
-    found = [read_state(runs_dir, name) for name in names or launched_runs(runs_dir)]
-    with_panel = sorted((state for state in found if state.is_running or names),
-                        key=lambda state: not state.is_running)
-    others = [state for state in found if state not in with_panel]
-    panels = [_panel(runs_dir, state, width) for state in with_panel]
-    num_panels, num_rows = _fitting([_height(panel, width) for panel in panels], len(others),
-                                    height)
-    parts: list[RenderableType] = [*panels[:num_panels]]
-    if rows := [*with_panel[num_panels:], *others]:
+    found = sorted((read_state(runs_dir, name) for name in names or launched_runs(runs_dir)),
+                   key=lambda state: not state.is_running)
+    rows, parts = list(found), []
+    trains = sum(state.is_running or bool(names) for state in found)
+    for state in found[:trains]:
+        panel = _panel(runs_dir, state, width)
+        panel_height = len(Console(file=io.StringIO(), width=width).render_lines(panel))
+        # Below it: headings, a row for each other one that trains, and the line that counts.
+        if panel_height + (len(rows) > 1) * (trains - len(parts) + 1) > height:
+            break
+        parts.append(panel)
+        rows.remove(state)
+        height -= panel_height
+    if rows:
+        num_rows = len(rows) if len(rows) < height else max(0, height - 2)
         parts.append(_table(rows[:num_rows], width))
-        if len(rows) > num_rows:
+        if num_rows < len(rows):
             parts.append(Text(f"and {len(rows) - num_rows} more: lab list", style="dim"))
     return Group(*parts) if parts else Text("no run has been launched yet")
 
 
-def _fitting(panels: Sequence[int], num_others: int, height: int | None) -> tuple[int, int]:
-    """Return how many panels and how many rows of the table fit.
-
-    Args:
-        panels: the height of each panel.
-        num_others: runs that have no panel.
-        height: of the terminal; None for one without an end.
-    """
-    if height is None:
-        return len(panels), num_others
-    for num_panels in range(len(panels), -1, -1):
-        num_rows = len(panels) - num_panels + num_others
-        room = height - sum(panels[:num_panels]) - 1  # the table's headings
-        if num_rows <= room or (num_rows == 0 and room >= -1):
-            return num_panels, num_rows
-        if len(panels) - num_panels < room:  # only runs that do not train are left out
-            return num_panels, room - 1
-    return 0, max(0, height - 2)
-
-
-def _height(part: RenderableType, width: int) -> int:
-    console = Console(file=io.StringIO(), width=width)
-    return len(console.render_lines(part))
-
-
 def _panel(runs_dir: Path, state: RunState, width: int) -> Panel:
-    watched = Watched(runs_dir, (state.name,))
+    answer = Watched(runs_dir).run(state.name)
     rows = Grid.grid(padding=(0, 2))
     rows.add_column(width=LABEL_WIDTH, style="dim")
     rows.add_column(overflow="fold")
-    for label, content in [("progress", _progress(state)), *_loss_rows(watched, state, width),
+    for label, content in [("progress", _progress(state)), *_loss_rows(answer, state, width),
                            ("speed", _speed(state)), ("spent", _spent(state))]:
         if content:
             rows.add_row(label, content)
     for warning in state.warnings:
         rows.add_row("warning", Text(one_line(warning), style="yellow"))
-    for sample in watched.samples(state.name)["samples"][:MAX_SAMPLES]:
-        rows.add_row(f"step {sample['step']:,}", Text(_on_one_line(sample["prompt"]
-                                                                   + sample["text"])))
+    for sample in answer["samples"][:MAX_SAMPLES]:
+        text = Text(" ".join(visible(sample["prompt"] + sample["text"]).split()))
+        text.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
+        rows.add_row(f"step {sample['step']:,}", text)
     return Panel(rows, title=Text(state.name, style="bold"), title_align="left",
                  subtitle=status_of(state), subtitle_align="left")
-
-
-def _on_one_line(text: str) -> str:
-    """Return the beginning of a sample, with its lines joined."""
-    text = " ".join(visible(text).split())
-    return text if len(text) <= MAX_SAMPLE_LENGTH else f"{text[:MAX_SAMPLE_LENGTH - 1]}…"
 
 
 def status_of(state: RunState) -> Text:
@@ -131,36 +107,30 @@ def status_of(state: RunState) -> Text:
 
 
 def _progress(state: RunState) -> RenderableType | None:
+    """Draw the steps, the time left and the time of the end, with the day unless it is today."""
     if state.global_step is None or not state.num_steps:
         return None
-    line = Grid.grid(padding=(0, 2))
     done = state.global_step + 1
-    line.add_row(ProgressBar(total=state.num_steps, completed=done, width=20),
-                 Text(f"{done / state.num_steps:.0%}, step {done:,} of {state.num_steps:,}"
-                      f"{_left(state)}"))
+    text = f"{done / state.num_steps:.0%}, step {done:,} of {state.num_steps:,}"
+    if state.seconds_left:
+        end = time.localtime(time.time() + state.seconds_left)
+        is_today = end[:3] == time.localtime()[:3]
+        text += (f", {duration(state.seconds_left)} left (until"
+                 f" {time.strftime('%H:%M' if is_today else '%a %d %b %H:%M', end)})")
+    line = Grid.grid(padding=(0, 2))
+    line.add_row(ProgressBar(total=state.num_steps, completed=done, width=20), Text(text))
     return line
 
 
-def _left(state: RunState) -> str:
-    """Return the time left and the time of the end, with the day unless it is today."""
-    if not state.seconds_left:
-        return ""
-    end = time.localtime(time.time() + state.seconds_left)
-    is_today = end[:3] == time.localtime()[:3]
-    return (f", {duration(state.seconds_left)} left (until"
-            f" {time.strftime('%H:%M' if is_today else '%a %d %b %H:%M', end)})")
-
-
-def _loss_rows(watched: Watched, state: RunState, width: int) -> list[tuple[str, Text]]:
+def _loss_rows(answer: Answer, state: RunState, width: int) -> list[tuple[str, Text]]:
     """Return the last losses, each with a line of its course where there is one."""
     room = max(10, min(MAX_SPARKLINE, width - LABEL_WIDTH - 20))
-    lines = watched.series(state.name, "steps")["lines"]
     rows = []
     for label, key, last in (("loss", "train_loss", state.train_loss),
                              ("validation", "validation_loss", state.validation_loss)):
         if last is not None:
-            course = sparkline(lines.get(key, {"y": []})["y"], room)
-            rows.append((label, Text(f"{last:.4f}  {course}")))
+            values = [y for y in answer["lines"].get(key, {"y": ()})["y"] if y is not None]
+            rows.append((label, Text(f"{last:.4f}  {sparkline(values, room)}")))
     return rows
 
 

@@ -181,7 +181,7 @@ def test_odd_numbers_are_unknown_and_every_command_survives_them(
     (run_dir / "samples.jsonl").write_text(f'{{"global_step": {value}, "prompt": {value}}}\n')
     state = read_state(runs_dir, "odd")
     assert state.num_steps is None and state.usd is None and state.mfu is None
-    assert "mfu" not in Watched(runs_dir).series("odd", "steps")["lines"]
+    assert "mfu" not in Watched(runs_dir).run("odd")["lines"]
     printed = survives(runs_dir, monkeypatch)
     assert all("good" in text for text in (printed[0], *printed[4:]))
 
@@ -211,7 +211,7 @@ def test_odd_files_are_no_error_for_any_command(
     state, is_odd = read_state(runs_dir, "odd"), kind in ("link", "pipe", "directory", "huge")
     assert state.train_loss is None and any("metrics.jsonl" in text
                                             for text in state.warnings) == is_odd
-    assert Watched(runs_dir).samples("odd") == {"samples": []}
+    assert Watched(runs_dir).samples("odd") == []
     printed = survives(runs_dir, monkeypatch)
     assert all("good" in text for text in (printed[0], *printed[4:]))
     assert ("warning: left out" in printed[4]) == is_odd

@@ -7,10 +7,17 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 from lab.watch.answers import Watched
 from lab.watch.export import exported_page
@@ -29,13 +36,6 @@ PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"needs one of {', '.join(PROGRAMS)}")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
-
-
-TOUCH = """(element) => {
-  const { left, top } = element.getBoundingClientRect();
-  element.dispatchEvent(new PointerEvent("pointermove", {
-    pointerType: "touch", clientX: left + 50, clientY: top + 20, bubbles: true }));
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,14 @@ def runs_dir(tmp_path: Path) -> Path:
     return path
 
 
-def drawn(page: Page, title: str) -> Any:
-    """Return what a chart has drawn: its x values, and the label of each line of its legend."""
+def drawn(page: Page, title: str) -> Locator:
+    """Return the entries of a chart's legend, one for each line."""
     card = page.locator(".chart", has=page.get_by_role("heading", name=title))
-    return card.locator(".legend li")
+    return card.locator(".u-series.line, .u-series.strong")
 
 
 def open_page(page: Page, server: Server, choices: str = "") -> None:
-    page.goto(f"{server.address}#{choices}")
+    page.goto(f"{server.address}&{choices}")
     expect(page.locator("#news")).to_contain_text("updated")
 
 
@@ -125,14 +125,10 @@ def test_a_new_run_appears_and_nothing_is_drawn_for_nothing(page: Page, runs_dir
         CanvasRenderingContext2D.prototype.stroke = function (...all) {
           draws += 1;
           return stroke.apply(this, all);
-        };
-        new MutationObserver(() => (window.said ??= []).push(
-          document.getElementById("news")?.textContent)).observe(
-          document, { childList: true, subtree: true });""")
+        };""")
     with served(runs_dir) as server:
         open_page(page, server)
         expect(page.locator("#runs tbody tr")).to_have_count(2)
-        assert "reading run 2 of 2" in page.evaluate("said")
         page.wait_for_timeout(200)  # the charts' sizes settle
         before, news = page.evaluate("draws"), page.locator("#news").inner_text()
         expect(page.locator("#news")).not_to_have_text(news)
@@ -147,6 +143,23 @@ def test_a_new_run_appears_and_nothing_is_drawn_for_nothing(page: Page, runs_dir
         assert page.evaluate("draws") > before
 
 
+def test_ten_runs_have_ten_colors_also_when_others_were_drawn_before(
+    page: Page, runs_dir: Path
+) -> None:
+    for number in range(10):
+        add_run(runs_dir, f"run-{number}", steps=10)
+    with served(runs_dir) as server:
+        open_page(page, server)
+        expect(drawn(page, "Learning rate")).to_have_count(10)
+        for hidden, shown in (("run-3", "first"), ("run-7", "second")):
+            page.get_by_label(hidden).uncheck()
+            page.get_by_label(shown).check()
+        expect(drawn(page, "Learning rate")).to_have_count(10)
+        colors = drawn(page, "Learning rate").locator(".u-marker").evaluate_all(
+            "(marks) => marks.map((mark) => mark.style.borderColor)")
+        assert len(set(colors)) == 10
+
+
 def test_runs_and_axis_are_chosen_and_kept(page: Page, runs_dir: Path) -> None:
     with served(runs_dir) as server:
         open_page(page, server)
@@ -155,7 +168,8 @@ def test_runs_and_axis_are_chosen_and_kept(page: Page, runs_dir: Path) -> None:
         page.get_by_label("first").uncheck()
         expect(loss).to_have_count(2)
         expect(loss.first).to_contain_text("second training")
-        for name, ending in (("Tokens", "x=tokens"), ("Time", "x=time"), ("Dollars", "x=dollars")):
+        for name, ending in (("Tokens", "axis=tokens"), ("Time", "axis=time"),
+                             ("Dollars", "axis=dollars")):
             page.get_by_text(name, exact=True).first.click()
             page.wait_for_url(f"**/*{ending}*")
             expect(loss.first).to_contain_text("second training")
@@ -173,13 +187,14 @@ def test_runs_and_axis_are_chosen_and_kept(page: Page, runs_dir: Path) -> None:
 
 
 WATCH_CHARTS = """() => {
-  const show = Chart.prototype.showValues;
+  const show = Chart.prototype.show;
   window.charts = {};
-  Chart.prototype.showValues = function () {
-    charts[this.spec.title] = this;
-    show.call(this);
+  Chart.prototype.show = function (...all) {
+    charts[this.spec.keys] = this;
+    show.apply(this, all);
   };
 }"""
+LOSS = "charts['train_loss validation_loss']"
 
 
 def becomes(page: Page, script: str, wanted: float) -> bool:
@@ -191,18 +206,17 @@ def test_a_range_is_shown_in_detail_and_the_first_losses_on_demand(
     page: Page, runs_dir: Path
 ) -> None:
     append(add_run(runs_dir, "long", steps=0), *(report(10 * n) for n in range(1, 3001)))
-    largest = "charts.Loss.plot.scales.y.max"
-    apart = "(({ x }) => x[1] - x[0])(charts.Loss.lines.findLast(({ run }) => run === 'long'))"
+    largest = f"{LOSS}.plot.scales.y.max"
+    apart = f"(({{ x }}) => x[1] - x[0])({LOSS}.series.findLast(({{ x }}) => x.length > 200))"
     with served(runs_dir) as server:
         open_page(page, server)
         page.evaluate(WATCH_CHARTS)
-        page.locator(".large .u-over").scroll_into_view_if_needed()
-        box = page.locator(".large .u-over").bounding_box()
-        page.mouse.move(box["x"] + 100, box["y"] + 50)
-        assert page.evaluate(largest) < 2 and page.evaluate(apart) == 40  # four in a bucket
         page.get_by_label("All losses").check()
         assert page.evaluate(largest) > 2.2
         page.get_by_label("All losses").uncheck()
+        assert page.evaluate(largest) < 2 and page.evaluate(apart) == 40  # four in a point
+        page.locator(".large .u-over").scroll_into_view_if_needed()
+        box = page.locator(".large .u-over").bounding_box()
         page.mouse.move(box["x"] + 100, box["y"] + 50)
         page.mouse.down()
         page.mouse.move(box["x"] + 300, box["y"] + 60, steps=3)
@@ -245,8 +259,8 @@ def test_it_fits_the_screen_and_follows_the_scheme(
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, background[4:-1].split(","))) < 200) == (scheme == "dark")
-        page.locator(".large .u-over").evaluate(TOUCH)
-        expect(page.locator(".large .at")).to_contain_text("step")
+        page.locator(".large .u-over").click()  # a tap does the same
+        expect(page.locator(".large .u-series").first).to_contain_text("step")
         assert page.locator(".uplot canvas").first.bounding_box()["width"] > 0.8 * min(
             size["width"], 400)
 
@@ -268,7 +282,9 @@ def test_the_exported_page_shows_the_same_without_a_server(
     assert page.title() == "Training runs"
 
 
-def test_a_server_that_ends_is_reported(browser: Browser, runs_dir: Path) -> None:
+def test_a_server_that_ends_or_has_another_token_is_reported(
+    browser: Browser, runs_dir: Path
+) -> None:
     context = browser.new_context()  # not `page`: this is to be seen on the console
     page = context.new_page()
     with served(runs_dir) as server:
@@ -279,4 +295,7 @@ def test_a_server_that_ends_is_reported(browser: Browser, runs_dir: Path) -> Non
         page.unroute("**/runs?")
         expect(page.locator("#news")).to_contain_text("updated", timeout=30_000)
         assert drawn(page, "Loss").count() == 4
+        page.goto(server.address.replace("token=", "token=x"))  # of an earlier launch, or none
+        expect(page.locator("#news")).to_have_text("open the address that lab watch has printed")
+        open_page(page, server)
     context.close()

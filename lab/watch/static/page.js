@@ -1,348 +1,212 @@
 "use strict";
 
-// The page: asks for the runs every two seconds, and for what has changed in those that are shown.
+// The page: asks for the runs every two seconds, and for the points of those that have changed.
 
 (() => {
   const POLL_MS = 2000;
-  const NUM_COLORS = 10;
+  const PALETTE = [...Array(10).keys()].map((number) => `--run-${number}`);
   const SHOWN_AT_FIRST = 10; // runs, the most recently changed
-  const CHIPS = { running: "good", finished: "", stopped: "warn", failed: "bad", "no heartbeat": "bad" };
-  const LABELS = ["Training loss", "Validation loss", "Tokens/s", "MFU", "Memory", "Time", "Left", "Dollars"];
+  const CHIPS = { running: "good", finished: "", failed: "bad", "no heartbeat": "bad" };
 
-  const embedded = document.getElementById("data");
-  const exported = embedded && JSON.parse(embedded.textContent);
   const byId = (id) => document.getElementById(id);
+  const exported = byId("data") && JSON.parse(byId("data").textContent);
+  const controls = byId("controls"); // axis, log, whole: what they show is what is drawn
   const dark = matchMedia("(prefers-color-scheme: dark)");
+  const address = new URLSearchParams(location.hash.slice(1));
+  const charts = [...document.querySelectorAll(".chart")].map((card) => new Chart(card, zoomTo));
 
-  // hidden: the runs that are not drawn; null for all but the newest ones.
-  const state = { axis: "steps", log: false, whole: false, hidden: null, zoom: null, runs: [] };
-  const loaded = new Map(); // by run: axis, points, metrics, lines, samples; detail of the zoomed range
-  const colors = new Map(); // by run: a number, in the order of appearance
-  const rows = new Map(); // by run: the elements of its row
-
-  // Where answers come from: the server, or the page itself.
+  let runs = [];
+  let hidden = null; // names of the runs that are not drawn; null for all but the newest ones
+  let zoom = null; // smallest and largest x
+  let rows = new Map(); // by run: its row
+  const loaded = new Map(); // by run: what was answered, and the key of its version and range
+  const colors = new Map(); // by run that is drawn
 
   async function ask(path, parameters) {
-    if (exported) return answerFromPage(path, parameters);
-    const answer = await fetch(`${path}?${new URLSearchParams(parameters)}`);
+    if (exported) return path === "runs" ? exported : exported.run[parameters.run];
+    const answer = await fetch(`${path}?${new URLSearchParams(parameters)}`, { headers: { "X-Token": address.get("token") } });
     if (answer.status === 404) return null; // the run was removed meanwhile
-    if (!answer.ok) throw new Error(`status ${answer.status}`);
+    if (!answer.ok) throw new Error(answer.status === 403 ? "open the address that lab watch has printed" : `status ${answer.status}`);
     return answer.json();
   }
 
-  function answerFromPage(path, parameters) {
-    if (path === "runs") return exported;
-    return path === "series" ? exported.series[parameters.x][parameters.run] : exported.samples[parameters.run];
-  }
-
-  // What is shown.
-
-  function newestRuns() {
-    const newest = [...state.runs].sort((a, b) => b.changed - a.changed).slice(0, SHOWN_AT_FIRST);
-    return new Set(newest.map((run) => run.name));
-  }
-
   function shownRuns() {
-    const newest = newestRuns();
-    return state.runs.filter(({ name }) => (state.hidden ? !state.hidden.has(name) : newest.has(name)));
+    const newest = [...runs].sort((a, b) => b.changed - a.changed).slice(0, SHOWN_AT_FIRST);
+    return runs.filter((run) => (hidden ? !hidden.has(run.name) : newest.includes(run)));
   }
 
-  function colorOf(name) {
-    if (!colors.has(name)) colors.set(name, colors.size % NUM_COLORS);
-    return `--run-${colors.get(name)}`;
+  // A run keeps its color while it is drawn; ten have ten colors.
+  function chooseColors() {
+    const names = shownRuns().map(({ name }) => name);
+    for (const name of colors.keys()) if (!names.includes(name)) colors.delete(name);
+    for (const name of names.filter((other) => !colors.has(other)).sort()) {
+      const used = [...colors.values()];
+      colors.set(name, PALETTE.find((color) => !used.includes(color)) ?? PALETTE[colors.size % PALETTE.length]);
+    }
   }
 
-  let drawnNames = "";
-
-  const namesOf = (runs) => JSON.stringify(runs.map((run) => run.name));
-
-  function linesOf(run) {
-    const { lines, detail } = loaded.get(run.name);
-    return state.zoom && detail?.zoom === state.zoom ? detail.lines : lines;
-  }
+  const swatch = (name) => make("span", { className: "swatch", style: `background: var(${colors.get(name) ?? "--muted"})` });
 
   function draw() {
-    const shown = shownRuns();
-    drawnNames = namesOf(shown);
-    const runs = shown.filter((run) => loaded.get(run.name)?.axis === state.axis)
-      .map((run) => ({ name: run.name, color: cssColor(colorOf(run.name)), lines: linesOf(run) }));
-    const { axis, log, whole, zoom } = state;
-    const view = { axis, log, whole, theme: dark.matches, isZoomed: Boolean(zoom), range: zoom ?? wholeRange(runs) };
-    for (const chart of charts) chart.show(runs, view);
-    byId("machine-section").hidden = !byId("machine").querySelector(".chart:not([hidden])");
-    byId("reset").hidden = !state.zoom;
-    const isEmpty = state.runs.length > 0 && !document.querySelector(".chart:not([hidden])");
-    const why = !shown.length ? "No run is selected: select one in the table."
-      : state.axis === "dollars" ? "These runs have no price: set usd_per_hour." : "These runs have no records yet.";
-    setText(byId("nothing"), isEmpty && (runs.length || !shown.length) ? why : "");
-    byId("nothing").hidden = !byId("nothing").textContent;
-  }
-
-  function wholeRange(runs) {
-    let [low, high] = [Infinity, -Infinity];
-    for (const { lines } of runs) {
-      for (const { x } of Object.values(lines)) {
-        if (!x.length) continue;
-        low = Math.min(low, x[0]);
-        high = Math.max(high, x[x.length - 1]);
-      }
-    }
-    if (low > high) return [0, 1];
-    return low === high ? [low - 1, high + 1] : [low, high];
+    const [shown, axis] = [shownRuns(), controls.axis.value];
+    const drawn = shown.filter(({ name }) => loaded.has(name)).map(({ name }) => {
+      const answer = loaded.get(name);
+      return { ...answer, name, color: cssColor(colors.get(name)), x: answer.x[axis] };
+    });
+    const [low, high] = extremes(drawn.flatMap(({ x }) => x.filter((value) => value != null)));
+    const range = zoom ?? (low === high ? [low - 1, high + 1] : [low, high]);
+    const view = { axis, range, isZoomed: Boolean(zoom), log: controls.log.checked, whole: controls.whole.checked, theme: dark.matches };
+    for (const chart of charts) chart.show(drawn, view);
+    byId("reset").hidden = !zoom;
+    byId("nothing").hidden = !runs.length || low <= high || (shown.length > 0 && !drawn.length);
+    byId("nothing").textContent = !shown.length ? "No run is selected: select one in the table."
+      : axis === "dollars" ? "These runs have no price: set usd_per_hour." : "These runs have no records yet.";
   }
 
   // A range, or null for all of x; again, for all losses.
-  function zoom(range) {
-    if (!range && !state.zoom) return showWhole(!state.whole);
-    state.zoom = range;
-    draw();
-    refresh();
+  function zoomTo(range) {
+    if (!range && !zoom) controls.whole.checked = !controls.whole.checked;
+    zoom = range;
+    changed();
   }
 
-  const charts = [
-    ...TRAINING_CHARTS.map((spec) => new Chart(spec, byId("training"), zoom)),
-    ...MACHINE_CHARTS.map((spec) => new Chart(spec, byId("machine"), zoom)),
-  ];
+  // The table. Of each column after the first one: its label, a value, and what is below.
 
-  // The table.
+  const clock = { weekday: "short", day: "numeric", hour: "2-digit", minute: "2-digit" };
+  const text = (value, show) => (value == null ? "" : show(value));
+
+  const COLUMNS = {
+    Status: (run) => [make("span", { className: `chip ${CHIPS[run.status] ?? "warn"}` }, run.status),
+      run.phase, run.status === "running" && text(run.heartbeat_seconds, (age) => `heartbeat ${Math.round(age)} s ago`), run.reason],
+    Steps: (run) => [text(run.global_step, (step) => format.whole(step + 1)) + text(run.num_steps, (number) => ` of ${format.whole(number)}`),
+      text(run.tokens, (number) => `${format.short(number)} tokens`)],
+    "Training loss": (run) => [text(run.train_loss, format.four)],
+    "Validation loss": (run) => [text(run.validation_loss, format.four)],
+    "Tokens/s": (run) => [text(run.tokens_per_second, format.short)],
+    MFU: (run) => [text(run.mfu, (mfu) => format.percent(100 * mfu))],
+    Memory: (run) => [text(run.memory_gib, (gib) => `${gib.toFixed(1)} GiB`)],
+    Time: (run) => [text(run.seconds, format.duration)],
+    Left: (run) => [text(run.seconds_left, format.duration), run.seconds_left && !exported && `until ${new Date(Date.now() + 1000 * run.seconds_left).toLocaleString("en-GB", clock)}`],
+    Dollars: (run) => [text(run.usd, format.dollars), text(run.usd_at_end, (usd) => `of about ${format.dollars(usd)}`),
+      text(run.usd_per_hour, (usd) => `at $${usd.toFixed(2)}/h`)],
+  };
 
   function showTable() {
-    const [body, shown] = [byId("runs").tBodies[0], new Set(shownRuns().map((run) => run.name))];
-    const names = new Set(state.runs.map((run) => run.name));
-    for (const [name, row] of rows) {
-      if (names.has(name)) continue;
-      row.element.remove();
-      rows.delete(name);
-    }
-    for (const name of [...names].sort()) colorOf(name);
-    state.runs.forEach((run, index) => {
-      if (!rows.has(run.name)) rows.set(run.name, newRow(run.name));
-      const row = rows.get(run.name);
-      if (body.children[index] !== row.element) body.insertBefore(row.element, body.children[index] ?? null);
-      row.box.checked = shown.has(run.name);
-      row.element.className = shown.has(run.name) ? "" : "unselected";
-      fillRow(row, run);
-    });
-    byId("all").checked = shown.size === state.runs.length;
-    byId("all").indeterminate = shown.size > 0 && shown.size < state.runs.length;
-    byId("empty").hidden = state.runs.length > 0;
+    const [shown, body] = [shownRuns(), byId("runs").tBodies[0]];
+    rows = new Map(runs.map(({ name }) => [name, rows.get(name) ?? newRow(name)]));
+    const elements = [...rows.values()];
+    if (elements.length !== body.rows.length || elements.some((row, index) => row !== body.rows[index])) body.replaceChildren(...elements);
+    for (const run of runs) fillRow(rows.get(run.name), run, shown.includes(run));
+    byId("all").checked = shown.length === runs.length;
+    byId("all").indeterminate = shown.length > 0 && shown.length < runs.length;
+    byId("empty").hidden = runs.length > 0;
   }
 
   function newRow(name) {
     const box = make("input", { type: "checkbox" });
-    const swatch = make("span", { className: "swatch" });
-    swatch.style.background = `var(${colorOf(name)})`;
-    const more = (kind) => make("span", { className: `more ${kind}` });
-    const row = {
-      box, warnings: more("warning"), chip: make("span", { className: "chip" }),
-      doing: more("doing"), reason: more(""), steps: make("span", {}),
-      bar: make("progress", { max: 1, value: 0 }), tokens: more(""),
-    };
-    row.cells = LABELS.map((label) => {
-      const cell = make("td", {});
+    box.addEventListener("change", () => select([name], box.checked));
+    const label = make("label", { className: "run" }, box, swatch(name), make("b", { title: name }, name));
+    return make("tr", {}, make("td", {}, label, make("span", { className: "more warning" })));
+  }
+
+  // The first cell stays, with the box that may have the focus.
+  function fillRow(row, run, isShown) {
+    row.className = isShown ? "" : "unselected";
+    row.querySelector("input").checked = isShown;
+    row.querySelector(".swatch").replaceWith(swatch(run.name));
+    row.querySelector(".warning").textContent = run.warnings.join("; ");
+    while (row.cells.length > 1) row.deleteCell(-1);
+    for (const [label, show] of Object.entries(COLUMNS)) {
+      const [value, ...more] = show(run);
+      const cell = make("td", { className: value === "" ? "none" : "" }, value || NONE);
       cell.dataset.label = label;
-      const [value, below] = [make("span", {}), more("figure")];
-      cell.append(value, below);
-      return { cell, value, below };
-    });
-    row.element = make("tr", {},
-      make("td", {}, make("label", { className: "run" }, box, swatch, make("b", { title: name }, name)), row.warnings),
-      make("td", {}, row.chip, row.doing, row.reason), make("td", {}, row.steps, row.bar, row.tokens), ...row.cells.map(({ cell }) => cell));
-    box.addEventListener("change", () => choose(name, box.checked));
-    return row;
+      if (label === "Steps" && run.num_steps) cell.append(make("progress", { max: run.num_steps, value: (run.global_step ?? -1) + 1 }));
+      cell.append(make("span", { className: "more" }, more.filter(Boolean).join("\n")));
+      row.append(cell);
+    }
   }
-
-  function fillRow(row, run) {
-    const text = (value, show) => (value == null ? NONE : show(value));
-    const isRunning = run.status === "running";
-    setText(row.chip, run.status);
-    row.chip.className = `chip ${CHIPS[run.status] ?? "warn"}`;
-    const beat = isRunning && run.heartbeat_seconds != null && `heartbeat ${Math.round(run.heartbeat_seconds)} s ago`;
-    setText(row.doing, [run.phase, beat].filter(Boolean).join("\n"));
-    setText(row.reason, run.reason ?? "");
-    setText(row.warnings, run.warnings.join("; "));
-    const step = run.global_step == null ? null : run.global_step + 1;
-    setText(row.steps, text(step, format.whole) + (run.num_steps ? ` of ${format.whole(run.num_steps)}` : ""));
-    row.bar.hidden = !run.num_steps;
-    row.bar.value = run.num_steps ? Math.min(1, (step ?? 0) / run.num_steps) : 0;
-    setText(row.tokens, run.tokens == null ? "" : `${format.short(run.tokens)} tokens`);
-    const gib = (value) => `${value.toFixed(1)} GiB`;
-    [
-      text(run.train_loss, format.fixed(4)), text(run.validation_loss, format.fixed(4)),
-      text(run.tokens_per_second, format.short), text(run.mfu, (mfu) => format.percent(100 * mfu)),
-      text(run.memory_gib, gib), text(run.seconds, format.duration),
-      text(run.seconds_left, format.duration), text(run.usd, format.dollars),
-    ].forEach((value, index) => {
-      setText(row.cells[index].value, value);
-      row.cells[index].cell.className = value === NONE ? "none" : "";
-    });
-    const [left, dollars] = row.cells.slice(-2);
-    setText(left.below, run.seconds_left && !exported ? `until ${format.clock(run.seconds_left)}` : "");
-    setText(dollars.below, [text(run.usd_at_end, (usd) => `of about ${format.roughDollars(usd)}`),
-      text(run.usd_per_hour, (usd) => `at $${usd.toFixed(2)}/h`)].filter((part) => part !== NONE).join("\n"));
-  }
-
-  // Samples.
-
-  let samplesShown = "";
 
   function showSamples() {
-    const runs = shownRuns().filter((run) => loaded.get(run.name)?.samples?.length);
-    const shown = JSON.stringify(runs.map((run) => [run.name, run.samples]));
-    byId("samples-section").hidden = !runs.length;
-    if (shown === samplesShown) return;
-    samplesShown = shown;
-    byId("samples").replaceChildren(...runs.map((run) => {
-      const [newest, ...earlier] = [...byStep(loaded.get(run.name).samples)].map(([step, samples]) => [
+    const cards = shownRuns().filter(({ name }) => loaded.get(name)?.samples.length).map(({ name }) => {
+      const [newest, ...earlier] = [...Map.groupBy(loaded.get(name).samples, ({ step }) => step)].map(([step, samples]) => [
         make("h4", {}, `after step ${format.whole(step)}`), make("div", { className: "texts" },
-          ...samples.map(({ prompt, text }) => make("pre", {}, make("b", {}, prompt), text)))]);
-      const swatch = make("span", { className: "swatch" });
-      swatch.style.background = `var(${colorOf(run.name)})`;
-      const card = make("article", { className: "samples" }, make("h3", {}, swatch, run.name), ...newest);
+          ...samples.map((sample) => make("pre", {}, make("b", {}, sample.prompt), sample.text)))]);
+      const card = make("article", { className: "samples" }, make("h3", {}, swatch(name), name), ...newest);
       if (earlier.length) card.append(make("details", {}, make("summary", {}, "Earlier samples"), ...earlier.flat()));
       return card;
-    }));
-  }
-
-  function byStep(samples) {
-    const found = new Map();
-    for (const sample of samples) found.set(sample.step, [...(found.get(sample.step) ?? []), sample]);
-    return found;
+    });
+    byId("samples-section").hidden = !cards.length;
+    byId("samples").replaceChildren(...cards);
   }
 
   // Following the runs.
 
-  async function loadSeries(run) {
-    const { axis } = state;
-    const before = loaded.get(run.name) ?? { points: state.runs.length > 4 ? 1000 : 2000 };
-    if (state.zoom && before.axis === axis && !exported) return loadDetail(run, before);
-    if (before.metrics === run.metrics && before.axis === axis) return false;
-    const answer = await ask("series", { run: run.name, x: axis, points: before.points });
-    if (!answer || axis !== state.axis) return false;
-    loaded.set(run.name, { ...before, axis, lines: answer.lines, metrics: run.metrics });
-    return true;
-  }
-
-  async function loadDetail(run, before) {
-    const { axis, zoom } = state;
-    if (before.detail?.zoom === zoom && before.detail.metrics === run.metrics) return false;
-    const [from, to] = zoom;
-    const answer = await ask("series", { run: run.name, x: axis, points: before.points, from, to });
-    if (!answer || zoom !== state.zoom) return false;
-    loaded.set(run.name, { ...before, detail: { zoom, metrics: run.metrics, lines: answer.lines } });
-    return true;
-  }
-
-  async function loadSamples(run) {
-    const found = loaded.get(run.name);
-    if (!found || found.samplesVersion === run.samples) return;
-    const answer = await ask("samples", { run: run.name });
-    if (answer) loaded.set(run.name, { ...found, samples: answer.samples, samplesVersion: run.samples });
-  }
+  let [drawnKey, updates, timer] = ["", Promise.resolve(), 0];
 
   async function update() {
-    state.runs = (await ask("runs", {})).runs;
+    runs = (await ask("runs", {})).runs;
+    chooseColors();
     showTable();
-    const runs = shownRuns();
-    let isChanged = namesOf(runs) !== drawnNames;
-    for (const [index, run] of runs.entries()) {
-      if (!loaded.has(run.name)) setText(byId("news"), `reading run ${index + 1} of ${runs.length}`);
-      if (await loadSeries(run)) isChanged = true;
-      await loadSamples(run);
+    const shown = shownRuns();
+    for (const [index, { name, version }] of shown.entries()) {
+      const key = `${version} ${zoom}`;
+      if (loaded.get(name)?.key === key) continue;
+      if (!loaded.has(name)) byId("news").textContent = `reading run ${index + 1} of ${shown.length}`;
+      const answer = await ask("run", { run: name, ...(zoom && { x: controls.axis.value, from: zoom[0], to: zoom[1] }) });
+      if (answer) loaded.set(name, { ...answer, key });
     }
-    if (isChanged) draw();
+    const key = JSON.stringify(shown.map(({ name }) => [name, loaded.get(name)?.key]));
+    if (key === drawnKey) return;
+    drawnKey = key;
+    draw();
     showSamples();
   }
 
-  let [isUpdating, isAskedAgain, timer] = [false, false, 0];
-
-  async function refresh() {
-    clearTimeout(timer);
-    if (isUpdating) {
-      isAskedAgain = true;
-      return;
-    }
-    isUpdating = true;
-    try {
-      do {
-        isAskedAgain = false;
-        await update();
-      } while (isAskedAgain);
-      setText(byId("news"), exported ? `as of ${exported.exported}` : `updated ${new Date().toLocaleTimeString("en-GB")}`);
+  function refresh() {
+    updates = updates.then(update).then(() => {
+      byId("news").textContent = exported ? `as of ${exported.exported}` : `updated ${new Date().toLocaleTimeString("en-GB")}`;
       byId("news").className = "";
-    } catch (error) {
-      setText(byId("news"), "no answer from lab watch; trying again");
+    }, (error) => { // a TypeError: fetch has no connection
+      byId("news").textContent = error instanceof TypeError ? "no answer from lab watch; trying again" : error.message;
       byId("news").className = "lost";
-      if (exported || !(error instanceof TypeError)) console.error(error);
-    }
-    isUpdating = false;
-    if (!exported) timer = setTimeout(refresh, POLL_MS);
+    }).then(() => {
+      clearTimeout(timer);
+      if (!exported) timer = setTimeout(refresh, POLL_MS);
+    });
   }
 
-  // Choices, kept in the address so that a reload keeps them.
-
-  function remember() {
-    const choices = new URLSearchParams();
-    if (state.axis !== "steps") choices.set("x", state.axis);
-    if (state.log) choices.set("log", "1");
-    if (state.whole) choices.set("whole", "1");
-    if (state.hidden) choices.set("hide", [...state.hidden].join(","));
-    history.replaceState(null, "", `#${choices}`);
-  }
-
-  function recall() {
-    const choices = new URLSearchParams(location.hash.slice(1));
-    if (Object.hasOwn(AXES, choices.get("x") ?? "")) state.axis = choices.get("x");
-    state.log = choices.has("log");
-    state.whole = choices.has("whole");
-    if (choices.has("hide")) state.hidden = new Set(choices.get("hide").split(",").filter(Boolean));
-    byId("log").checked = state.log;
-    byId("whole").checked = state.whole;
-    for (const button of document.querySelectorAll("[name=axis]")) button.checked = button.value === state.axis;
-  }
-
-  function choose(name, isShown) {
-    const shown = new Set(shownRuns().map((run) => run.name));
-    state.hidden = new Set(state.runs.map((run) => run.name).filter((other) => !shown.has(other)));
-    if (isShown) state.hidden.delete(name);
-    else state.hidden.add(name);
-    changed();
-  }
-
-  function showWhole(isWhole) {
-    state.whole = byId("whole").checked = isWhole;
-    changed();
-  }
+  // Choices are kept in the address, so that a reload keeps them.
 
   function changed() {
-    remember();
+    const choices = new URLSearchParams(new FormData(controls));
+    if (address.has("token")) choices.set("token", address.get("token"));
+    if (hidden) choices.set("hide", [...hidden].join(","));
+    history.replaceState(null, "", `#${choices}`);
+    chooseColors();
     showTable();
-    const shown = shownRuns();
-    if (!shown.length || shown.some((run) => loaded.get(run.name)?.axis === state.axis)) draw();
+    draw();
     showSamples();
     refresh();
   }
 
-  byId("all").addEventListener("change", (event) => {
-    state.hidden = new Set(event.target.checked ? [] : state.runs.map((run) => run.name));
+  function select(names, isShown) {
+    const shown = shownRuns();
+    hidden = new Set(runs.filter((run) => !shown.includes(run)).map(({ name }) => name));
+    for (const name of names) isShown ? hidden.delete(name) : hidden.add(name);
     changed();
-  });
-  for (const button of document.querySelectorAll("[name=axis]")) {
-    button.addEventListener("change", () => {
-      state.axis = button.value;
-      state.zoom = null;
-      changed();
-    });
   }
-  byId("log").addEventListener("change", (event) => {
-    state.log = event.target.checked;
+
+  if (Object.hasOwn(AXES, address.get("axis") ?? "")) controls.axis.value = address.get("axis");
+  for (const name of ["log", "whole"]) controls[name].checked = address.has(name);
+  if (address.has("hide")) hidden = new Set(address.get("hide").split(","));
+  byId("all").addEventListener("change", ({ target }) => select(runs.map(({ name }) => name), target.checked));
+  controls.addEventListener("change", ({ target }) => {
+    if (target.name === "axis") zoom = null;
     changed();
   });
-  byId("whole").addEventListener("change", (event) => showWhole(event.target.checked));
-  byId("reset").addEventListener("click", () => zoom(null));
+  byId("reset").addEventListener("click", () => zoomTo(null));
   dark.addEventListener("change", draw);
   document.addEventListener("visibilitychange", () => document.hidden || refresh());
-
-  recall();
+  addEventListener("hashchange", () => location.reload()); // another address of lab watch
   refresh();
 })();
