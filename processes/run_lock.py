@@ -1,17 +1,15 @@
 """One launch at a time trains a run: its lock and its heartbeat file. Needs no torch.
 
-The kernel ties a lock to an open file, and releases it when the process that has it open ends,
-however it ends. A launch begins with an exclusive lock on the run directory, and turns it into a
-shared one: of the process that becomes torchrun until its end, and of rank 0, its child, until its
-own. Under a torchrun of the user's own rank 0 alone has it. After a kill of torchrun, rank 0 may
-still save for some seconds, so a launch waits for the lock where the parent of the process with the
-heartbeat is gone, or nothing is known of it yet.
+The kernel releases a lock when the process that has the locked directory open ends, however it
+ends. A launch takes an exclusive lock on the run directory and turns it into a shared one, which
+rank 0, its child, takes too and keeps to its own end: after a kill of torchrun it may still save
+for some seconds. So a launch waits where the parent of the process with the heartbeat is gone, or
+nothing is known of it yet.
 
 The heartbeat file says what all launches have taken until then, so that the next one counts the
-time of one that was killed. Where the file system has no locks, or each machine its own, it also
-decides who trains: a launch is refused while the heartbeat of another process changes. Unlike a
-lock this does not hold a process that is stopped for longer than it is waited for, nor two machines
-that see each other's files late: so a line says that there is no lock.
+time of one that was killed. Where the file system has no locks, or each machine its own, a launch
+is also refused while the heartbeat of another process changes. That does not hold two launches that
+begin in the same moment, or see each other's files late: so a line says that there is no lock.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import psutil
 
 from basics.directory_lock import NoLocksError, lock_directory
 from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, print_line
-from basics.files import read_regular_file, write_atomically
+from basics.files import write_atomically
 from basics.json_files import found_object, to_json
 from basics.machine import seconds_since_process_start
 from processes.signals import Deadlines
@@ -41,7 +39,6 @@ HEARTBEAT, SUMMARY = "heartbeat.json", "summary.json"
 POLL_SECONDS = 0.1  # between two tries to lock, and two looks at a heartbeat
 TOLD_AFTER_SECONDS = 0.5  # a process that has just been killed keeps its files for a moment
 MISSED = 3  # heartbeats that a living process may miss
-SETTLING_SECONDS = 1.0  # between a first heartbeat and the look whether another launch has begun
 STARTUP_SECONDS = 1.0  # between two heartbeats before the watchdog writes them
 COUNTED_SECONDS = 60.0  # a launch that ended by itself before is not counted
 RECENT_SECONDS = 120.0  # an older heartbeat is that of a process that was killed
@@ -74,25 +71,18 @@ def lock_run(run_dir: Path) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         try:
             _lock(run_dir)
-            beat = _other_heartbeat(run_dir, is_locked=True)
+            beat = _changing_heartbeat(run_dir, is_locked=True)
         except NoLocksError:
             print_line(f"warning: {run_dir}: its file system has no locks; only the heartbeat tells"
                        " whether another launch trains this run")
-            if not (beat := _other_heartbeat(run_dir, is_locked=False)):
-                announce(run_dir)
-                time.sleep(SETTLING_SECONDS)
-                found = read_heartbeat(run_dir)
-                beat = {} if _is_ours(found) else found
-        if beat:
-            raise _locked(run_dir, beat)
-    except LockedError:
-        release_run()
-        raise
+            beat = _changing_heartbeat(run_dir, is_locked=False)
     except OSError as error:
-        release_run()
         raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror});"
                           " a run writes its checkpoints and charts there",
                           FAILED if error.errno in TRANSIENT else BAD_INPUT) from None
+    if beat:
+        release_run()
+        raise _locked(run_dir, beat)
 
 
 def _lock(run_dir: Path) -> None:
@@ -163,14 +153,17 @@ def trained_by(run_dir: Path) -> int | None:
     return beat["pid"] if is_here else None
 
 
-def write_heartbeat(path: Path, *, phase: str, step: int | None) -> str:
+def write_heartbeat(path: Path, *, phase: str, step: int | None) -> dict[str, Any]:
     """Show that the run makes progress, to people and to other launches; return what is written."""
-    text = to_json({
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "phase": phase,
-        "global_step": step, "seconds": round(_seconds(), 3), "pid": os.getpid(),
-        "parent": _parent, "host": socket.gethostname()}) + "\n"
-    write_atomically(path, text)
-    return text
+    beat = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "phase": phase,
+            "global_step": step, "seconds": round(_seconds(), 3), "pid": os.getpid(),
+            "parent": _parent, "host": socket.gethostname()}
+    _write(path, beat)
+    return beat
+
+
+def _write(path: Path, beat: dict[str, Any]) -> None:
+    write_atomically(path, to_json(beat) + "\n")
 
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
@@ -180,26 +173,26 @@ def read_heartbeat(run_dir: Path) -> dict[str, Any]:
     return beat if all(type(beat.get(key)) in (str, int) for key in keys) else {}
 
 
-def _other_heartbeat(run_dir: Path, *, is_locked: bool) -> dict[str, Any]:
+def _changing_heartbeat(run_dir: Path, *, is_locked: bool) -> dict[str, Any]:
     """Return the heartbeat of another launch if it changes within the time of a few; else empty.
 
     A lock says enough of this machine's processes. Some mounts, of object stores for one, lock each
     machine's files by themselves: it says nothing of the others.
     """
-    first, beat = _text(run_dir), read_heartbeat(run_dir)
-    if not beat or _is_ours(beat):
+    first = read_heartbeat(run_dir)
+    if not first or _is_ours(first):
         return {}
     with suppress(OSError):
         age = abs(time.time() - (run_dir / HEARTBEAT).stat().st_mtime)
-        if is_locked and (beat["host"] == socket.gethostname() or age > RECENT_SECONDS):
+        if is_locked and (first["host"] == socket.gethostname() or age > RECENT_SECONDS):
             return {}
     seconds = MISSED * Deadlines.read().heartbeat
-    print_line(f"{run_dir}: waiting {seconds:g} s whether the heartbeat of process {beat['pid']} on"
-               f" {beat['host']} goes on")
+    print_line(f"{run_dir}: waiting {seconds:g} s whether the heartbeat of process {first['pid']}"
+               f" on {first['host']} goes on")
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if (text := _text(run_dir)) and text != first:  # empty while it is written in place
-            return read_heartbeat(run_dir)
+        if (beat := read_heartbeat(run_dir)) and beat != first:  # empty while it is written
+            return beat
         time.sleep(POLL_SECONDS)
     return {}
 
@@ -216,7 +209,7 @@ def announce(run_dir: Path) -> None:
     The process that starts torchrun does it for its children, but for those of a restart.
     """
     is_begun = EARLIER in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    is_odd = os.path.lexists(run_dir / HEARTBEAT) and not _text(run_dir)  # refused later
+    is_odd = os.path.lexists(run_dir / HEARTBEAT) and not read_heartbeat(run_dir)  # refused later
     if not (_beginning or is_begun or is_odd):
         with suppress(OSError):  # a full disk is reported by what needs it more
             os.environ[EARLIER] = str(max(_seconds_in(run_dir / HEARTBEAT),
@@ -264,35 +257,28 @@ class _Beginning(threading.Thread):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._run_dir, self._is_over, self._began = run_dir, threading.Event(), time.monotonic()
-        self._before, self._own = _text(run_dir), self._write()
+        self._before, self._own = read_heartbeat(run_dir), self._beat()
 
     def run(self) -> None:
         while not self._is_over.wait(min(STARTUP_SECONDS, Deadlines.read().heartbeat)):
-            if _text(self._run_dir) != self._own:
+            if read_heartbeat(self._run_dir) != self._own:
                 return
             with suppress(OSError):
-                self._own = self._write()
+                self._own = self._beat()
 
     def end(self) -> None:
         """Stop, and leave what is right for a launch that ends by itself before it trains."""
         self._is_over.set()
         self.join()
-        path = self._run_dir / HEARTBEAT
         with suppress(OSError):
-            if _text(self._run_dir) != self._own:
+            if read_heartbeat(self._run_dir) != self._own:
                 return
             if time.monotonic() > self._began + COUNTED_SECONDS:
-                self._write()
+                self._beat()
             elif self._before:  # it alone may tell what a launch has taken
-                write_atomically(path, self._before)
+                _write(self._run_dir / HEARTBEAT, self._before)
             else:
-                path.unlink(missing_ok=True)
+                (self._run_dir / HEARTBEAT).unlink(missing_ok=True)
 
-    def _write(self) -> str:
+    def _beat(self) -> dict[str, Any]:
         return write_heartbeat(self._run_dir / HEARTBEAT, phase="startup", step=None)
-
-
-def _text(run_dir: Path) -> str:
-    with suppress(OSError):
-        return read_regular_file(run_dir / HEARTBEAT)
-    return ""
