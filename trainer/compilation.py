@@ -7,6 +7,7 @@ goes.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import sys
@@ -17,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from basics.errors import UserError, describe, print_line
-from basics.files import read_regular_bytes, write_atomically
+from basics.errors import UserError, print_line
+from basics.files import write_atomically
 from basics.machine import find_compiler
 from basics.out_of_memory import is_out_of_memory
 from gpt import Block, ForwardOptions, GPTModel
@@ -29,7 +30,6 @@ from run_config import ModelConfig, TrainConfig
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 COMPILED = "compiled"  # the directory of a run's portable cache
-DIGEST_BYTES = 32  # SHA-256 of the rest, which each file in it begins with
 
 
 def choose_forward_options(model: ModelConfig, train: TrainConfig,
@@ -147,18 +147,16 @@ def compiled_code_of_run(run_dir: Path, train: TrainConfig, process: Process) ->
              device_name(process), sorted(torch.cpu.get_capabilities().items())]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     path = run_dir / COMPILED / f"{key}-{process.local_rank}.bin"
-    try:
-        content = read_regular_bytes(path, max_bytes=2**30)
-        if hashlib.sha256(content[DIGEST_BYTES:]).digest() != content[:DIGEST_BYTES]:
-            raise OSError("is damaged")
-        torch.compiler.load_cache_artifacts(content[DIGEST_BYTES:])
-    except FileNotFoundError:
-        pass
-    except Exception as error:  # PyTorch raises errors of any type
-        print_line(f"warning: {path}: not used ({describe(error)}), all is compiled anew")
+    if path.exists():
+        logging.getLogger("torch.compiler._cache").setLevel(logging.ERROR)  # no traceback
+        loaded = None
+        with suppress(Exception):  # PyTorch raises errors of any type
+            loaded = torch.compiler.load_cache_artifacts(path.read_bytes())
+        if loaded is None:  # PyTorch compares its checksum
+            print_line(f"warning: {path}: damaged, so all is compiled anew")
     yield
     if process.rank == process.local_rank:
         with suppress(Exception):  # nothing was compiled, PyTorch cannot, or the disk is full
             artifacts, _ = torch.compiler.save_cache_artifacts()  # type: ignore[misc]
             path.parent.mkdir(exist_ok=True)
-            write_atomically(path, hashlib.sha256(artifacts).digest() + artifacts)
+            write_atomically(path, artifacts)
