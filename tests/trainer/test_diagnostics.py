@@ -21,7 +21,7 @@ from tests.support.steps import microbatches
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
 from tokens.batches import Microbatch
 from trainer import diagnostics
-from trainer.compilation import ByLayer, compiled
+from trainer.compilation import ByLayer
 from trainer.diagnostics import (
     NO_PROBE,
     Diagnostics,
@@ -29,7 +29,6 @@ from trainer.diagnostics import (
     forward_statistics,
 )
 
-CPU = torch.device("cpu")
 V, T = 257, 16
 WITHOUT_VALIDATION = {"validation_interval": None, "validation_batches": None,
                       "checkpoint_interval": 1}
@@ -101,41 +100,31 @@ def test_the_training_is_the_same_bit_for_bit(changes: dict) -> None:
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_nothing_is_compiled_again(by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo decides what is compiled; a compiler that takes long is not needed for that."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     step, batches = step_of(compile=False), microbatches()
-    model = step.state.model
-    step.parallel_loss = ByLayer(model) if by_layer else compiled(
-        lambda *batch: model(*batch), model)
+    step.parallel_loss = ByLayer(step.state.model)
     for _ in range(2):
         step.take(batches, num_microbatches=2, learning_rate=0.01)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert len(take(step, batches, num_steps=3)) == 3
-        step.take(batches, num_microbatches=2, learning_rate=0.01)
         with pytest.raises(RuntimeError, match="fail_on_recompile"):  # it would have been seen
             step.parallel_loss(*torch.ones(2, 1, 8, dtype=torch.int64))
 
 
 def test_a_step_that_is_not_finite_is_recorded_with_null() -> None:
-    step, batches = step_of(), microbatches()
-    weight = step.state.model.blocks[1].mlp.up.weight
-    hook = weight.register_hook(lambda grad: grad * float("inf"))
-    [found] = take(step, batches)
-    hook.remove()
+    step = step_of()
+    step.state.model.blocks[1].mlp.up.weight.register_hook(lambda grad: grad * float("inf"))
+    [found] = take(step, microbatches())
     record = json.loads(to_json(found))
     assert record["layer_grad_norm"][1] is None and record["layer_grad_norm"][0] > 0
     assert record["layer_update_ratio"] == [0.0, 0.0]  # it was skipped
-    with torch.no_grad():
-        weight[0, 0] = float("nan")
-    [found] = take(step, batches)
-    assert json.loads(to_json(found))["logit_p50"] is None
 
 
 def test_only_every_so_many_steps_are_measured_and_only_on_rank_0() -> None:
     train = TrainConfig(**TINY_TRAIN | {"diagnostics_interval": 4})
-    ranks = [Diagnostics(train, Process(rank, rank, 2, CPU)) for rank in range(2)]
+    ranks = [Diagnostics(train, Process(rank, rank, 2, torch.device("cpu"))) for rank in range(2)]
     probes = [[rank.probe(global_step) for global_step in range(9)] for rank in ranks]
     assert [place for place, probe in enumerate(probes[0]) if probe is not NO_PROBE] == [3, 7]
     assert probes[1] == [NO_PROBE] * 9
@@ -166,14 +155,6 @@ def test_a_run_records_its_diagnostics_stops_and_resumes(workplace: Workplace) -
     seconds = [record["seconds"] for record in records]
     assert seconds == sorted(seconds)
     assert (run_dir / "layers-chart.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.gpu
-def test_a_gpu_measures_what_a_cpu_does() -> None:
-    device = torch.device("cuda", 0)
-    [on_gpu] = take(step_of(device=device, drop_rate=0.0, compile=False), microbatches(device))
-    [on_cpu] = take(step_of(drop_rate=0.0), microbatches())
-    assert on_gpu["layer_grad_norm"] == pytest.approx(on_cpu["layer_grad_norm"], rel=0.01)
 
 
 @pytest.fixture

@@ -27,28 +27,6 @@ from tokens.token_file import TokenFile
 from trainer.losses import validate
 
 
-@pytest.mark.parametrize(("optimizer", "precision"), [
-    ("adamw", "fp32"), ("muon", "fp32"), ("muon", "fp16")])
-def test_a_step_that_is_not_finite_changes_nothing(optimizer: str, precision: str) -> None:
-    step = step_of(drop_rate=0.0, optimizer=optimizer, precision=precision)
-    if precision == "fp16":  # at the usual scale the first steps would overflow too
-        step.state.scaler.load_state_dict(step.state.scaler.state_dict() | {"scale": 1.0})
-    batches, optimizer = microbatches(), step.state.optimizer
-    step.take(batches, num_microbatches=1, learning_rate=0.1)
-    before = copy.deepcopy((step.state.model.state_dict(), optimizer.state_dict()["state"]))
-    norm = step.state.model.final_norm.weight
-    hook = norm.register_hook(lambda grad: grad * float("inf"))
-    _, grad_norm = step.take(batches, num_microbatches=1, learning_rate=0.1)
-    hook.remove()
-    assert not grad_norm.isfinite()
-    after = (step.state.model.state_dict(), optimizer.state_dict()["state"])
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    _, grad_norm = step.take(batches, num_microbatches=1, learning_rate=0.1)
-    assert grad_norm.isfinite()
-    assert optimizer.state_dict()["state"][0]["step"] == 2
-    assert not torch.equal(norm, before[0]["final_norm.weight"])
-
-
 class CountReads(TorchDispatchMode):
     """Counts reads of numbers, each of which would wait for a GPU."""
 
@@ -63,8 +41,8 @@ class CountReads(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("changes", [{}, {"clipping_max_norm": None}, {"head_chunks": 3},
-                                     {"activation_checkpointing": True},
+@pytest.mark.parametrize("changes", [{"clipping_max_norm": None},
+                                     {"head_chunks": 3, "activation_checkpointing": True},
                                      {"optimizer": "muon"}])
 def test_a_step_reads_nothing_from_the_device(
     changes: dict, monkeypatch: pytest.MonkeyPatch
