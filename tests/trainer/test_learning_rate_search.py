@@ -30,7 +30,7 @@ from processes.startup_agreement import AgreedError, Agreement
 from reporting import charts
 from run_config import Run, load_run
 from tests.support.in_process import assert_refused, contents, run_in_process
-from tests.support.workplace import Workplace, draw_bare, succeeded
+from tests.support.workplace import Workplace, succeeded
 from trainer import learning_rate_search
 from trainer.learning_rate_search import (
     CHART_NAME,
@@ -95,7 +95,7 @@ def test_the_suggestion_follows_from_the_lowest_smoothed_loss() -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"optimizer": "muon"}, {"embedding_learning_rate": 0.05, "matrix_learning_rate": 0.01},
+    {}, {"embedding_learning_rate": 0.05, "matrix_learning_rate": 0.01},
     {"optimizer": "muon", "matrix_learning_rate": 0.07, "vector_learning_rate": 0.002}])
 def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(
     workplace: Workplace, options: dict
@@ -118,8 +118,7 @@ def optimizer_of(run: Run) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def few_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces the rates by fewer, in another range; charts are drawn bare."""
-    monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
+    """Replaces the rates by fewer, in another range."""
     return lambda low, high, count=60: monkeypatch.setattr(
         learning_rate_search, "RATES", np.geomspace(low, high, count))
 
@@ -138,13 +137,11 @@ def find(workplace: Workplace) -> None:
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("train", [
-    {"precision": "fp16"}, {"precision": "bf16", "optimizer": "muon"}])
-def test_a_rate_is_suggested_and_the_chart_is_the_only_new_file(
-    tiny: Run, workplace: Workplace, few_rates: Callable, train: dict,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(
+    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture
 ) -> None:
-    """From the run's first microbatches and its initial weights."""
+    """Also where it diverges, and where the chart, the only new file, cannot be written."""
     seen, take = [], TrainingStep.take
 
     def watched(step: TrainingStep, microbatches: Iterator, **options: float) -> object:
@@ -153,44 +150,26 @@ def test_a_rate_is_suggested_and_the_chart_is_the_only_new_file(
                      step.state.model.token_embedding.weight.sum().item()))
         return take(step, iter([microbatch]), **options)
 
-    monkeypatch.setattr(TrainingStep, "take", watched)
-    change_config(tiny, train)
-    before = contents(workplace.root)
-    few_rates(1e-4, 1)
-    find(workplace)
-    output = capsys.readouterr().out
-    rate = float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1])
-    assert 1e-4 < rate < 0.5
-    assert ('"matrix_learning_rate": ' in output) == ("optimizer" in train) == (
-        "keep their ratio" in output)
-    after = contents(workplace.root)
-    chart, = after.keys() - before.keys()
-    assert chart.endswith(f"tiny/{CHART_NAME}") and chart in output
-    assert {path: digest for path, digest in after.items() if path != chart} == before
-    assert Image.open(chart).size[0] > 100
-    assert [index for index, _, _ in seen] == list(range(len(seen)))
-    assert [rate for _, rate, _ in seen] == pytest.approx(
-        np.geomspace(1e-4, 1, 60)[: len(seen)].tolist())
-    fresh = build_training_state(tiny.model, resolve_for_device(tiny.train, CPU.device), CPU)
-    assert seen[0][2] == fresh.model.token_embedding.weight.sum().item()
-
-
-def test_training_that_diverges_ends_early_and_below_is_a_suggestion(
-    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture
-) -> None:
-    """Which a chart that cannot be written does not lose."""
     def fail(path: Path, _: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    few_rates(1e-3, 1e4, 150)
+    monkeypatch.setattr(TrainingStep, "take", watched)
     monkeypatch.setattr(charts, "draw_by_hand", fail)
+    change_config(tiny, {"precision": "bf16", "optimizer": "muon"})
+    before = contents(workplace.root)
+    few_rates(1e-3, 1e4, 150)
     with pytest.raises(UserError, match=f"{CHART_NAME}: cannot be written: No space") as error:
         find(workplace)
-    assert error.value.status == DISK_FULL
+    assert error.value.status == DISK_FULL and contents(workplace.root) == before
     output = capsys.readouterr().out
     assert int(re.search(r"it diverged after (\d+) steps", output)[1]) < 150
     assert float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1]) < 1
+    assert '"matrix_learning_rate": ' in output and "keep their ratio" in output
+    assert [index for index, _, _ in seen] == list(range(len(seen)))
+    assert [rate for _, rate, _ in seen] == pytest.approx(
+        np.geomspace(1e-3, 1e4, 150)[: len(seen)].tolist())
+    fresh = build_training_state(tiny.model, resolve_for_device(tiny.train, CPU.device), CPU)
+    assert seen[0][2] == fresh.model.token_embedding.weight.sum().item()
 
 
 def test_a_test_without_a_result_writes_nothing(
@@ -236,9 +215,9 @@ def test_two_processes_leave_a_trained_run_as_it_was(tiny: Run, workplace: Workp
     before = contents(workplace.root)
     result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2", "--find-learning-rate"))
     assert result.stdout.count("suggestion") == 1
-    after = contents(workplace.root)
-    assert after.pop(str(tiny.run_dir / CHART_NAME))
-    assert after == before
+    after, chart = contents(workplace.root), tiny.run_dir / CHART_NAME
+    assert Image.open(chart).size[0] > 100
+    assert after.pop(str(chart)) and after == before
 
 
 def test_ctrl_c_ends_all_processes_at_once_with_its_status(tiny: Run, workplace: Workplace) -> None:
