@@ -17,11 +17,6 @@ from gpt import GPTModel
 from tests.support.models import export, random_model
 from trainer.models import load_model
 
-NAMES = ("tie_weights", "qkv_bias", "init", "vocab_size", "drop_rate")
-CONFIGS = [dict(zip(NAMES, values, strict=True)) for values in (
-    (False, False, "gpt2", 61, 0.0), (False, True, "torch", 61, 0.1),
-    (True, True, "gpt2", 257, 0.1), (True, False, "torch", 50304, 0.0))]
-
 
 def load(directory: Path) -> GPTModel:
     return load_model(str(directory), runs_dir=directory).model
@@ -39,8 +34,9 @@ def tokens_for(model: GPTModel) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", CONFIGS,
-                         ids=lambda changes: "-".join(map(str, changes.values())))
+@pytest.mark.parametrize("changes", [
+    {"tie_weights": False, "qkv_bias": False, "drop_rate": 0.0},
+    {"tie_weights": True, "qkv_bias": True, "vocab_size": 257, "init": "torch"}], ids=str)
 def test_transformers_computes_the_same_logits_and_its_files_load_here(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -117,18 +113,13 @@ def original_weights(model: GPTModel) -> dict[str, Tensor]:
             theirs[name] = weight
     for layer in range(config.n_layers):
         theirs[f"trf_blocks.{layer}.att.mask"] = torch.ones([config.context_length] * 2).triu(1)
-    assert theirs.keys() >= {"tok_emb.weight", "pos_emb.weight", "final_norm.scale",
-                             "trf_blocks.1.norm2.shift", "trf_blocks.0.att.W_value.weight",
-                             "trf_blocks.1.ff.layers.2.bias", "trf_blocks.0.att.out_proj.bias"}
     return {name: value.clone().contiguous() for name, value in theirs.items()}
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("tie_weights", "left_out", "qkv_bias", "published"), [
     (False, None, False, False), (False, None, True, True),
-    (True, "tok_emb.weight", True, False), (True, "tok_emb.weight", False, True),
-    (True, "out_head.weight", False, False), (True, "out_head.weight", True, True),
-    (True, None, True, False)])
+    (True, "tok_emb.weight", True, False), (True, "out_head.weight", False, True)])
 def test_checkpoints_of_the_original_system_load(
     tie_weights: bool, left_out: str | None, qkv_bias: bool, published: bool, tmp_path: Path
 ) -> None:
@@ -195,25 +186,18 @@ def test_a_damaged_directory_is_refused_in_one_line(
     assert_refused(tmp_path, message)
 
 
-def shown_as(dtype: torch.dtype, number: float) -> Callable[[Tensor], Tensor]:
-    def change(weight: Tensor) -> Tensor:
-        weight = weight.to(dtype)
-        weight[3, 4] = number
-        return weight
-    return change
+def with_number(dtype: torch.dtype, number: float) -> Callable[[Tensor], Tensor]:
+    return lambda weight: weight.to(dtype).index_fill(0, torch.tensor(3), number)
 
 
 HOSTILE_WEIGHTS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
-    "NaN": ("wte.weight", shown_as(torch.float32, math.nan), "not finite in float32"),
-    "infinity": ("wte.weight", shown_as(torch.float16, math.inf), "not finite in float32"),
-    "finite only in float64": ("wte.weight", shown_as(torch.float64, 1e300),
+    "infinity": ("wte.weight", with_number(torch.float16, math.inf), "not finite in float32"),
+    "finite only in float64": ("wte.weight", with_number(torch.float64, 1e300),
                                "token_embedding.weight holds a number that is not finite"),
     "infinite products": ("h.1.attn.c_proj.weight", lambda weight: weight * 1e30,
                           "its logits are not finite"),
-    "complex": ("wte.weight", shown_as(torch.complex64, 1j), "holds torch.complex64 of"),
-    "complex part of a bias": ("h.0.attn.c_attn.bias", lambda bias: bias + 1j, "torch.complex64"),
-    "integers": ("wte.weight", shown_as(torch.int64, 1), "holds torch.int64 of"),
-    "booleans": ("ln_f.bias", lambda bias: bias > 0, "holds torch.bool of"),
+    "complex": ("h.0.attn.c_attn.bias", lambda bias: bias + 1j, "torch.complex64"),
+    "integers": ("wte.weight", with_number(torch.int64, 1), "holds torch.int64 of"),
     "three dimensions": ("h.0.mlp.c_fc.weight", lambda weight: weight[None], "not a GPT-2: t"),
     "no dimension": ("ln_f.bias", lambda bias: bias[0], "of shape"),
 }
