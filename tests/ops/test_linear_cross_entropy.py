@@ -50,10 +50,9 @@ def assert_close(values: list[Tensor], tolerance: float,
 
 
 @pytest.mark.parametrize(("chunk_tokens", "multiple"), [
-    (None, 1), (None, 64), (1, 1), (100, 64), (CHUNK, 1), (N, 64), (N + 1, 1)])
+    (None, 1), (None, 64), (1, 1), (100, 64), (N + 1, 1)])
 @pytest.mark.parametrize(("precision", "x_dtype", "tolerance"), [
     (None, torch.float32, 1e-6),
-    (torch.bfloat16, torch.float32, 2e-2),
     (torch.bfloat16, torch.bfloat16, 2e-2),
     (torch.float16, torch.float32, 2e-3),
 ])
