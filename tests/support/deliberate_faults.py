@@ -28,7 +28,7 @@ from pathlib import Path
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 PRELOADED = ("torch._dynamo", "torch.distributed.run", "matplotlib.pyplot", "hypothesis", "pytest")
 CONFIGURATION = ("tests/trainer/test_against_reference.py::"
-                 "test_a_configuration_trains_resumes_and_exports_as_the_reference[{}]")
+                 "test_a_configuration_trains_and_resumes_as_the_reference[{}]")
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
 LIMIT_SECONDS, UNBROKEN_SECONDS = 120.0, 900.0  # of a fault's tests; of all tests without a fault
 

@@ -121,38 +121,35 @@ class ReferenceLoop:
         weights: the initial ones.
         tokens: of the training file, (N,) int64.
         sequences: of a global step.
-        precision: computes each gradient again in this one, to know what rounding does to it.
 
     Attributes:
         noise: how far rounding may move an element of each parameter's gradient in the last step;
             `first_noise` and `second_noise`: of the moving averages of it and of its square.
         slack: how far that may move each weight: where the gradient is as small as the noise, by
-            the learning rate either way. `total_slack`: in all steps.
+            the learning rate either way.
     """
 
     def __init__(self, model: ModelConfig, train: TrainConfig, weights: Mapping[str, Tensor], *,
-                 tokens: Tensor, sequences: int, precision: Precision | None = None) -> None:
-        self.model, self.train, self.tokens, self.precision = model, train, tokens, precision
+                 tokens: Tensor, sequences: int) -> None:
+        self.model, self.train, self.tokens, self.precision = model, train, tokens, train.precision
         self.step_tokens = sequences * model.context_length
         self.num_steps = (len(tokens) - train.start_train_token - 1) // self.step_tokens
         if train.min_train_tokens != -1:
             self.num_steps = math.ceil(train.min_train_tokens / self.step_tokens)
-        self.initial = {name: weight.detach().double() for name, weight in weights.items()}
-        self.weights = {name: weight.clone().requires_grad_()
-                        for name, weight in self.initial.items()}
-        self.first, self.second, self.total_slack = (
-            {name: torch.zeros_like(weight) for name, weight in self.initial.items()}
-            for _ in range(3))
-        self.first_noise, self.second_noise = (dict.fromkeys(self.initial, 0.0) for _ in range(2))
+        self.weights = {name: weight.detach().double().requires_grad_()
+                        for name, weight in weights.items()}
+        self.first, self.second = (
+            {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+            for _ in range(2))
+        self.first_noise, self.second_noise = (dict.fromkeys(self.weights, 0.0) for _ in range(2))
         self.num_updates = self.num_skipped = 0
 
     def take(self, step: int, *, skips: bool = False) -> tuple[Tensor, Tensor]:
         """Take a global step, or skip it; return its loss and its gradient's norm, () each."""
         loss, norm, gradients = self._gradients(step, self.weights)
-        self.noise = dict.fromkeys(gradients, 0.0)
-        self.slack = {name: torch.zeros_like(weight) for name, weight in self.initial.items()}
-        if self.precision is not None:
-            self._measure_noise(step, gradients)
+        self.noise: dict[str, float] = {}
+        self.slack = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        self._measure_noise(step, gradients)
         self.num_skipped += skips
         self.num_updates += not skips
         for name, gradient in ({} if skips else gradients).items():
@@ -189,6 +186,7 @@ class ReferenceLoop:
                                      in zip(weights, gradients, strict=True)}
 
     def _measure_noise(self, step: int, gradients: Weights) -> None:
+        """Compute the gradients in the run's precision, to know what rounding does to them."""
         weights = {name: weight.detach().float().requires_grad_()
                    for name, weight in self.weights.items()}
         with torch.autocast("cpu", dtype=SIXTEEN_BITS.get(self.precision),
@@ -210,7 +208,6 @@ class ReferenceLoop:
                          self._adamw(name, gradient, options))
         decay = options["weight_decay"] * weight
         self.slack[name] = rate * slack + FLOAT32 * (weight.abs() + rate * update.abs())
-        self.total_slack[name] += self.slack[name]
         weight -= rate * (update + decay)
 
     def _adamw(self, name: str, gradient: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
