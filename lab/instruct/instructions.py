@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import os
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from basics.errors import UserError
+from basics.files import write_atomically
+from basics.json_files import describe
 
 # The 1,100 entries of "Build a Large Language Model (from Scratch)", chapter 7.
 DEFAULT_URL = ("https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/"
@@ -21,7 +22,6 @@ DEFAULT_URL = ("https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/"
 DEFAULT_NAME = "instruction-data.json"
 DOWNLOAD_SECONDS = 30  # timeout without any data
 MIN_ENTRIES = 10  # leaves one for the test
-MAX_FILE_BYTES = 2**30
 MAX_DOWNLOAD_BYTES = 2**24  # many times what the book's entries have; the branch may change
 
 # Alpaca's template: the head, the instruction, the input if there is one, and the response.
@@ -63,15 +63,6 @@ class AnswersFile(BaseModel):
     answers: list[AnsweredEntry] = Field(min_length=1)
 
 
-@dataclass(frozen=True)
-class Split:
-    """Entries by purpose, in the order of the file."""
-
-    train: list[Entry]
-    test: list[Entry]
-    validation: list[Entry]
-
-
 def chat_template() -> str:
     """Return `Entry.prompt` as the Jinja template of a tokenizer, for one user message.
 
@@ -96,29 +87,33 @@ def chat_template() -> str:
 
 @dataclass(frozen=True)
 class Data:
-    """The entries of a file, and the SHA-256 of the bytes from which they were read."""
+    """The entries of a file in its order: 85% for training, 10% for the test, then validation.
+
+    Attributes:
+        sha256: of the bytes from which they were read.
+    """
 
     path: Path
-    entries: list[Entry]
     sha256: str
-
-    @property
-    def split(self) -> Split:
-        """The first 85% for training, the next 10% for the test, the rest for validation."""
-        count = len(self.entries)
-        num_train, num_test = int(count * 0.85), int(count * 0.1)
-        return Split(self.entries[:num_train], self.entries[num_train : num_train + num_test],
-                     self.entries[num_train + num_test :])
+    train: list[Entry]
+    test: list[Entry]
+    validation: list[Entry]
 
 
 def load_entries(path: Path) -> Data:
     """Read an Alpaca-style file. Raises: UserError if it is invalid or too short to split."""
-    content = _read(path)
+    return _split(path, _read(path))
+
+
+def _split(path: Path, content: bytes) -> Data:
     entries = _parse(path, content, TypeAdapter(list[Entry]))
-    if len(entries) < MIN_ENTRIES:
-        raise UserError(f"{path}: has {len(entries)} entries; give {MIN_ENTRIES} or more, for"
-                        " training, validation and test")
-    return Data(path, entries, hashlib.sha256(content).hexdigest())
+    count = len(entries)
+    if count < MIN_ENTRIES:
+        raise UserError(f"{path}: has {count} entries; give {MIN_ENTRIES} or more, for training,"
+                        " validation and test")
+    first, second = int(count * 0.85), int(count * 0.85) + int(count * 0.1)
+    return Data(path, hashlib.sha256(content).hexdigest(), entries[:first], entries[first:second],
+                entries[second:])
 
 
 def load_answers(path: Path) -> AnswersFile:
@@ -135,50 +130,33 @@ def fetch_default_entries(datasets_dir: Path) -> Path:
     path = datasets_dir / DEFAULT_NAME
     if path.exists():
         return path
-    partial = datasets_dir / f".{DEFAULT_NAME}.{os.getpid()}.partial"
     try:
-        datasets_dir.mkdir(parents=True, exist_ok=True)
         with urllib.request.urlopen(DEFAULT_URL, timeout=DOWNLOAD_SECONDS) as response:
             content = response.read(MAX_DOWNLOAD_BYTES + 1)
-        if len(content) > MAX_DOWNLOAD_BYTES:
-            raise OSError(f"it has more than {MAX_DOWNLOAD_BYTES:,} bytes")
-        if response.length:  # bytes that did not come; with a limit, `read` does not tell
-            raise http.client.IncompleteRead(content, response.length)
-        partial.write_bytes(content)
-        load_entries(partial)  # do not save a login page as the data
-        partial.replace(path)
+            if len(content) > MAX_DOWNLOAD_BYTES:
+                raise OSError(f"it has more than {MAX_DOWNLOAD_BYTES:,} bytes")
+            if response.length:  # bytes that did not come; with a limit, `read` does not tell
+                raise http.client.IncompleteRead(content, response.length)
+        _split(path, content)  # do not save a login page as the data
+        datasets_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
     except (OSError, http.client.HTTPException, UserError) as error:
-        reason = str(error).removeprefix(f"{partial}: ")[:60]
+        reason = str(error).removeprefix(f"{path}: ")[:60]
         raise UserError(f"{DEFAULT_URL}: cannot be downloaded into {datasets_dir} ({reason});"
                         " download it by other means and name it with --data FILE") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}; name a JSON file of"
                         " entries") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise UserError(f"{path}: has more than {MAX_FILE_BYTES:,} bytes; name a file with fewer"
-                        " entries")
-    return content
 
 
 def _parse(path: Path, content: bytes, kind: TypeAdapter[T]) -> T:
     try:
         return kind.validate_json(content)
     except ValidationError as error:
-        raise UserError(f"{path}: {_first_error(error)}; correct it") from None
-
-
-def _first_error(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    place = " ".join(f"entry {part + 1}" if isinstance(part, int) else f'"{part}"'
-                     for part in first["loc"])
-    problem = "is missing" if first["type"] == "missing" else first["msg"]
-    return f"{place} {problem}".strip() if place else f"the file: {problem}"
+        raise UserError(f"{path}: {describe(error)}") from None

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from basics.checkpoint_files import CHECKPOINT_NAME
-from basics.errors import UserError, one_line, visible
-from lab.instruct.comparison import Comparison, Judgements, UnusableReplyError, compare
+from basics.errors import UserError, cannot_be_written, one_line, visible
+from basics.files import append_whole
+from lab.evaluate.intervals import Figure
+from lab.instruct.comparison import HIGHEST_SCORE, Comparison, UnusableReplyError, compare
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
 from lab.runs import append_evaluation, last_judged, read_evaluations
+from lab.table import Column, Table, terminal_width
 
 if TYPE_CHECKING:
     from lab.instruct.judging import Judge
 
+LINE_START = b'{"key":"'  # of every line of a file of judgements
 NUM_RESAMPLES = 2_000
 INTERVAL_PERCENT = (2.5, 97.5)
 
@@ -57,11 +63,88 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
         judge = _new_judge(base_url, model)
         judge.check_reachable()
         reason = judge_all(judge, missing.values(), judgements, concurrency=concurrency)
-    found = _summaries(comparisons, judgements, reason=reason, seed=seed)
-    for line in _report(found, len(comparisons), judgements, model=model, reason=reason):
-        click.echo(visible(line))
-    for one in found:
-        _record(one, *by_name[one.model], judge_model=model)
+    judged = [scores for c in comparisons if (scores := judgements.scores(c)) is not None]
+    if not judged:
+        raise UserError(f"none of {len(comparisons)} questions was judged; the first failure:"
+                        f" {reason}")
+    found = {name: summarise([scores[name] for scores in judged], seed=seed) for name in judged[0]}
+    found = dict(sorted(found.items(), key=lambda item: (-item[1].value, item[0])))
+    rows = [[one_line(name), f"{mean:.2f}",
+             "{:.2f} to {:.2f}".format(*interval) if interval else "-"]
+            for name, (mean, interval) in found.items()]
+    table = Table([Column("model", "left"), Column("mean score"), Column("95% interval", "left")],
+                  rows)
+    click.echo(visible(table.terminal(terminal_width())))
+    click.echo(visible(f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
+                       f" {len(comparisons) - len(judged)} failed; judgements in"
+                       f" {judgements.path}"))
+    if reason:
+        click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
+    for name, figure in found.items():
+        _record(figure, *by_name[name], judge_model=model, num_questions=len(judged))
+
+
+class Judgement(BaseModel):
+    """A line of the file: the result of one comparison."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    key: str
+    judge: str
+    instruction: str
+    order: list[str]  # the models, in the order in which the judge saw their answers
+    scores: dict[str, Annotated[float, Field(ge=0, le=HIGHEST_SCORE)]]  # by model
+
+
+class Judgements:
+    """The judgements in a file, one line each: no question is paid for twice. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file, if it exists; skip a line that a kill has cut short.
+
+        Raises:
+            UserError: it cannot be read, or holds something else.
+        """
+        self.path = path
+        try:
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or error}; name another file"
+                            " with --output") from None
+        if not LINE_START.startswith(content[:len(LINE_START)]):
+            raise UserError(f"{path}: line 1 is not a judgement; name another file with --output")
+        self._by_key = {}
+        for line in content.splitlines():
+            with suppress(ValidationError):
+                judgement = Judgement.model_validate_json(line)
+                self._by_key[judgement.key] = judgement.scores
+        self._is_cut = content[-1:] not in (b"", b"\n")
+
+    def check_writable(self) -> None:
+        """Check before any request is paid for. Raises: UserError if it cannot be written."""
+        is_new = not os.path.lexists(self.path)  # do not delete a broken link of the user
+        try:
+            append_whole(self.path, "")
+            if is_new:
+                self.path.unlink()
+        except OSError as error:
+            raise cannot_be_written(self.path, error) from None
+
+    def scores(self, comparison: Comparison) -> dict[str, float] | None:
+        """Return the score of each model's answer; None if there is no judgement yet."""
+        return self._by_key.get(comparison.key)
+
+    def add(self, comparison: Comparison, scores: dict[str, float], *, judge_model: str) -> None:
+        """Save a judgement. Raises: UserError if the file cannot be written."""
+        judgement = Judgement(key=comparison.key, judge=judge_model, scores=scores,
+                              instruction=comparison.question.instruction,
+                              order=list(comparison.order))
+        try:
+            append_whole(self.path, "\n" * self._is_cut + judgement.model_dump_json() + "\n")
+        except OSError as error:
+            raise cannot_be_written(self.path, error) from None
+        self._is_cut = False
+        self._by_key[judgement.key] = judgement.scores
 
 
 def _new_judge(base_url: str | None, model: str) -> Judge:
@@ -93,27 +176,21 @@ def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
 
 def _questions(
     files: dict[str, tuple[Path, AnswersFile]]
-) -> Iterator[tuple[Entry, dict[str, str]]]:
-    """Yield each question with the answers to it, by model.
+) -> list[tuple[Entry, dict[str, str]]]:
+    """Return each question with the answers to it, by model.
 
     Raises:
         UserError: a file has other questions than the first one.
     """
     (first_path, first), *_ = files.values()
+    wanted = [entry.model_dump(exclude={"answer"}) for entry in first.answers]
     for path, other in files.values():
-        if len(other.answers) != len(first.answers):
-            raise UserError(f"{path}: has {len(other.answers)} questions, {first_path} has"
-                            f" {len(first.answers)}; tune all models on the same data")
-    for number, question in enumerate(first.answers):
-        for path, other in files.values():
-            if _asked(other.answers[number]) != _asked(question):
-                raise UserError(f"{path}: question {number + 1} differs from that of {first_path};"
-                                " tune all models on the same data")
-        yield question, {name: other.answers[number].answer for name, (_, other) in files.items()}
-
-
-def _asked(entry: Entry) -> tuple[str, str, str]:
-    return entry.instruction, entry.input, entry.output
+        asked = [entry.model_dump(exclude={"answer"}) for entry in other.answers]
+        if asked != wanted:
+            raise UserError(f"{path}: its {len(asked)} questions are not the {len(wanted)} of"
+                            f" {first_path}; tune all models on the same data")
+    return [(question, {name: other.answers[number].answer for name, (_, other) in files.items()})
+            for number, question in enumerate(first.answers)]
 
 
 def judge_all(judge: Judge, comparisons: Iterable[Comparison], judgements: Judgements, *,
@@ -153,46 +230,8 @@ def _save_rest(asked: dict[Future, Comparison], judgements: Judgements, judge: J
             judgements.add(asked[future], future.result(), judge_model=judge.model)
 
 
-@dataclass(frozen=True)
-class Scored:
-    """A model's result; the interval is None for a single question."""
-
-    model: str
-    mean: float
-    interval: tuple[float, float] | None
-    num_questions: int
-
-
-def _summaries(comparisons: list[Comparison], judgements: Judgements, *, reason: str,
-               seed: int) -> list[Scored]:
-    """Return the models' results, the best first. Raises: UserError if no question was judged."""
-    judged = [scores for c in comparisons if (scores := judgements.scores(c)) is not None]
-    if not judged:
-        raise UserError(f"none of {len(comparisons)} questions was judged; the first failure:"
-                        f" {reason}")
-    found = [summarise(model, [scores[model] for scores in judged], seed=seed)
-             for model in judged[0]]
-    return sorted(found, key=lambda one: (-one.mean, one.model))
-
-
-def _report(found: list[Scored], num_asked: int, judgements: Judgements, *, model: str,
-            reason: str) -> Iterator[str]:
-    """Yield the lines to print."""
-    from tabulate import tabulate
-
-    rows = [(one_line(one.model), one.mean,
-             "{:.2f} to {:.2f}".format(*one.interval) if one.interval else "-") for one in found]
-    yield tabulate(rows, headers=["model", "mean score", "95% interval"], floatfmt=".2f",
-                   disable_numparse=[0, 2])
-    yield ""
-    num_judged = found[0].num_questions
-    yield (f"{num_judged} of {num_asked} questions judged by {model},"
-           f" {num_asked - num_judged} failed; judgements in {judgements.path}")
-    if reason:
-        yield f"first failure: {one_line(reason)}; run the same command to repeat it"
-
-
-def _record(found: Scored, path: Path, answers: AnswersFile, *, judge_model: str) -> None:
+def _record(found: Figure, path: Path, answers: AnswersFile, *, judge_model: str,
+            num_questions: int) -> None:
     """Add a score to its run's records, if the answers are in its directory; once."""
     run_dir = path.parent
     if run_dir.name != answers.model or not (run_dir / "model.json").is_file():
@@ -201,24 +240,22 @@ def _record(found: Scored, path: Path, answers: AnswersFile, *, judge_model: str
     step = {"global_step": int(named[1])} if named else {}  # a launch drops those of later steps
     record = step | {
         "target": answers.model, "checkpoint": answers.checkpoint, "judge": judge_model,
-        "score": found.mean, "score_interval": found.interval and [*found.interval],
-        "questions": found.num_questions}
+        "score": found.value, "score_interval": found.interval and [*found.interval],
+        "questions": num_questions}
     known = last_judged(read_evaluations(run_dir))
     if any(known.get(key) != value for key, value in record.items()):
         append_evaluation(run_dir / "evaluations.jsonl", record)
 
 
-def summarise(model: str, scores: list[float], *, seed: int) -> Scored:
-    """Return the mean and its 95% bootstrap confidence interval.
+def summarise(scores: list[float], *, seed: int) -> Figure:
+    """Return the mean and its 95% bootstrap interval; None of a single question.
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", section 13.3.
     """
-    import numpy as np
-
+    values, generator = np.asarray(scores), np.random.default_rng(seed)
     if len(scores) < 2:
-        return Scored(model, scores[0], None, 1)
-    generator = np.random.default_rng(seed)  # the same questions are drawn for every model
-    values = np.asarray(scores)
+        return Figure(scores[0], None)
+    # The same seed draws the same questions for every model.
     means = [generator.choice(values, len(values)).mean() for _ in range(NUM_RESAMPLES)]
     low, high = np.percentile(means, INTERVAL_PERCENT)
-    return Scored(model, float(values.mean()), (float(low), float(high)), len(scores))
+    return Figure(float(values.mean()), (float(low), float(high)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from typing import Any
-from urllib.parse import urlsplit
 
 from openai import (
     APIConnectionError,
@@ -17,6 +16,7 @@ from openai import (
     OpenAI,
     UnprocessableEntityError,
 )
+from pydantic import HttpUrl, ValidationError
 
 from basics.errors import UserError
 from basics.time_limit import within
@@ -52,15 +52,18 @@ class Judge:
         if not re.fullmatch("[!-~]*", key):  # an error of the HTTP library would show it
             raise UserError("OPENAI_API_KEY contains spaces, line ends or non-ASCII characters; set"
                             " it to your key")
-        if base_url is not None and not _is_address(base_url):
-            raise UserError(f"--base-url is {_without_user(base_url)[:60]!r}; give an address such"
-                            " as http://localhost:8000/v1")
+        try:
+            HttpUrl(base_url or "https://api.openai.com")
+        except ValidationError:
+            raise UserError(f"--base-url is {_without_user(base_url or '')[:60]!r}; give an address"
+                            " such as http://localhost:8000/v1") from None
         # Followed to another host, a redirect would take the questions and answers there.
         client = DefaultHttpxClient(follow_redirects=False, event_hooks={"response": [_cut]},
                                     headers={"Accept-Encoding": "identity"})
         self.model = model
         self.client = OpenAI(api_key=key or "none", base_url=base_url, max_retries=MAX_RETRIES,
                              timeout=REQUEST_SECONDS, http_client=client)
+        self._address = _without_user(str(self.client.base_url))
         self._supports_schemas = True  # until the server rejects one
         self._is_stopped = False
 
@@ -121,7 +124,9 @@ class Judge:
             raise
         except APIStatusError as error:
             if error.status_code in FATAL_STATUSES or error.code == FATAL_CODE:
-                raise self._rejected(error) from None
+                raise UserError(f"{self._address}: status {error.status_code} for model"
+                                f" {self.model[:40]!r} ({_reason(error)}); check OPENAI_API_KEY,"
+                                " --model and --base-url") from None
             raise UnusableReplyError(f"status {error.status_code}: {_reason(error)}") from None
         except (APITimeoutError, TimeoutError):
             raise UnusableReplyError("the judge did not answer in time") from None
@@ -130,19 +135,10 @@ class Judge:
         except NO_COMPLETION:
             return ""  # not a completion, which the client does not check
 
-    @property
-    def _address(self) -> str:
-        return _without_user(str(self.client.base_url))
-
     def _unreachable(self, error: APIConnectionError | TimeoutError) -> UserError:
         reason = _without_key(str(error.__cause__ or error) or "no answer", self.client.api_key)
         return UserError(f"{self._address}: cannot be reached ({reason[:60]}); check --base-url and"
                          " the network, then run the same command again")
-
-    def _rejected(self, error: APIStatusError) -> UserError:
-        return UserError(f"{self._address}: status {error.status_code} for model"
-                         f" {self.model[:40]!r} ({_reason(error)}); check OPENAI_API_KEY, --model"
-                         " and --base-url")
 
 
 def _cut(response: Any) -> None:
@@ -170,15 +166,6 @@ def _reason(error: APIStatusError) -> str:
 
 def _without_key(message: str, key: str) -> str:
     return message if key in ("", "none") else message.replace(key, "***")
-
-
-def _is_address(text: str) -> bool:
-    """Return whether a text is an address of the web."""
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is invalid
-        return False
 
 
 def _without_user(text: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +18,16 @@ from tokens.tokenizer import Tokenizer
 from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores
-LossOn = Literal["response", "all"]
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """One entry as input tokens and, for each, the next token as its target or `IGNORED`."""
 
     token_ids: list[int]
     targets: list[int]
 
-    @property
-    def num_targets(self) -> int:
-        return sum(target != IGNORED for target in self.targets)
 
-
-@dataclass(frozen=True)
-class Examples:
+class Examples(NamedTuple):
     """A part of the data, without the entries whose prompt exceeds the context."""
 
     examples: list[Example]
@@ -46,7 +39,7 @@ class Examples:
 class TuneOptions:
     """How to fine-tune and to answer. AdamW decays all parameters, as in the book."""
 
-    loss_on: LossOn
+    loss_on: Literal["response", "all"]
     learning_rate: float
     weight_decay: float
     batch_size: int
@@ -65,7 +58,7 @@ class Epoch:
 
 
 def encode_entries(entries: list[Entry], tokenizer: Tokenizer, *, context_length: int,
-                   loss_on: LossOn) -> Examples:
+                   loss_on: str) -> Examples:
     """Turn entries into examples: prompt, response, end of text; cut to the context length.
 
     The end of text is a target too, after the response, so that the model learns to stop.
@@ -85,7 +78,7 @@ def encode_entries(entries: list[Entry], tokenizer: Tokenizer, *, context_length
     return Examples(examples, num_cut, num_skipped=len(entries) - len(examples))
 
 
-def collate(examples: Sequence[Example], *, pad_id: int) -> tuple[Tensor, Tensor]:
+def collate(examples: list[Example], *, pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad examples to the longest: token ids and targets, each (B, T) int64.
 
     Padding targets are ignored, and causal attention hides padding from earlier tokens.
@@ -101,7 +94,6 @@ class Tuner:
 
     Attributes:
         epochs: the losses so far.
-        best_weights: those of the best epoch, on the CPU.
     """
 
     def __init__(self, model: GPTModel, options: TuneOptions, *, pad_id: int) -> None:
@@ -113,7 +105,6 @@ class Tuner:
         self.optimizer = AdamW(model.parameters(), lr=options.learning_rate,
                                weight_decay=options.weight_decay, fused=True)
         self.epochs: list[Epoch] = []
-        self.best_weights: dict[str, Tensor] = {}
 
     @property
     def best(self) -> Epoch:
@@ -129,20 +120,20 @@ class Tuner:
 
         `report` is called after each epoch, and before the first one.
         """
-        self._end_epoch(None, validation, report)
-        while self.best is self.epochs[-1] and len(self.epochs) <= self.options.max_epochs:
-            self._end_epoch(self._train(train), validation, report)
-        self.model.load_state_dict(self.best_weights)
+        train_loss, best_weights = None, {}
+        while True:
+            epoch = Epoch(len(self.epochs), train_loss, self.mean_loss(validation))
+            self.epochs.append(epoch)
+            report(epoch)
+            if self.best is not epoch:
+                break
+            best_weights = {name: tensor.to("cpu", copy=True)
+                            for name, tensor in self.model.state_dict().items()}
+            if epoch.number == self.options.max_epochs:
+                break
+            train_loss = self._train(train)
+        self.model.load_state_dict(best_weights)
         self.model.eval()
-
-    def _end_epoch(self, train_loss: float | None, validation: list[Example],
-                   report: Callable[[Epoch], None]) -> None:
-        epoch = Epoch(len(self.epochs), train_loss, self.mean_loss(validation))
-        self.epochs.append(epoch)
-        if self.best is epoch:
-            self.best_weights = {name: tensor.to("cpu", copy=True)
-                                 for name, tensor in self.model.state_dict().items()}
-        report(epoch)
 
     def _train(self, train: list[Example]) -> float:
         """Train on all examples once, in a new order; return the mean loss.
@@ -184,4 +175,4 @@ class Tuner:
 
 
 def _num_targets(examples: list[Example]) -> int:
-    return sum(example.num_targets for example in examples)
+    return sum(target != IGNORED for example in examples for target in example.targets)

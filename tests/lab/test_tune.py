@@ -1,34 +1,30 @@
+"""`lab tune`: the data, the loop, the answers, and the tuned model with its card."""
+
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
 import math
-import os
-import socket
-import stat
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 
 from basics.errors import UserError
 from gpt import GPTModel
 from lab.instruct import instructions
 from lab.instruct.instructions import (
-    Data,
     Entry,
     fetch_default_entries,
     load_answers,
     load_entries,
 )
-from lab.instruct.tune import default_output
+from lab.instruct.tuned_model import default_place
 from lab.instruct.tuning import IGNORED, Example, TuneOptions, Tuner, collate, encode_entries
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.tuning import (
@@ -65,16 +61,11 @@ def tuner(options: TuneOptions = OPTIONS, **model: object) -> Tuner:
     return Tuner(GPTModel(MODEL.model_copy(update=model)), options, pad_id=END)
 
 
-def test_the_prompt_is_alpacas_template() -> None:
-    head = ("Below is an instruction that describes a task. Write a response that appropriately"
-            " completes the request.\n\n### Instruction:\n")
-    assert Entry(instruction="Add.", input="1 2", output="3").prompt() == (
-        head + "Add.\n\n### Input:\n1 2\n\n### Response:\n")
-    assert Entry(instruction="Hi.", output="Ho").prompt() == head + "Hi.\n\n### Response:\n"
-
-
 def test_only_the_response_and_the_end_of_text_are_targets() -> None:
-    prompt = list(Entry(instruction="a", input="b", output="").prompt().encode())
+    prompt = list(
+        b"Below is an instruction that describes a task. Write a response that appropriately"
+        b" completes the request.\n\n### Instruction:\na\n\n### Input:\nb\n\n### Response:\n"
+    )  # Alpaca's template
     [example] = encoded("a", input="b").examples
     assert example.token_ids == [*prompt, *b"Yes."]
     assert example.targets == [IGNORED] * (len(prompt) - 1) + [*b"Yes.", END]
@@ -122,11 +113,15 @@ def test_the_loss_is_the_mean_over_tokens_for_any_batch_size() -> None:
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1100, (935, 110, 55)), (10, (8, 1, 1))])
-def test_the_split_is_that_of_the_book(count: int, sizes: tuple[int, int, int]) -> None:
-    data = Data(Path(), [Entry(instruction=str(i), output="") for i in range(count)], "")
-    split = data.split
-    assert (len(split.train), len(split.test), len(split.validation)) == sizes
-    assert split.train + split.test + split.validation == data.entries
+def test_the_split_is_that_of_the_book(
+    tmp_path: Path, count: int, sizes: tuple[int, int, int]
+) -> None:
+    path = write_entries(tmp_path / "data.json", count, output="x")
+    found = load_entries(path)
+    assert (len(found.train), len(found.test), len(found.validation)) == sizes
+    entries = [entry.model_dump() for entry in found.train + found.test + found.validation]
+    assert entries == entries_of(path)
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_the_best_epoch_is_restored_when_validation_loss_rises() -> None:
@@ -141,15 +136,6 @@ def test_the_best_epoch_is_restored_when_validation_loss_rises() -> None:
     assert one.best is one.epochs[-2]
     assert one.mean_loss(validation) == losses[-2]  # bit-identical
     assert not one.model.training
-
-
-def test_training_continues_while_validation_loss_falls() -> None:
-    train = [encoded(f"Ask {n}").examples[0] for n in range(8)]
-    one = tuner(dataclasses.replace(OPTIONS, max_epochs=3), drop_rate=0.0)
-    one.run(train, train[:2], lambda epoch: None)
-    assert len(one.epochs) == 4 and one.best is one.epochs[-1]
-    assert one.epochs[0].train_loss is None
-    assert one.epochs[3].train_loss < one.epochs[1].train_loss
 
 
 def test_the_seed_determines_dropout_and_order() -> None:
@@ -198,7 +184,8 @@ def test_the_tuned_model_answers_the_test(tuned_place: Workplace) -> None:
 @pytest.mark.parametrize(("name", "output"), [("openai-community/gpt2", "gpt2-answers.json"),
                                               ("exports/mine/", "mine-answers.json")])
 def test_answers_go_to_the_current_directory_unless_of_a_run(name: str, output: str) -> None:
-    assert default_output(LoadedModel(name, GPTModel(MODEL), "gpt2")) == Path(output)
+    target = LoadedModel(name, GPTModel(MODEL), "gpt2")
+    assert default_place(target, "instruction-answers.json", "-answers.json") == Path(output)
 
 
 def test_the_same_command_gives_the_same_answers(tuned_place: Workplace) -> None:
@@ -229,11 +216,11 @@ def test_cut_and_skipped_entries_are_reported(tuned_place: Workplace) -> None:
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    ("nonsense", "the file: Invalid JSON"),
-    ('{"instruction": "a"}', "the file: Input should be a valid array"),
-    ('[{"instruction": "a", "input": "b"}]', 'entry 1 "output" is missing'),
-    ('[{"instruction": "a", "output": 3}]', 'entry 1 "output" Input should be a valid string'),
-    ('["text"]', "entry 1 Input should be"),
+    ("nonsense", "Invalid JSON"),
+    ('{"instruction": "a"}', "should be a valid array"),
+    ('[{"instruction": "a", "input": "b"}]', '"0.output" is missing'),
+    ('[{"instruction": "a", "output": 3}]', "0.output should be a valid string"),
+    ('["text"]', "0 should be"),
     ('[{"instruction": "a", "output": "\\ud800"}]', "Invalid JSON"),
     ("[]", "has 0 entries; give 10 or more"),
     (None, "cannot be read: No such file"),
@@ -249,68 +236,21 @@ def test_invalid_data_is_a_user_error(
     assert f"{path}: " in str(caught.value) and message in str(caught.value)
 
 
-def test_data_is_read_once(tmp_path: Path) -> None:
-    """A pipe can be read only once, and a file may change between two reads."""
-    content = write_entries(tmp_path / "data.json", 10, output="x").read_bytes()
-    os.mkfifo(tmp_path / "pipe")
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit((tmp_path / "pipe").write_bytes, content)
-        found = load_entries(tmp_path / "pipe")
-    assert len(found.entries) == 10
-    assert found.sha256 == hashlib.sha256(content).hexdigest()
-
-
-def test_too_large_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_entries(tmp_path / "data.json", 10, output="x")
-    monkeypatch.setattr(instructions, "MAX_FILE_BYTES", path.stat().st_size)
-    assert len(load_entries(path).entries) == 10
-    monkeypatch.setattr(instructions, "MAX_FILE_BYTES", path.stat().st_size - 1)
-    with pytest.raises(UserError, match="data.json: has more than .* bytes"):
-        load_entries(path)
-
-
-def test_a_download_that_is_too_large_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = write_entries(tmp_path / "data.json", 10, output="x").read_bytes()
-    monkeypatch.setattr(instructions, "MAX_DOWNLOAD_BYTES", len(content) - 1)
-    with serving(content) as (url, _):
-        monkeypatch.setattr(instructions, "DEFAULT_URL", url)
-        with pytest.raises(UserError, match="it has more than .* bytes.*--data FILE"):
-            fetch_default_entries(tmp_path / "datasets")
-    assert not list((tmp_path / "datasets").iterdir())
-
-
 def test_errors_are_found_before_tuning(tuned_place: Workplace) -> None:
-    special = tuned_place.root / "special"
-    special.mkdir()
-    os.mkfifo(special / "pipe")
-    (special / "link").symlink_to("pipe")
     data = write_entries(tuned_place.root / "nine.json", 9, output="")
     assert "nine.json: has 9 entries" in error_line(tune(tuned_place, data=data))
-    assert "cannot be written" in error_line(tune(tuned_place, "--output", str(tuned_place.root)))
-    assert "cannot be written" in error_line(tune(tuned_place, "--output", str(data / "a.json")))
-    for name in ("pipe", "link"):
-        result = tune(tuned_place, "--output", str(special / name))
-        assert "is not a plain file" in error_line(result)
-    assert stat.S_ISFIFO((special / "pipe").stat().st_mode) and (special / "link").is_symlink()
+    for output in (tuned_place.root, data / "a.json"):
+        assert "cannot be written" in error_line(tune(tuned_place, "--output", str(output)))
     assert "no checkpoint 'nix'" in error_line(tune(tuned_place, "--checkpoint", "nix"))
+    for option in ("--learning-rate", "--weight-decay"):
+        result = tune(tuned_place, option, "nan")
+        assert result.exit_code == 2 and f"'{option}': nan is not a finite" in result.stderr
     entries = [entry | {"instruction": "long " * 50}
                for entry in entries_of(tuned_place.root / "data.json")]
     data.write_text(json.dumps(entries))
     assert "has a prompt that fits tiny's context of 192" in error_line(
         tune(tuned_place, data=data))
     assert not (tuned_place.runs_dir / "tiny/instruction-answers.json").exists()
-
-
-@pytest.mark.parametrize("option", ["--learning-rate", "--weight-decay"])
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_rate_that_is_not_finite_is_error_line(
-    tuned_place: Workplace, option: str, value: str
-) -> None:
-    result = tune(tuned_place, option, value)
-    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
-    assert f"'{option}': {value} is not a finite number" in result.stderr
 
 
 def test_losses_that_are_not_finite_do_not_prevent_answers(
@@ -321,27 +261,6 @@ def test_losses_that_are_not_finite_do_not_prevent_answers(
     record = answers_in(tuned_place)
     assert [epoch["train_loss"] for epoch in record["epochs"]] == [None, None]
     assert len(record["answers"]) == 4
-
-
-def out_of_memory_line(result: Result) -> str:
-    """Return the error line that follows the output so far."""
-    assert isinstance(result.exception, UserError), result.output + repr(result.exception)
-    return result.exception.line()
-
-
-@pytest.mark.parametrize(
-    "place", ["lab.instruct.tuning.Tuner.run", "reporting.sampling.generate_tokens"])
-def test_running_out_of_gpu_memory_is_a_user_error(
-    tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(place, run_out)
-    error = out_of_memory_line(tune(tuned_place, "--max-epochs", "1"))
-    assert "do not fit in the GPU's memory; try a --batch-size below 8" in error
-    assert "below" not in out_of_memory_line(
-        tune(tuned_place, "--max-epochs", "1", "--batch-size", "1"))
 
 
 @contextmanager
@@ -387,24 +306,24 @@ def test_the_data_of_the_book_is_downloaded_once(
     ({"content": b"[]", "status": 404}, "HTTP Error 404"),
     ({"content": b"<html>log in</html>"}, "Invalid JSON"),
     ({"content": b"[" + b" " * 5000 + b"]", "cut": 9}, "IncompleteRead"),
+    ({"content": b" " * 6000}, "it has more than 5,999 bytes"),
+    (None, "refused"),
 ])
 def test_a_failed_download_names_the_alternative(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict | None, message: str
 ) -> None:
-    with serving(**answer) as (url, _):
+    monkeypatch.setattr(instructions, "MAX_DOWNLOAD_BYTES", 5999)
+    with serving(**answer or {"content": b""}) as (url, _):
         monkeypatch.setattr(instructions, "DEFAULT_URL", url)
-        with pytest.raises(UserError) as caught:
-            fetch_default_entries(tmp_path / "datasets")
-    assert message in str(caught.value) and "name it with --data FILE" in caught.value.line()
-    assert not list((tmp_path / "datasets").iterdir())
+        if answer is not None:
+            line = failed_download(tmp_path)
+    if answer is None:  # nobody listens there any more
+        line = failed_download(tmp_path)
+    assert message in line and "name it with --data FILE" in line
+    assert not list(tmp_path.iterdir())
 
 
-def test_an_unreachable_server_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(instructions, "DEFAULT_URL",
-                            f"http://127.0.0.1:{unused.getsockname()[1]}/")
-        with pytest.raises(UserError, match="refused.*--data FILE"):
-            fetch_default_entries(tmp_path)
+def failed_download(directory: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        fetch_default_entries(directory / "datasets")
+    return str(caught.value)

@@ -1,3 +1,5 @@
+"""The tuned model: its weights, its chat template, its card."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,13 +10,12 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from lab.instruct.instructions import Entry, load_entries
-from lab.instruct.tune import default_model_output
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.markdown import HOSTILE, active_parts
-from tests.support.tuning import MODEL, add_tunable_run, answers_in, tune
+from tests.support.tuning import add_tunable_run, answers_in, tune
 from tests.support.workplace import Workplace
 from tokens.tokenizer import load_tokenizer
-from trainer.models import LoadedModel, load_model
+from trainer.models import load_model
 
 
 @pytest.fixture
@@ -42,19 +43,15 @@ def test_the_tuned_model_is_kept_with_the_weights_of_the_best_epoch(
         ours, hub, before = (model(torch.arange(30).view(2, 15))
                              for model in (tuned.model, theirs, base.model))
     assert (ours - hub.logits).abs().max() < 1e-4 and (ours - before).abs().max() > 0.01
-    for entry, answered in zip(load_entries(tuned_place.root / "data.json").entries[34:38],
+    for entry, answered in zip(load_entries(tuned_place.root / "data.json").test,
                                answers_in(tuned_place)["answers"], strict=True):
         shown = run_lab("generate", str(tuned_dir(tuned_place)), "--prompt", entry.prompt(),
                         "--temperature", "0", "--max-new-tokens", "20")
         assert succeeded(shown).stdout == f"{entry.prompt()} {answered['answer']}\n"
-
-
-def test_evaluate_takes_a_tuned_model(tuned_place: Workplace) -> None:
     tuned_place.add_dataset()
-    succeeded(tune(tuned_place, "--max-epochs", "1"))
-    result = run_lab("evaluate", str(tuned_dir(tuned_place)), "--dataset", "tiny", "--runs-dir",
-                     str(tuned_place.runs_dir), "--datasets-dir", str(tuned_place.datasets_dir))
-    assert str(tuned_dir(tuned_place))[-20:] in succeeded(result).stdout
+    evaluated = run_lab(*tuned_place.arguments(
+        "evaluate", str(tuned_dir(tuned_place)), "--dataset", "tiny"))
+    assert str(tuned_dir(tuned_place)) in succeeded(evaluated).stdout
 
 
 @pytest.mark.parametrize("text", ["", "näive\n  {{ text }} <|x|>\n"])
@@ -143,17 +140,3 @@ def test_the_model_that_is_tuned_is_not_replaced(tuned_place: Workplace) -> None
                                    "--model-output", str(base)))
         assert "is the model that is to be tuned" in error
     assert tuned_place.files() == before
-
-
-def test_a_tuning_replaces_the_model_of_an_earlier_one(tuned_place: Workplace) -> None:
-    for seed in ("1", "2"):
-        succeeded(tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1", "--seed", seed))
-    assert "| seed | 2 |" in card_of(tuned_place).text
-
-
-@pytest.mark.parametrize(("name", "output"), [("openai-community/gpt2", "gpt2-tuned"),
-                                              ("exports/mine/", "mine-tuned")])
-def test_the_model_goes_to_the_current_directory_unless_of_a_run(name: str, output: str) -> None:
-    from gpt import GPTModel
-
-    assert default_model_output(LoadedModel(name, GPTModel(MODEL), "gpt2")) == Path(output)

@@ -57,7 +57,7 @@ def data_of(request: dict[str, Any]) -> dict[str, Any]:
     return json.loads("\n".join(lines))
 
 
-def faulty_reply(kind: str, scores: dict[str, int]) -> str:
+def faulty_reply(kind: str, scores: dict[str, int]) -> Any:
     """Return a reply with a fault, or an unusual but valid one."""
     first, *others = scores
     reply = json.dumps(scores)
@@ -66,6 +66,7 @@ def faulty_reply(kind: str, scores: dict[str, int]) -> str:
         "fenced": f"```json\n{json.dumps(scores, indent=2)}\n```",
         "prose": f"Both {{are}} weak. My scores: {json.dumps({'scores': scores})} Good luck!",
         "fraction": json.dumps({label: score + 0.5 for label, score in scores.items()}),
+        "list": [{"type": "text", "text": reply}],  # the client does not check that it is a text
         "junk": "I would rather not {say}.",
         "empty": "",
         "deep": '{"a":' * 200_000,
