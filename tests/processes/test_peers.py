@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,14 +12,13 @@ import torch.distributed as dist
 from basics.machine import process_namespace
 from processes import peers as peers_module
 from processes.peers import Peers, is_timeout
-from tests.support.workplace import PROJECT_DIR
 
 
 class SlowStore:
-    """Answers nothing until the test ends, as one on a machine that is out of reach."""
+    """Answers after a while."""
 
-    def __init__(self, seconds: float | None = None) -> None:
-        self.test_ends, self.seconds = threading.Event(), seconds
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.test_ends = seconds, threading.Event()
 
     def check(self, keys: list[str]) -> bool:
         return not self.test_ends.wait(self.seconds)
@@ -45,29 +43,24 @@ def test_the_first_value_of_a_key_wins(peers: list[Peers]) -> None:
     assert peers[1].set_if_missing("failure", "second") == peers[1].get("failure") == "first"
 
 
-def test_a_store_that_does_not_answer_counts_as_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "MOMENT_SECONDS", 0.05)
-    stuck = SlowStore()
-    peers = Peers(0, 2, stuck, timeout_seconds=0.05)
-    assert peers.is_up
-    assert peers.get("key") == ""
-    assert not peers.is_up and not peers.is_working(1) and peers.find_dead() == []
-    assert peers.set_if_missing("key", "own") == "own"
-    stuck.test_ends.set()
-    peers.close()
-
-
-def test_an_answer_that_python_had_no_time_to_read_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("answers_after", "is_up"), [(0.2, True), (3600.0, False)])
+def test_a_store_that_does_not_answer_counts_as_down(
+    monkeypatch: pytest.MonkeyPatch, answers_after: float, is_up: bool
 ) -> None:
-    monkeypatch.setattr(peers_module, "MOMENT_SECONDS", 20.0)
-    peers = Peers(0, 2, SlowStore(0.2), timeout_seconds=0.01)
-    assert peers.get("key") == "value" and peers.is_up
+    """Not if the answer is there, and Python had no time to read it."""
+    monkeypatch.setattr(peers_module, "MOMENT_SECONDS", 20.0 if is_up else 0.05)
+    store = SlowStore(answers_after)
+    peers = Peers(0, 2, store, timeout_seconds=0.05)
+    assert (peers.get("key") == "value") is peers.is_up is is_up
+    if not is_up:
+        assert not peers.is_working(1) and peers.find_dead() == []
+        assert peers.set_if_missing("key", "own") == "own"
+    store.test_ends.set()
     peers.close()
 
 
 def test_only_processes_of_this_process_table_are_found_dead(peers: list[Peers]) -> None:
-    """Machines and containers may share a host name."""
+    """Machines and containers may share a host name; they have other boots and namespaces."""
     host, *rest = process_namespace().split("/")
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -105,16 +98,6 @@ def test_the_rank_with_the_least_progress_hung(peers: list[Peers]) -> None:
     assert peers[0].find_hung() == [3]
 
 
-def test_all_are_silent_only_if_each_says_so(peers: list[Peers]) -> None:
-    for each in peers[1:]:
-        each.publish(is_silent=True)
-    assert not peers[0].all_silent()
-    peers[0].publish(is_silent=True)
-    assert peers[0].all_silent()
-    peers[1].publish(is_silent=False)
-    assert not peers[0].all_silent()
-
-
 LAUNCH = torch.AcceleratorError("CUDA error: the launch timed out and was terminated")
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.2]:3")
 # Of PyTorch's second implementation of NCCL's backend.
@@ -138,20 +121,6 @@ def test_what_other_processes_have_caused(
     """A GPU's own error, and any error of the only process, is reported as it is."""
     peers = Peers(0, world_size, dist.HashStore(), timeout_seconds=20)
     assert peers.caused(error) is is_caused
+    if str(error) in NCCL2_TIMEOUTS + NCCL2_ERRORS:
+        assert is_timeout(error) is (str(error) in NCCL2_TIMEOUTS)
     peers.close()
-
-
-def test_an_error_of_nccls_that_is_no_timeout_is_no_hang() -> None:
-    assert all(is_timeout(RuntimeError(text)) for text in NCCL2_TIMEOUTS)
-    assert not any(is_timeout(RuntimeError(text)) for text in NCCL2_ERRORS)
-
-
-def test_another_container_has_another_process_table() -> None:
-    unshare = ["unshare", "--pid", "--fork"]
-    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
-        pytest.skip("this system has no namespaces for us")
-    code = "from basics.machine import process_namespace; print(process_namespace())"
-    unshared = subprocess.run([*unshare, sys.executable, "-c", code], capture_output=True,
-                              text=True, cwd=PROJECT_DIR, check=True).stdout.strip()
-    assert unshared != process_namespace()
-    assert unshared.split("/")[0] == process_namespace().split("/")[0]

@@ -60,18 +60,18 @@ def test_every_rank_has_its_own_result_and_all_have_rank_0s() -> None:
     assert on_each_rank(work) == [(rank, "0", everything) for rank in range(3)]
 
 
-def test_the_error_of_the_lowest_rank_is_raised_on_all_with_its_status() -> None:
+@pytest.mark.parametrize(("error", "kinds", "told", "status"), [
+    (lambda rank: UserError(f"rank {rank}", 4), [AgreedError] * 3, "rank 1", 4),
+    (lambda rank: MemoryError("out"), [AgreedError, MemoryError, MemoryError],
+     "rank 1 failed: MemoryError: out", 1)])
+def test_the_error_of_the_lowest_rank_is_raised_on_all(
+    error: Callable[[int], Exception], kinds: list[type], told: str, status: int
+) -> None:
+    """Where a rank crashes, the others end too."""
     found = on_each_rank(lambda agreement, rank: agreement.run(
-        "step", lambda: fail_with(UserError(f"rank {rank}", 4)) if rank else None))
-    assert [(type(error), str(error), error.status) for error in found] == [
-        (AgreedError, "rank 1", 4)] * 3
-
-
-def test_a_crash_of_one_rank_ends_the_others() -> None:
-    found = on_each_rank(lambda agreement, rank: agreement.run(
-        "step", lambda: fail_with(MemoryError("out of memory")) if rank == 1 else None))
-    assert [type(error) for error in found] == [AgreedError, MemoryError, AgreedError]
-    assert str(found[0]) == "rank 1 failed: MemoryError: out of memory" and found[0].status == 1
+        "step", lambda: fail_with(error(rank)) if rank else None))
+    assert [type(each) for each in found] == kinds
+    assert (str(found[0]), found[0].status) == (told, status)
 
 
 def test_a_value_that_differs_is_an_error_on_all_ranks() -> None:
