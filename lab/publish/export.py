@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from basics.json_files import read_json_object
 from basics.tensor_files import write_tensors
 from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
-from lab.publish.plain_files import read_charts
 from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
 from tokens.tokenizer import read_named_tokenizer
 from trainer.models import LoadedModel
@@ -52,23 +50,18 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
     check_output(output_dir)
     if extras.with_gguf:
         check_gguf(target)
-    end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
-    config = gpt2_config(target.model.config, end_of_text)
-    charts = {} if extras.charts_dir is None else read_charts(extras.charts_dir, list(CHARTS))
-    with _locked(output_dir):
-        _put_back(output_dir)
-        _check_free(output_dir, option="--output")
-        new_dir, old_dir = _new_dir(output_dir), _old_dir(output_dir)
-        _check_leftovers(new_dir, old_dir)
+    work_dir = _work_dir(output_dir)
+    new_dir, old_dir = work_dir / "new", work_dir / "old"
+    with locked(work_dir, is_temporary=True, busy=(
+            f"{output_dir}: another lab publish or lab tune is writing it; wait for its end")):
+        put_back(output_dir)
         try:
             for leftover in (new_dir, old_dir):
                 shutil.rmtree(leftover, ignore_errors=True)
             new_dir.mkdir()
-            (new_dir / "README.md").write_text(card, encoding="utf-8")  # shows that it is ours
-            _write(target, new_dir, config)
-            _write_extras(target, extras, new_dir)
-            for name, content in charts.items():
-                (new_dir / name).write_bytes(content)
+            (new_dir / "README.md").write_text(card, encoding="utf-8")
+            _write_model(target, new_dir)
+            _write_extras(target, new_dir, extras)
             _replace(output_dir, new_dir, old_dir)
         except (OSError, SafetensorError) as error:
             raise cannot_be_written(output_dir, as_os_error(error)) from None
@@ -77,11 +70,14 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
     return output_dir
 
 
+def _work_dir(output_dir: Path) -> Path:
+    return output_dir.with_name(f".{output_dir.name}.ddp-train-export")
+
+
 def _replace(output_dir: Path, new_dir: Path, old_dir: Path) -> None:
     """Replace an export, so that a power loss leaves the earlier one or the new one whole."""
-    for path in new_dir.iterdir():
+    for path in (*new_dir.iterdir(), new_dir):
         fsync(path)
-    fsync(new_dir)
     if output_dir.exists():
         output_dir.rename(old_dir)
         failpoint("export.rename")
@@ -91,57 +87,15 @@ def _replace(output_dir: Path, new_dir: Path, old_dir: Path) -> None:
 
 
 def put_back(output_dir: Path) -> None:
-    """Put back an earlier export that a kill left under another name while it was replaced.
-
-    Raises:
-        UserError: another command replaces it at this moment.
-    """
-    if _old_dir(output_dir).is_dir() and not output_dir.exists():
-        with _locked(output_dir):
-            _put_back(output_dir)
-
-
-def _put_back(output_dir: Path) -> None:
-    old_dir = _old_dir(output_dir)
+    """Put back an earlier export that a kill left under another name while it was replaced."""
+    old_dir = _work_dir(output_dir) / "old"
     if is_export(old_dir) and not output_dir.exists():
-        with suppress(OSError):  # nothing is lost: it keeps its other name
-            old_dir.rename(output_dir)
-
-
-def _locked(output_dir: Path) -> AbstractContextManager[None]:
-    """Let one command at a time write an export; the lock is a directory beside it."""
-    return locked(_work_dir(output_dir), is_temporary=True, busy=(
-        f"{output_dir}: another lab publish or lab tune is writing it; wait for its end"))
-
-
-def _work_dir(output_dir: Path) -> Path:
-    return output_dir.with_name(f".{output_dir.name}.ddp-train-export")
-
-
-def _new_dir(output_dir: Path) -> Path:
-    return _work_dir(output_dir) / "new"
-
-
-def _old_dir(output_dir: Path) -> Path:
-    return _work_dir(output_dir) / "old"
-
-
-def _check_leftovers(*places: Path) -> None:
-    """Check that what a kill left is an export or a part of one. Raises: UserError."""
-    for place in places:
-        found = {path.name for path in place.iterdir()} if place.is_dir() else set()
-        is_marked = MARK in _card_of(place) or not (place / "README.md").exists()
-        if place.is_symlink() or not (found <= FILES and is_marked):
-            raise UserError(f"{place}: is not from lab publish; move it away")
+        old_dir.rename(output_dir)
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:
     """Check that an absolute path is free or holds an earlier export. Raises: UserError."""
     put_back(output_dir)
-    _check_free(output_dir, option=option)
-
-
-def _check_free(output_dir: Path, *, option: str) -> None:
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
         raise UserError(f"{output_dir}: is not a directory; name one with {option}")
     found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
@@ -156,15 +110,6 @@ def is_export(directory: Path) -> bool:
     return (directory / "config.json").is_file() and MARK in _card_of(directory)
 
 
-def chat_template_of(directory: Path) -> str | None:
-    """Return the chat template of an exported model, None if it has none. Raises: UserError."""
-    path = directory / "tokenizer_config.json"
-    if not path.exists():  # of a model whose tokenizer is not known
-        return None
-    template = read_json_object(path, needed_by="an exported model").get("chat_template")
-    return template if isinstance(template, str) else None
-
-
 def _card_of(directory: Path) -> str:
     try:
         return read_regular_file(directory / "README.md")
@@ -172,26 +117,40 @@ def _card_of(directory: Path) -> str:
         return ""
 
 
-def _write(target: LoadedModel, directory: Path, config: dict[str, object]) -> None:
+def is_own_file(path: Path) -> bool:
+    """Return whether there is such a file. Raises: UserError: it is a link, to whatever file."""
+    if path.is_symlink():
+        raise UserError(f"{path}: is a link, and publishing would send what it points to; move it"
+                        " away, or put the file itself there")
+    return path.is_file()
+
+
+def _write_model(target: LoadedModel, directory: Path) -> None:
+    """Write configs, weights and tokenizer."""
     model = target.model
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
+    config = gpt2_config(model.config, end_of_text)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    for name, values in (("config.json", config), ("generation_config.json", ends)):
+        (directory / name).write_text(json.dumps(values, indent=2) + "\n")
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     write_tensors(directory / "model.safetensors", to_gpt2(weights, model.config),
                   {"format": "pt"})
+    length = model.config.context_length
     if target.tokenizer_path is not None:
         content = read_named_tokenizer(target.tokenizer_path, target.tokenizer_name)
-        write_own_tokenizer(directory, content, context_length=model.config.context_length)
+        write_own_tokenizer(directory, content, context_length=length)
     elif target.tokenizer_name is not None:
-        write_tokenizer_files(directory, target.tokenizer_name,
-                              context_length=model.config.context_length)
+        write_tokenizer_files(directory, target.tokenizer_name, context_length=length)
 
 
-def _write_extras(target: LoadedModel, extras: Extras, directory: Path) -> None:
+def _write_extras(target: LoadedModel, directory: Path, extras: Extras) -> None:
     if extras.chat_template is not None:
         path = directory / "tokenizer_config.json"
-        values = read_json_object(path) | {"chat_template": extras.chat_template}
-        write_json(path, values)
+        write_json(path, read_json_object(path) | {"chat_template": extras.chat_template})
     if extras.with_gguf:
         write_gguf_files(target, directory)
+    if extras.charts_dir is not None:
+        for path in (extras.charts_dir / name for name in CHARTS):
+            if is_own_file(path):
+                shutil.copyfile(path, directory / path.name)

@@ -1,4 +1,4 @@
-"""Write a model's README.md: its card, in the format that the hub reads."""
+"""A model's README.md: its card, in the format that the hub reads, with what was measured of it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import DatasetCard, EvalResult, ModelCard, ModelCardData
 
 from basics.errors import UserError, first_line, one_line
 from basics.files import read_regular_file
 from basics.text import code, escaped
-from lab.publish.dataset_facts import LANGUAGE_CODE, LICENCE_NAME, declared_of
-from lab.publish.measurements import measurements
 from lab.runs import RUNNING, RunFiles, number
-from run_config import MUON_DEFAULTS, ModelConfig, TrainConfig
+from reporting.metrics_file import read_metrics
+from run_config import DATASET_NAME, MUON_DEFAULTS, ModelConfig, TrainConfig
 from tokens.tokenizer import TOKENIZER_FILE
 from trainer.models import HUB_NAME, LoadedModel
 
@@ -71,87 +70,98 @@ llama-server --model model-Q8_0.gguf
 
 CHARTS = {"loss-chart.png": "Training and validation loss", "grad-norm-chart.png": "Gradient norm",
           "learning-rate-chart.png": "Learning rate"}
+HERE = "."  # where the model is that no repository has: in the card's directory
 MARK = "ddp-train"  # a tag that identifies our cards
-HERE = "."  # the address in the card of a directory: the directory itself
 ADDRESS = re.compile(r'(pipeline\("text-generation", model=)"[^"\n]*"')
+FINEWEB = re.compile(r"(gpjt|HuggingFaceFW)/fineweb(-edu)?(-gpt2-tokens)?")  # has no card here
+LICENCE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{1,8})*")
+MEASURED = {"loss": "loss (nats per token)", "perplexity": "perplexity",
+            "bits_per_byte": "bits per byte", "accuracy": "accuracy",
+            "normalised_accuracy": "length-normalised accuracy"}
 
 
 @dataclass(frozen=True)
-class CardFacts:
-    """The parts of a card that no file of the run contains."""
+class Request:
+    """The command line's arguments and options."""
 
-    title: str
-    address: str  # where the model is loaded from: a name on the hub, or `HERE`
+    source: str
+    repository: str | None = None
+    checkpoint: str = "best"
+    output_dir: Path | None = None
+    is_public: bool = False
+    is_dry_run: bool = False
+    with_gguf: bool = False
     licence: str | None = None
     languages: tuple[str, ...] = ()
-    has_gguf: bool = False
+    runs_dir: Path = Path("runs")
     datasets_dir: Path = Path("datasets")
 
-    def check(self) -> None:
+    def check_words(self) -> None:
         """Raises: UserError: the hub would refuse the licence or a language."""
         if self.licence is not None and not LICENCE_NAME.fullmatch(self.licence):
             raise UserError(f"--license: {self.licence[:60]!r} is not a licence's short name; give"
                             " one such as apache-2.0, mit or other")
-        for language in self.languages:
-            if not LANGUAGE_CODE.fullmatch(language):
-                raise UserError(f"--language: {language[:60]!r} is not a language's code; give one"
-                                " such as en or pt-BR")
+        if wrong := [word for word in self.languages if not LANGUAGE_CODE.fullmatch(word)]:
+            raise UserError(f"--language: {wrong[0][:60]!r} is not a language's code; give one"
+                            " such as en or pt-BR")
 
 
-def model_card(target: LoadedModel, facts: CardFacts) -> str:
+def model_card(target: LoadedModel, request: Request) -> str:
     """Return the card of a run's model, made of its checkpoint, summary and evaluations.
 
     The run's JSON files may have changed since training; they are read only without a summary.
     """
     written = RunFiles.read(target.run.run_dir)
     settings = written.part("train") or target.run.train.model_dump()
-    dataset = one_line(str(settings.get("dataset")))
-    found = measurements(target, dataset)
     if settings.get("init_from") is not None:
         name = public_name(str(settings["init_from"]), beside=target.run.run_dir)
         settings = settings | {"init_from": name}
-    start = settings.get("init_from")
+    start, dataset = settings.get("init_from"), one_line(str(settings.get("dataset")))
+    found = measurements(target, dataset)
+    meta, is_bytes = target.checkpoint.meta, target.tokenizer_name == "bytes"
+    so_far = "" if written.status != RUNNING else (
+        f" so far:\nthese are the weights after step {meta.global_step + 1:,}, and training goes"
+        " on")
     shown = [name for name in CHARTS if (target.run.run_dir / name).is_file()]
     return CARD.format(
-        front_matter=_front_matter(settings, found, facts), title=facts.title,
-        address=facts.address, num_parameters=target.model.num_parameters(),
+        front_matter=_front_matter(settings, found, request), title=request.source,
+        address=request.repository or HERE, num_parameters=target.model.num_parameters(),
         start=f"the weights of {code(str(start))}" if start else "scratch",
-        on_data=f" on {target.checkpoint.meta.tokens:,} tokens of {code(dataset)}{_so_far(target)}",
-        prompt="def " if target.tokenizer_name == "bytes" else "Every effort moves you",
+        on_data=f" on {meta.tokens:,} tokens of {code(dataset)}{so_far}",
+        prompt="def " if is_bytes else "Every effort moves you",
         facts=table_rows(_model_facts(target, found)),
         training=table_rows(_training(target, written)),
-        notes=_notes(target), settings=json.dumps(_changed(target, settings), indent=2),
+        notes="Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n" * is_bytes,
+        settings=json.dumps(_changed(target, settings), indent=2),
         charts="".join(f"\n![{CHARTS[name]}]({name})\n" for name in shown),
-        gguf=GGUF if facts.has_gguf else "",
+        gguf=GGUF if request.with_gguf else "",
     )
 
 
-def changed_card(path: Path, facts: CardFacts) -> str:
+def changed_card(path: Path, request: Request) -> str:
     """Return the card of an exported model with another address, licence, languages or GGUF files.
 
     Raises:
         UserError: its front matter cannot be read.
     """
-    facts.check()
-    text = read_regular_file(path)
     try:
-        card = ModelCard(text)
+        card = ModelCard(read_regular_file(path))
     except Exception as error:  # the YAML library has errors of its own
         raise UserError(f"{path}: not a model card ({first_line(error)}); export the model"
                         " again") from None
-    card.data.license = facts.licence or card.data.license
-    card.data.language = list(facts.languages) or card.data.language
+    card.data.license = request.licence or card.data.license
+    card.data.language = list(request.languages) or card.data.language
     before, _, after = card.text.partition(GGUF.strip("\n"))
-    card.text = ADDRESS.sub(rf'\1"{facts.address}"', before.rstrip("\n"))
+    card.text = ADDRESS.sub(rf'\1"{request.repository or HERE}"', before.rstrip("\n"))
     own = after.strip("\n")  # what somebody has written below
-    return f"{card}\n{GGUF if facts.has_gguf else ''}" + (f"\n{own}\n" if own else "")
+    return f"{card}\n{GGUF if request.with_gguf else ''}" + (f"\n{own}\n" if own else "")
 
 
 def public_name(name: str, *, beside: Path | None = None) -> str:
     """Return a model's name as others may read it: of a path on this machine the last part.
 
-    Args:
-        beside: a directory; a path may be relative to one above it, too.
+    A path may be relative to this directory or to one above `beside`.
     """
     places = [Path(), *(beside.absolute().parents if beside else ())]
     if HUB_NAME.fullmatch(name) and not any((place / name).exists() for place in places):
@@ -159,48 +169,94 @@ def public_name(name: str, *, beside: Path | None = None) -> str:
     return Path(name).resolve().name
 
 
-def _front_matter(settings: dict[str, Any], found: list[dict[str, Any]], facts: CardFacts) -> str:
-    facts.check()
+def declared_of(dataset: str, datasets_dir: Path) -> tuple[str | None, list[str]]:
+    """Return the licence and languages of a dataset: of FineWeb, or as its card declares them."""
+    if FINEWEB.fullmatch(dataset):
+        return "odc-by", ["en"]
+    if not re.fullmatch(DATASET_NAME, dataset):
+        return None, []
+    try:
+        values = DatasetCard(read_regular_file(datasets_dir / dataset / "README.md")).data
+    except Exception:  # there is none, or it is damaged; the YAML library has errors of its own
+        return None, []
+    licence, languages = values.get("license"), values.get("language")
+    if (not (isinstance(licence, str) and LICENCE_NAME.fullmatch(licence))
+            or licence == "unknown"):  # nobody has filled it in
+        return None, []
+    codes = languages if isinstance(languages, list) else [languages]
+    are_codes = all(isinstance(code, str) and LANGUAGE_CODE.fullmatch(code) for code in codes)
+    return licence, codes if are_codes else []
+
+
+def measurements(target: LoadedModel, dataset: str) -> list[dict[str, Any]]:
+    """Collect the results of this checkpoint: its validation loss and its evaluations.
+
+    Of repeated evaluations the newest counts; losses of tokens trained on, which say nothing about
+    others, and values that are not numbers are left out.
+    """
+    checkpoint, found = target.checkpoint, {}
+    if target.run.train.validates and checkpoint.loss is not None:
+        name = "validation loss during training (nats per token)"
+        found[dataset, name] = {"metric": "loss", "value": checkpoint.loss, "split": "validation"}
+    for record in read_metrics(target.run.evaluations_path):
+        if record.get("checkpoint") != checkpoint.name:
+            continue
+        if "benchmark" in record:
+            split, of_what = record.get("split"), ""
+            if not isinstance(split, str) and "questions_from" in record:
+                of_what = f", questions of {one_line(str(record['questions_from']))}"
+        elif (split := record.get("split", "validation")) == "validation":
+            count, start = number(record.get("num_tokens")), number(record.get("start_token"))
+            of_what = "" if None in (count, start) else (
+                f", {count:,.0f} tokens from token {start:,.0f}")
+        else:
+            continue
+        where = one_line(str(record.get("benchmark") or record.get("dataset")))
+        for metric, name in MEASURED.items():
+            if (value := number(record.get(metric))) is not None:
+                found[where, name + of_what] = {
+                    "metric": metric, "value": value,
+                    "split": None if split is None else one_line(str(split))}
+    return [{"dataset": where, "name": name} | values for (where, name), values in found.items()]
+
+
+def _front_matter(settings: dict[str, Any], found: list[dict[str, Any]], request: Request) -> str:
     dataset = one_line(str(settings.get("dataset")))
-    declared = declared_of(dataset, facts.datasets_dir)
-    is_from_scratch = settings.get("init_from") is None  # else other weights' licence counts too
-    licence = facts.licence or (declared.licence if is_from_scratch else None)
-    languages = list(facts.languages or declared.languages or ())
+    licence, languages = declared_of(dataset, request.datasets_dir)
+    if settings.get("init_from") is not None:  # the licence of other weights counts too
+        licence = None
     results = [EvalResult(task_type="text-generation", task_name="Language modelling",
                           dataset_type=one["dataset"], dataset_name=one["dataset"],
                           dataset_split=one["split"], metric_type=one["metric"],
                           metric_name=one["name"], metric_value=one["value"]) for one in found]
     return ModelCardData(
-        license=licence, language=languages or None, library_name="transformers",
-        pipeline_tag="text-generation",
+        license=request.licence or licence, language=list(request.languages) or languages or None,
+        library_name="transformers", pipeline_tag="text-generation",
         datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, tags=["gpt2", MARK],
-        model_name=facts.title, eval_results=results or None,
+        model_name=request.source, eval_results=results or None,
     ).to_yaml()
 
 
 def _model_facts(target: LoadedModel, found: list[dict[str, Any]]) -> dict[str, str]:
     config = target.model.config
+    tokenizer = TOKENIZER_FILE if target.tokenizer_path else (
+        target.tokenizer_name or "unknown tokenizer")
     return {
         "layers, heads, embedding width": f"{config.n_layers}, {config.n_heads}, {config.emb_dim}",
         "context": f"{config.context_length:,} tokens",
-        "vocabulary": f"{config.vocab_size:,} ({_tokenizer(target)})",
+        "vocabulary": f"{config.vocab_size:,} ({tokenizer})",
         "output head": "tied to the token embedding" if config.tie_weights else "separate",
         "query, key and value biases": "yes" if config.qkv_bias else "no (stored as zeros)",
         **{f"{one['name']}, {one['dataset']}": f"{one['value']:.6f}" for one in found},
     }
 
 
-def _tokenizer(target: LoadedModel) -> str:
-    return TOKENIZER_FILE if target.tokenizer_path else target.tokenizer_name or "unknown tokenizer"
-
-
 def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
     meta, machine = target.checkpoint.meta, written.part("machine")
     num_steps = number(written.summary.get("num_steps"))
+    loss = "-" if meta.train_loss is None else f"{meta.train_loss:.6f}"
     facts = {"step": f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
-             "tokens": f"{meta.tokens:,}",
-             "training loss, mean since the checkpoint before":
-                 "-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
+             "tokens": f"{meta.tokens:,}", "training loss, mean since the checkpoint before": loss,
              "hours": f"{sum(meta.seconds.values()) / 3600:.3f}"}
     if meta.usd:
         facts["US$"] = f"{sum(meta.usd.values()):.2f}"
@@ -212,22 +268,14 @@ def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
         sizes = "{:.0f} x {:.0f} x {:.0f} sequences of {:,.0f} tokens"
         facts["global batch"] = sizes.format(*batch)
     if machine:
-        processes = number(machine.get("processes")) or 1
         each = "processes on" if machine.get("device_type") == "cpu" else "x"
-        facts["hardware"] = f"{processes:.0f} {each} {machine.get('device')}"
+        facts["hardware"] = (f"{number(machine.get('processes')) or 1:.0f} {each}"
+                             f" {machine.get('device')}")
         facts["precision"] = str(machine.get("precision"))
         facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
     if speed := number(written.summary.get("tokens_per_second")):
         facts["tokens per second during training"] = f"{speed:,.0f}"
     return facts
-
-
-def _so_far(target: LoadedModel) -> str:
-    """Return what says that later weights are to come; empty if the run does not train now."""
-    if RunFiles.read(target.run.run_dir).status != RUNNING:
-        return ""
-    step = target.checkpoint.meta.global_step + 1
-    return f" so far:\nthese are the weights after step {step:,}, and training goes on"
 
 
 def _changed(target: LoadedModel, settings: dict[str, Any]) -> dict[str, Any]:
@@ -244,12 +292,6 @@ def _changed(target: LoadedModel, settings: dict[str, Any]) -> dict[str, Any]:
                                   or values[key] != field.get_default()):
                 changed[key] = values[key]
     return changed
-
-
-def _notes(target: LoadedModel) -> str:
-    if target.tokenizer_name == "bytes":
-        return "Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n"
-    return ""
 
 
 def table_rows(facts: dict[str, str]) -> str:

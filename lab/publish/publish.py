@@ -44,7 +44,8 @@ def command(**options: Any) -> None:
     by `uv run hf auth login`. After an error, run the same command again.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.publish.upload import Request, check_repository, export_model, find_dataset, send
+    from lab.publish.model_card import Request
+    from lab.publish.upload import check_repository, export_model, find_dataset, send
 
     request = Request(**options)
     if request.repository is not None:

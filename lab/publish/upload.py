@@ -10,42 +10,25 @@ import torch
 from huggingface_hub import HfApi, get_token
 
 from basics.errors import UserError, visible
+from basics.json_files import found_object
 from lab.publish.export import (
     Extras,
-    chat_template_of,
     check_output,
     is_export,
+    is_own_file,
     put_back,
     write_export,
 )
-from lab.publish.model_card import HERE, CardFacts, changed_card, model_card
-from lab.publish.plain_files import is_plain
+from lab.publish.model_card import Request, changed_card, model_card
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run
 from tokens.token_file import TokenFile
 from tokens.tokenizer import TOKENIZER_FILE
-from trainer.models import HUB_NAME, TRIES, is_run, load_model
+from trainer.models import HUB_NAME, is_run, load_model
 
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")
 TEXTS = (TOKENIZER_FILE, "README.md")
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command line's arguments and options."""
-
-    source: str
-    repository: str | None
-    checkpoint: str
-    output_dir: Path | None
-    is_public: bool
-    is_dry_run: bool
-    with_gguf: bool
-    licence: str | None
-    languages: tuple[str, ...]
-    runs_dir: Path
-    datasets_dir: Path
 
 
 @dataclass(frozen=True)
@@ -88,49 +71,31 @@ def find_dataset(request: Request) -> Upload | None:
                         " apply only to models; put a dataset's licence in its README.md")
     for name in TOKEN_FILES:
         TokenFile(directory / name)  # raises an error if it is damaged, or no token file
-    texts = [name for name in TEXTS if is_plain(directory / name)]
+    texts = [name for name in TEXTS if is_own_file(directory / name)]
     return Upload(directory, [*TOKEN_FILES, *texts], "dataset")
 
 
 def export_model(request: Request) -> Upload:
     """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
-    facts = CardFacts(request.source, request.repository or HERE, request.licence,
-                      request.languages, request.with_gguf, request.datasets_dir)
-    put_back(Path(request.source).absolute())
-    if is_run(request.source, request.runs_dir):
-        folder = _export_run(request, facts)
-    elif is_export(Path(request.source)):
-        folder = _export_again(request, facts)
-    else:
+    request.check_words()
+    source = Path(request.source).absolute()
+    put_back(source)
+    of_run = is_run(request.source, request.runs_dir)
+    if not of_run and not is_export(source):
         load_run(request.runs_dir, request.source)  # its error lists the runs
-    return Upload(folder, sorted(path.name for path in folder.iterdir()), "model")
-
-
-def _export_run(request: Request, facts: CardFacts) -> Path:
-    output_dir = request.output_dir or request.runs_dir / request.source / "export"
+    output_dir = request.output_dir or (
+        request.runs_dir / request.source / "export" if of_run else source)
     output_dir = output_dir.absolute()
     check_output(output_dir)
-    for tries_left in reversed(range(TRIES)):
-        target = load_model(request.source, runs_dir=request.runs_dir,
-                             checkpoint_name=request.checkpoint, device=torch.device("cpu"))
-        try:
-            return write_export(target, output_dir, model_card(target, facts),
-                                Extras(charts_dir=target.run.run_dir, with_gguf=request.with_gguf))
-        except UserError:  # the run may train, and have removed the checkpoint and its tokenizer
-            if not tries_left or target.checkpoint.path.is_dir():
-                raise
-    raise AssertionError
-
-
-def _export_again(request: Request, facts: CardFacts) -> Path:
-    """Write an exported model once more, with what the command line adds to it."""
-    source = Path(request.source).absolute()
-    output_dir = (request.output_dir or source).absolute()
-    check_output(output_dir)
-    card = changed_card(source / "README.md", facts)
-    target = load_model(str(source), runs_dir=request.runs_dir, device=torch.device("cpu"))
-    return write_export(target, output_dir, card, Extras(
-        charts_dir=source, chat_template=chat_template_of(source), with_gguf=request.with_gguf))
+    target = load_model(request.source if of_run else str(source), runs_dir=request.runs_dir,
+                        checkpoint_name=request.checkpoint, device=torch.device("cpu"))
+    if of_run:
+        card, charts_dir, template = model_card(target, request), target.run.run_dir, None
+    else:  # once more, with what the command line adds to it
+        card, charts_dir = changed_card(source / "README.md", request), source
+        template = found_object(source / "tokenizer_config.json").get("chat_template")
+    write_export(target, output_dir, card, Extras(charts_dir, template, request.with_gguf))
+    return Upload(output_dir, sorted(path.name for path in output_dir.iterdir()), "model")
 
 
 def send(upload: Upload, repository: str, *, is_public: bool) -> None:

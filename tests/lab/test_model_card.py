@@ -1,130 +1,138 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
-from basics import failpoints
-from lab.publish import export
-from lab.publish.dataset_facts import Declared, declared_of
-from lab.publish.model_card import CardFacts, model_card
-from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.tuning import add_tunable_run, tune
-from tests.support.upload_server import taking_uploads
+from checkpointing import find_checkpoint
+from lab.publish.model_card import Request, declared_of, model_card
+from processes.run_lock import write_heartbeat
+from run_config import load_run
+from tests.support.lab_cli import error_line, publish, succeeded
+from tests.support.markdown import HOSTILE, active_parts
 from tests.support.workplace import Workplace
 from trainer.models import load_model
 
-
-@pytest.fixture
-def tuned(workplace: Workplace) -> Path:
-    """The directory of a tuned model."""
-    add_tunable_run(workplace)
-    succeeded(tune(workplace, "--max-epochs", "1", "--max-new-tokens", "1"))
-    return workplace.runs_dir / "tiny/tuned"
+CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
 
 
-def publish(workplace: Workplace, *arguments: str, **environment: str) -> Result:
-    return run_lab("publish", *arguments, "--runs-dir", str(workplace.runs_dir),
-                   **{"HF_TOKEN": "", **environment})
-
-
-def trained_on(workplace: Workplace, *options: str, **train: object) -> ModelCard:
+def card_of(workplace: Workplace, **train: object) -> str:
     """Return the card of a run that says that it was trained with these settings."""
     path = workplace.runs_dir / "tiny/summary.json"
     summary = json.loads(path.read_text())
     summary["train"] |= train
     path.write_text(json.dumps(summary))
-    succeeded(publish(workplace, "tiny", *options))
-    return ModelCard.load(workplace.runs_dir / "tiny/export/README.md")
+    return model_card(load_model("tiny", runs_dir=workplace.runs_dir),
+                      Request("tiny", datasets_dir=workplace.datasets_dir))
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+def words_of(card: str) -> str:
+    return " ".join(card.split())
 
 
-def test_no_path_of_the_machine_is_in_a_card(trained: Workplace) -> None:
-    weights = trained.root / "secret-place/gpt2-weights"
-    card = trained_on(trained, init_from=str(weights))
-    assert 'pipeline("text-generation", model=".")' in card.text
-    assert "the weights of `gpt2-weights` on" in " ".join(card.text.split())
-    assert '"init_from": "gpt2-weights"' in card.text
-    assert str(trained.root) not in card.content and "secret-place" not in card.content
+def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
+    run_dir, output = trained.runs_dir / "tiny", tmp_path / "export"
+    checkpoint = find_checkpoint(run_dir / "checkpoints", "best")
+    measured = {"checkpoint": checkpoint.name, "global_step": checkpoint.meta.global_step,
+                "dataset": "tiny", "split": "validation", "start_token": 16, "num_tokens": 320}
+    (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
+        measured | {"loss": 9.5}, measured | {"loss": 5.25, "perplexity": 190.5},
+        measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1},
+        measured | {"split": "train", "loss": 0.5},  # of tokens trained on
+        measured | {"dataset": None, "benchmark": "blimp", "split": "train", "accuracy": 0.5,
+                    "questions_from": "nyu-mll/blimp"},
+        measured | {"dataset": None, "benchmark": "blimp", "split": None, "accuracy": 0.25,
+                    "questions_from": "own|.jsonl"}]) + '{"half')
+    succeeded(publish(trained, "tiny", "--output", str(output), "--license", "apache-2.0"))
+    card = ModelCard.load(output / "README.md")
+    facts = card.data.to_dict()
+    assert facts["license"] == "apache-2.0" and facts["library_name"] == "transformers"
+    results = {found.metric_name: found.metric_value for found in card.data.eval_results}
+    assert results == {
+        "validation loss during training (nats per token)": checkpoint.loss,
+        "loss (nats per token), 320 tokens from token 16": 5.25,
+        "perplexity, 320 tokens from token 16": 190.5,
+        "accuracy": 0.5, "accuracy, questions of own|.jsonl": 0.25,
+    }
+    splits = {found.metric_name: found.dataset_split for found in card.data.eval_results}
+    assert splits["accuracy"] == "train" and splits["accuracy, questions of own|.jsonl"] is None
+    for wanted in (f"{checkpoint.meta.tokens:,} tokens of `tiny`", "14,976 parameters",
+                   f"step | {checkpoint.meta.global_step + 1} of 10", "| US$ | ",
+                   '"learning_rate": 0.01', "![Training and validation loss](loss-chart.png)",
+                   "| global batch | 2 x 1 x 1 sequences of 16 tokens |", "| 5.250000 |"):
+        assert wanted in card.text, wanted
 
 
-@pytest.mark.parametrize(("train", "licence", "languages"), [
-    ({"dataset": "gpjt/fineweb-gpt2-tokens"}, "odc-by", ["en"]),
-    ({"dataset": "gpjt/fineweb-edu-gpt2-tokens"}, "odc-by", ["en"]),
-    ({"dataset": "fineweb"}, None, None),  # may be anything
-    ({"dataset": "fineweb-gpt2-tokens"}, None, None),
-    ({"dataset": "HuggingFaceFW/fineweb"}, "odc-by", ["en"]),
-    ({"dataset": "gpjt/fineweb-gpt2-tokens", "init_from": "someone/gpt"}, None, ["en"]),
-    ({"dataset": "tiny"}, None, None),
-    ({"dataset": "fineweb2"}, None, None),
-    ({"dataset": "someone/fineweb"}, None, None),
-])
-def test_licence_and_language_follow_from_fineweb_only(
-    trained: Workplace, train: dict[str, str], licence: str | None, languages: list[str] | None
+def test_no_path_of_the_machine_is_in_a_card(
+    trained: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = trained_on(trained, **train)
-    assert (card.data.license, card.data.language) == (licence, languages)
+    card = card_of(trained, init_from=str(trained.root / "secret-place/gpt2-weights"))
+    assert 'pipeline("text-generation", model=".")' in card
+    assert "trained from the weights of `gpt2-weights` on" in words_of(card)
+    assert '"init_from": "gpt2-weights"' in card
+    assert str(trained.root) not in card and "secret-place" not in card
+    # A relative path of the place of training, also when the command is given elsewhere.
+    (trained.root / "exports/mine").mkdir(parents=True)
+    (trained.root / "elsewhere").mkdir()
+    for place in (trained.root, trained.root / "elsewhere"):
+        monkeypatch.chdir(place)
+        card = card_of(trained, init_from="exports/mine")
+        assert '"init_from": "mine"' in card and "exports/" not in card
+    assert "from the weights of `someone/gpt` on" in words_of(card_of(trained,
+                                                                      init_from="someone/gpt"))
+    assert "trained from scratch on" in words_of(card_of(trained, init_from=None))
 
 
 CARD_OF_MINE = "---\nlicense: cc-by-4.0\nlanguage:\n- de\n- pt-BR\n---\n"
 
 
-@pytest.mark.parametrize(("card", "licence", "languages"), [
-    (CARD_OF_MINE, "cc-by-4.0", ["de", "pt-BR"]),
-    (CARD_OF_MINE.replace("cc-by-4.0", "unknown"), None, None),  # nobody has filled it in
-    (CARD_OF_MINE.replace("cc-by-4.0", "'a: b'"), None, None),
-    (CARD_OF_MINE.replace("de\n", "'<b>'\n"), "cc-by-4.0", None),
-    ("---\nlicense: mit\nlanguage: nl\n---\n", "mit", ["nl"]),
-    ("---\nlicense: [\n---\n", None, None), ("no front matter", None, None),
-    ("---\nlicense: [mit, gpl]\nlanguage: 7\n---\n", None, None),
-])
-def test_licence_and_languages_are_those_of_the_datasets_card(
-    tmp_path: Path, card: str, licence: str | None, languages: list[str] | None
-) -> None:
+def test_licence_and_languages_are_those_of_the_dataset(tmp_path: Path) -> None:
+    for name in ("gpjt/fineweb-gpt2-tokens", "gpjt/fineweb-edu-gpt2-tokens",
+                 "HuggingFaceFW/fineweb"):
+        assert declared_of(name, tmp_path) == ("odc-by", ["en"])
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/README.md").write_text(card)
-    found = declared_of("mine", tmp_path)
-    assert (found.licence, found.languages) == (licence, languages and tuple(languages))
-
-
-def test_a_card_is_read_only_from_the_dataset_itself(tmp_path: Path) -> None:
+    path = tmp_path / "mine/README.md"
+    for card, *wanted in (
+            (CARD_OF_MINE, "cc-by-4.0", ["de", "pt-BR"]),
+            (CARD_OF_MINE.replace("cc-by-4.0", "unknown"), None, []),  # nobody has filled it in
+            (CARD_OF_MINE.replace("cc-by-4.0", "'a: b'"), None, []),
+            (CARD_OF_MINE.replace("de\n", "'<b>'\n"), "cc-by-4.0", []),
+            ("---\nlicense: mit\nlanguage: nl\n---\n", "mit", ["nl"]),
+            ("---\nlicense: mit\n---\n", "mit", []),
+            ("---\nlicense: [\n---\n", None, []), ("no front matter", None, []),
+            ("---\nlicense: [mit, gpl]\nlanguage: 7\n---\n", None, [])):
+        path.write_text(card)
+        assert declared_of("mine", tmp_path) == tuple(wanted), card
     (tmp_path / "README.md").write_text(CARD_OF_MINE)
-    (tmp_path / "datasets/mine").mkdir(parents=True)
-    (tmp_path / "datasets/mine/README.md").symlink_to(tmp_path / "README.md")
-    for name in ("..", "../datasets/..", ".", "", str(tmp_path), "mine", "nix"):
-        assert declared_of(name, tmp_path / "datasets") == Declared()
+    path.unlink()
+    path.symlink_to(tmp_path / "README.md")
+    for name in ("..", "../mine/..", ".", "", str(tmp_path), "mine", "nix", "fineweb", "fineweb2",
+                 "fineweb-gpt2-tokens", "someone/fineweb"):
+        assert declared_of(name, tmp_path) == (None, [])
 
 
 def test_a_run_has_the_licence_of_its_dataset_only_if_trained_from_scratch(
     trained: Workplace
 ) -> None:
     (trained.datasets_dir / "tiny/README.md").write_text(CARD_OF_MINE)
-    options = ("--datasets-dir", str(trained.datasets_dir))
-    card = trained_on(trained, *options)
-    assert (card.data.license, card.data.language) == ("cc-by-4.0", ["de", "pt-BR"])
-    card = trained_on(trained, *options, init_from="someone/gpt")
-    assert (card.data.license, card.data.language) == (None, ["de", "pt-BR"])
+    for start, licence in ((None, "cc-by-4.0"), ("someone/gpt", None)):
+        data = ModelCard(card_of(trained, init_from=start)).data
+        assert (data.license, data.language) == (licence, ["de", "pt-BR"])
 
 
-def test_a_path_of_the_shape_of_a_hub_name_is_hidden(
-    trained: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A relative path of the place of training, also when the command is given elsewhere."""
-    (trained.root / "exports/mine").mkdir(parents=True)
-    (trained.root / "elsewhere").mkdir()
-    for place in (trained.root, trained.root / "elsewhere"):
-        monkeypatch.chdir(place)
-        card = trained_on(trained, init_from="exports/mine")
-        assert '"init_from": "mine"' in card.text and "exports/" not in card.content
-    assert "`someone/gpt`" in trained_on(trained, init_from="someone/gpt").text
+def test_licence_and_languages_can_be_named(trained: Workplace) -> None:
+    for option, value in (("--license", "My Licence"), ("--license", "mit\ntags: x"),
+                          ("--license", ""), ("--language", "English"), ("--language", "e\x1b")):
+        assert option in error_line(publish(trained, "tiny", option, value))
+    export_dir = trained.runs_dir / "tiny/export"
+    assert not export_dir.exists()
+    succeeded(publish(trained, "tiny", "--license", "mit", "--language", "de", "--language",
+                      "pt-BR"))
+    card = ModelCard.load(export_dir / "README.md")
+    assert (card.data.license, card.data.language) == ("mit", ["de", "pt-BR"])
 
 
 def test_what_was_written_into_a_card_stays_there(trained: Workplace) -> None:
@@ -143,85 +151,53 @@ def test_what_was_written_into_a_card_stays_there(trained: Workplace) -> None:
             assert text == with_own
 
 
-def test_licence_and_languages_can_be_named(trained: Workplace) -> None:
-    card = trained_on(trained, "--license", "mit", "--language", "de", "--language", "pt-BR",
-                      dataset="gpjt/fineweb-gpt2-tokens")
-    assert (card.data.license, card.data.language) == ("mit", ["de", "pt-BR"])
+def test_a_card_describes_the_training_not_a_later_config(trained: Workplace) -> None:
+    path = trained.runs_dir / "tiny/train.json"
+    path.write_text(path.read_text().replace('"tiny"', '"other"').replace("0.01", "0.123"))
+    card = card_of(trained)
+    assert "tokens of `tiny`" in card and '"learning_rate": 0.01' in card and "other" not in card
 
 
-@pytest.mark.parametrize(("option", "value"), [
-    ("--license", "My Licence"), ("--license", "mit\ntags: x"), ("--license", ""),
-    ("--language", "English"), ("--language", "e\x1b"),
-])
-def test_a_licence_or_language_that_the_hub_refuses_is_an_error(
-    trained: Workplace, option: str, value: str
-) -> None:
-    assert option in error_line(publish(trained, "tiny", option, value))
-    assert not (trained.runs_dir / "tiny/export").exists()
-
-
-def test_a_tuned_model_is_published_with_its_template_and_card(
-    workplace: Workplace, tuned: Path, tmp_path: Path
-) -> None:
-    before, output = files_of(tuned), tmp_path / "export"
-    result = publish(workplace, str(tuned), "--output", str(output), "--license", "cc-by-4.0")
-    assert f"written to {output}" in succeeded(result).stdout and files_of(tuned) == before
-    changed = {name for name, content in files_of(output).items() if content != before[name]}
-    assert changed == {"README.md"} and files_of(output).keys() == before.keys()
-    card, old = (ModelCard.load(place / "README.md") for place in (output, tuned))
-    assert card.data.license == "cc-by-4.0" and card.text.split() == old.text.split()
-    assert card.data.to_dict() == old.data.to_dict() | {"license": "cc-by-4.0"}
-    assert AutoTokenizer.from_pretrained(output).chat_template
-    assert str(tmp_path) not in card.content
-
-
-def test_a_tuned_model_is_uploaded(workplace: Workplace, tuned: Path, tmp_path: Path) -> None:
-    weights = load_file(tuned / "model.safetensors")
-    with taking_uploads() as hub:
-        for repository in ("someone/tuned", "someone/again"):
-            succeeded(publish(workplace, str(tuned), repository, "--language", "en",
-                              **hub.environment(tmp_path)))
-            files = hub.files("model", repository)
-            assert files == files_of(tuned)
-            card = ModelCard(files["README.md"].decode())
-            assert f'model="{repository}")' in card.text and card.data.language == ["en"]
-            assert card.text.count("model=") == 1
-    again = load_model(str(tuned), runs_dir=workplace.runs_dir).model.state_dict()
-    assert len(again) and load_file(tuned / "model.safetensors").keys() == weights.keys()
-    assert all((load_file(tuned / "model.safetensors")[name] == weights[name]).all()
-               for name in weights)
-
-
-def test_an_export_can_be_published_again(trained: Workplace, tmp_path: Path) -> None:
-    succeeded(publish(trained, "tiny"))
-    export = trained.runs_dir / "tiny/export"
-    before = files_of(export)
-    succeeded(publish(trained, str(export)))
-    assert files_of(export) == before  # charts and evaluations too
-
-
-def test_a_kill_while_a_tuned_model_is_replaced_loses_nothing(
-    workplace: Workplace, tuned: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = files_of(tuned)
-    with monkeypatch.context() as patched:
-        patched.setattr(export.shutil, "rmtree", lambda *_, **__: None)  # as if killed
-        patched.setenv(failpoints.VARIABLE, "export.rename:raise")
-        assert isinstance(publish(workplace, str(tuned)).exception, RuntimeError)
-    assert not tuned.exists()
-    succeeded(publish(workplace, str(tuned)))
-    assert files_of(tuned) == before
-    assert [path.name for path in tuned.parent.glob(".*")] == []
-
-
-def test_directories_from_elsewhere_are_refused(workplace: Workplace, tuned: Path) -> None:
-    (tuned / "README.md").write_text("Somebody else's model.")
-    assert "not a plain name" in error_line(publish(workplace, str(tuned)))
-    (tuned / "README.md").write_text("---\ntags: [ddp-train\n---\nx")
-    assert "not a model card" in error_line(publish(workplace, str(tuned)))
-
-
-def test_a_run_without_a_summary_has_a_card(trained: Workplace) -> None:
-    (trained.runs_dir / "tiny/summary.json").unlink()
+def test_damaged_and_hostile_records_never_break_a_card(trained: Workplace) -> None:
+    run_dir = trained.runs_dir / "tiny"
     target = load_model("tiny", runs_dir=trained.runs_dir)
-    assert "tokens of `tiny`" in model_card(target, CardFacts("tiny", "."))
+    evaluations = [
+        '"loss": 1.5, "num_tokens": "x"', '"loss": 1.5, "num_tokens": 3, "start_token": null',
+        '"loss": "x"', '"loss": NaN', '"loss": 1.5, "dataset": ["a"]',
+        '"loss": 1.5, "dataset": "a|b\\nc", "split": {"a": 1}',
+        f'"loss": 1.5, "dataset": {json.dumps(HOSTILE)}',
+        f'"accuracy": 0.5, "benchmark": {json.dumps(HOSTILE)}']
+    (run_dir / "evaluations.jsonl").write_text("".join(
+        f'{{"checkpoint": "{target.checkpoint.name}", "global_step": 1, {text}}}\n'
+        for text in evaluations))
+    for summary in (
+            '{"batch": {"x": 1}}', '{"batch": [1]}', '{"machine": "x"}', "junk", None,
+            '{"tokens_per_second": "x"}', '{"train": {"dataset": "a|b\\nc"}}',
+            json.dumps({"train": {"dataset": HOSTILE}}),
+            json.dumps({"train": {"dataset": "tiny", "init_from": HOSTILE}}),
+            json.dumps({"machine": dict.fromkeys(("device", "torch"), HOSTILE)})):
+        (run_dir / "summary.json").unlink(missing_ok=True)
+        if summary is not None:
+            (run_dir / "summary.json").write_text(summary)
+        card = model_card(target, Request("tiny"))
+        ModelCard(card)  # parses its front matter
+        rows = [line for line in card.splitlines() if line.startswith("|")]
+        assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
+        assert active_parts(card) <= CHARTS
+
+
+def test_the_card_says_that_training_goes_on(trained: Workplace) -> None:
+    run = load_run(trained.runs_dir, "tiny")
+    finished = json.loads(run.summary_path.read_text())
+    for status, has_heartbeat, goes_on in (("running", False, False), ("running", True, True),
+                                           ("finished", True, False)):
+        summary = finished if status == "finished" else {}
+        run.summary_path.write_text(json.dumps(summary | {"status": status}))
+        for path in (run.summary_path, run.metrics_path):
+            os.utime(path, (0, 0))
+        if has_heartbeat:
+            write_heartbeat(run.heartbeat_path, phase="training", step=7)
+        target = load_model("tiny", runs_dir=trained.runs_dir)
+        says = ("of `tiny` so far: these are the weights after step"
+                f" {target.checkpoint.meta.global_step + 1}, and training goes on. It is")
+        assert (says in words_of(model_card(target, Request("tiny")))) == goes_on

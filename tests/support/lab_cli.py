@@ -12,12 +12,19 @@ from huggingface_hub import constants
 
 from basics.errors import UserError
 from lab.__main__ import cli
+from tests.support.workplace import Workplace
 
 
 def run_lab(*arguments: str, **environment: str | None) -> Result:
     """Run a verb; an HF_ENDPOINT in `environment` is that of the hub client too."""
     with _hub_client(environment):
         return CliRunner().invoke(cli, list(arguments), env=environment)
+
+
+def publish(workplace: Workplace, *arguments: str, **environment: str) -> Result:
+    """Publish without a token, unless one is given."""
+    return run_lab("publish", *arguments, "--runs-dir", str(workplace.runs_dir),
+                   **{"HF_TOKEN": "", **environment})
 
 
 def succeeded(result: Result) -> Result:
