@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.errors import UserError, visible
+from basics.cli import FiniteRange
+from basics.errors import visible
 
 if TYPE_CHECKING:
     from reporting.sampling import SamplingOptions
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
               show_default=True, help="Number of texts, drawn in one batch.")
 @click.option("--stop", "stops", multiple=True, metavar="TEXT",
               help="End before this text; may be repeated.")
-@click.option("--temperature", type=click.FloatRange(0, 1e6), default=0.8, show_default=True,
+@click.option("--temperature", type=FiniteRange(0, 1e6), default=0.8, show_default=True,
               help="0 always picks the most likely token.")
 @click.option("--top-k", type=click.IntRange(min=0), default=40, show_default=True,
               help="Draw from the K most likely tokens only; 0 draws from all.")
@@ -49,8 +49,6 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
     from reporting.sampling import SamplingOptions
     from trainer.models import load_model
 
-    if math.isnan(sampling["temperature"]):
-        raise UserError("--temperature: nan is not a number; give 0 or more")
     model = load_model(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
     options = SamplingOptions(**sampling)
     pieces = stream_texts(model, prompt, options, stops=stops)
@@ -89,7 +87,7 @@ def stream_texts(target: LoadedModel, prompt: str, options: SamplingOptions, *,
                for text, token_id in zip(texts, token_ids, strict=True)]
         if all(text.is_stopped for text in texts):
             return
-    yield [text.rest() for text in texts]
+    yield [text.add(b"", is_last=True) for text in texts]
 
 
 class StreamedText:
@@ -104,27 +102,16 @@ class StreamedText:
         self._held = ""
         self.is_stopped = False
 
-    def add(self, new: bytes) -> str:
-        """Add bytes; return the text that can be shown now."""
+    def add(self, new: bytes, *, is_last: bool = False) -> str:
+        """Add bytes; return the text that can be shown now, all of it after the last bytes."""
         if self.is_stopped:
             return ""
-        return self._release(self._decoder.decode(new))
-
-    def rest(self) -> str:
-        """Return the text that was held back, after the last byte."""
-        if self.is_stopped:
-            return ""
-        shown = self._release(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""
-        return shown + held
-
-    def _release(self, text: str) -> str:
-        held = self._held + text
-        found = [place for place in map(held.find, self._stops) if place >= 0]
-        if found:
-            self.is_stopped, self._held = True, ""
-            return held[: min(found)]
-        keep = max((length for stop in self._stops for length in range(1, len(stop))
-                    if held.endswith(stop[:length])), default=0)
-        self._held = held[len(held) - keep:]
-        return held[: len(held) - keep]
+        text = self._held + self._decoder.decode(new, is_last)
+        if found := [place for place in map(text.find, self._stops) if place >= 0]:
+            self.is_stopped = True
+            return text[: min(found)]
+        keep = 0 if is_last else max(
+            (length for stop in self._stops for length in range(1, len(stop))
+             if text.endswith(stop[:length])), default=0)
+        self._held = text[len(text) - keep:]
+        return text[: len(text) - keep]
