@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,19 +115,6 @@ def compile_now(work: Callable[[], object], device: torch.device) -> None:
         advice = (f"{missing}: install gcc, g++ and python3-dev" if missing
                   else f"remove {cache}, if a kill damaged it")
         raise UserError(f'compiling failed: {reason}; {advice}, or set "compile": false') from None
-
-
-def recompilation() -> str:
-    """Return what was compiled again since the last call, and why; empty if nothing was."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled; importing it takes long
-        return ""
-    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
-
-    found = [f"{each.co_name}, because {' '.join(each.recompile_reason.split())[:160]};"
-             " TORCH_LOGS=recompiles shows all"
-             for each in get_compilation_metrics() if each.recompile_reason]
-    clear_compilation_metrics()
-    return found[0] if found else ""
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from trainer.models import DOWNLOADED, model_directory
 from trainer.precision import check_attention, resolve_for_device
 from trainer.startup import prepare_run
 
-COMPILES_FOR = "DDP_TRAIN_COMPILES_FOR"  # environment variable: the number of a run's processes
+COMPILES = "DDP_TRAIN_COMPILES"  # environment variable of the processes that compile
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
 TOKEN_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE)
 
@@ -98,17 +97,16 @@ def _compile(script: str, num_processes: int) -> None:
 
     One process for each GPU: PyTorch keeps code by the index of the device.
     """
-    count = min(num_processes, num_gpus() or 1)
     keep_compiled_code()
-    os.environ[COMPILES_FOR] = str(num_processes)
+    os.environ[COMPILES] = "1"
     try:
-        status = start_torchrun(script, sys.argv[1:], num_processes=count)
+        status = start_torchrun(script, sys.argv[1:], num_processes=num_processes)
     finally:
-        del os.environ[COMPILES_FOR]
+        del os.environ[COMPILES]
     if status:
         sys.exit(status)  # its processes have said why
-    print_line(f"compiled code: {os.environ.get(CACHE_VARIABLE, 'in a temporary directory')}"
-               f"{f', for {count} GPUs' if count > 1 else ''}")
+    print_line(f"compiled code: {os.environ.get(CACHE_VARIABLE, 'in a temporary directory')},"
+               f" of {num_processes} process{'es' if num_processes > 1 else ''}")
 
 
 def compile_step(options: Options, process: Process, agreement: Agreement) -> None:
@@ -118,8 +116,6 @@ def compile_step(options: Options, process: Process, agreement: Agreement) -> No
         AgreedError: on every rank, if it cannot be compiled or does not fit, or a GPU is in use.
     """
     run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
-    process = replace(process, world_size=int(os.environ[COMPILES_FOR]))
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ[COMPILES_FOR]  # code for a CPU has its threads
     agreement.run("compile", lambda: _compile_here(run, process))
 
 

@@ -23,7 +23,6 @@ from reporting.sampling import Sampler
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
 from trainer.background_saver import BackgroundSaver
-from trainer.compilation import recompilation
 from trainer.diagnostics import Diagnostics
 from trainer.losses import Losses
 from trainer.precision import autocast, remedy
@@ -56,7 +55,6 @@ class Reports:
         saver.after_write = self.beside.after_checkpoint.start
         watchdog.before_exit = self._before_exit
         self._reports_speed = self._warns_of_cudnn = True
-        self._watches_compiler = False  # from the first validation on: all is compiled by then
         self._has_ended = False  # the full summary is on disk
         self.code = code_version() if self.process.is_main else ""
 
@@ -122,8 +120,6 @@ class Reports:
                 self._check_skipped_steps(window.global_step)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()
-        if self._watches_compiler:
-            self.log.warn("a step compiled again", recompilation())
         self.beside.warn()
         if says_speed:
             self._reports_speed = False
@@ -185,9 +181,6 @@ class Reports:
         """Record a validation, and continue the run's `sample_prompts` with the model. Rank 0."""
         self.log.report_validation(global_step, loss, seconds,
                                    bytes_per_token=self.prepared.data.bytes_per_token)
-        if not self._watches_compiler:
-            recompilation()  # forget what came before
-            self._watches_compiler = True
         if prompts := self.run.train.sample_prompts:
             precision = self.losses.train.precision
             with self.clock.phase(VALIDATION), autocast(precision, self.process.device):

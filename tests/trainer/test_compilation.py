@@ -23,7 +23,6 @@ from trainer.compilation import (
     compile_now,
     compiled_code_of_run,
     keep_compiled_code,
-    recompilation,
 )
 from trainer.precision import resolve_for_device
 
@@ -47,18 +46,6 @@ def test_the_defaults_are_the_fastest_of_the_device_and_keys_override_them(
     train = resolve_for_device(TrainConfig(**TINY_TRAIN | keys), device)
     model = ModelConfig(**TINY_MODEL | {"vocab_size": 50257, "context_length": 64})
     assert choose_forward_options(model, train, device) == ForwardOptions(**options)
-
-
-def test_what_is_compiled_again_is_told_with_the_reason() -> None:
-    recompilation()  # forgets what other tests compiled
-    function = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
-    function(torch.ones(2))
-    assert recompilation() == ""
-    function(torch.ones(3))
-    found = recompilation()
-    assert found.startswith("<lambda>, because ") and "size mismatch" in found
-    assert found.endswith("; TORCH_LOGS=recompiles shows all") and "\n" not in found
-    assert recompilation() == ""
 
 
 def raise_(error: Exception) -> None:

@@ -119,30 +119,26 @@ def test_what_is_downloaded_is_verified(workplace: Workplace, hub: Hub) -> None:
     assert result.returncode == 2 and "is damaged: its SHA-256 is not" in result.stderr
 
 
-@pytest.mark.parametrize(("num_processes", "num_gpus", "count"), [(16, 2, 2), (4, 0, 1)])
-def test_one_process_compiles_for_each_gpu_as_the_runs_processes(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, num_processes: int, num_gpus: int,
-    count: int, capsys: pytest.CaptureFixture[str]
+def test_the_step_is_compiled_by_as_many_processes_as_train(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workplace.add_run(train={"compile": True})
     workplace.add_dataset()
     asked, statuses = [], [0, 3]
 
     def start(*_: object, num_processes: int) -> int:
-        asked.append((num_processes, os.environ[prefetch.COMPILES_FOR]))
+        asked.append((num_processes, prefetch.COMPILES in os.environ))
         return statuses.pop(0)
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "cache")
     monkeypatch.setattr(prefetch, "start_torchrun", start)
-    monkeypatch.setattr(prefetch, "num_gpus", lambda: num_gpus)
     options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir)
-    process = replace(ONE_PROCESS, world_size=num_processes)
+    process = replace(ONE_PROCESS, world_size=4)
     prefetch.prefetch_run("ddp_train.py", options, process)
     with pytest.raises(SystemExit) as ended:  # the processes have said why
         prefetch.prefetch_run("ddp_train.py", options, process)
-    said = ", for 2 GPUs" if count > 1 else ""
-    assert f"compiled code: cache{said}\n" in capsys.readouterr().out
-    assert asked == [(count, str(num_processes))] * 2 and ended.value.code == 3
+    assert "compiled code: cache, of 4 processes\n" in capsys.readouterr().out
+    assert asked == [(4, True)] * 2 and ended.value.code == 3
 
 
 def test_a_gpu_in_use_and_a_microbatch_that_does_not_fit_are_refused(

@@ -53,24 +53,9 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> Reports:
     for name in ("log", "window", "prepared", "beside", "clock", "saver", "process", "run",
                  "losses"):
         monkeypatch.setattr(reports, name, MagicMock(), raising=False)
-    reports._reports_speed = reports._watches_compiler = False
+    reports._reports_speed = False
     reports.prepared.first_step, reports.saver.pop_failure.return_value = 0, ""
     return reports
-
-
-def test_a_recompilation_after_the_first_validation_is_one_warning(
-    reports: Reports, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports.run.train.sample_prompts = None
-    found = ["before the validation", "", "f, because g"]
-    monkeypatch.setattr("trainer.reports.recompilation", lambda: found.pop(0))
-    for validates in (False, True, True):
-        reports.write(10, 0.1, waits=False)
-        if validates:
-            reports.report_validation(10, 3.5, 1.0)
-    reports.write(20, 0.1, waits=False)
-    assert not found and [call.args for call in reports.log.warn.call_args_list] == [
-        ("a step compiled again", line) for line in ("", "f, because g")]
 
 
 def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(
