@@ -1,13 +1,9 @@
 """A trial of a microbatch: a few global steps on random tokens, under a torchrun of its own.
 
 A process that ran out of memory cannot go on: other ranks hang in a collective, the allocator is
-fragmented, tracebacks hold tensors. So the search starts a torchrun for each size, and never
-initialises CUDA itself, so that it takes no memory of the GPU. A rank that fails says why in a
-file and ends; torchrun then ends the others. Rank 0 writes the result.
-
-Each size is compiled anew. A later trial of the same size, and a run that trains with it, find the
-compiled code in the cache (`trainer.compilation.keep_compiled_code`), if their ranks have the same
-GPUs: PyTorch keeps code by the index of the device.
+fragmented. So the search starts a torchrun for each size, and never initialises CUDA itself, which
+would take memory of the GPU. A rank that fails says why in a file and ends; torchrun then ends the
+others. Rank 0 writes the result. A run of that size finds the compiled code in the cache.
 """
 
 from __future__ import annotations
@@ -16,12 +12,10 @@ import json
 import math
 import os
 import resource
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -58,7 +52,7 @@ class Trial:
     reserved_gib: float = math.nan  # peak of the allocator; on a CPU, of the address space
     demand_gib: float = math.nan  # the one of the two that must stay within `capacity_gib`
     capacity_gib: float = math.nan  # of the process with the least
-    tokens_per_second: float = math.nan  # all processes, by the median of the timed steps
+    tokens_per_second: float = math.nan  # of all processes
     device: str = ""
 
 
@@ -95,8 +89,7 @@ class MicrobatchTrial:
                 share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
             join_process_group(self.process, self._agreement.connect("trial"),
                                timeout=TRIAL_TIMEOUT)
-            # Not to compile the validation saves time. It takes less memory than training, and its
-            # smaller last microbatch, which is not compiled, is halved where it does not fit.
+            # The validation takes less memory than training, so it is not compiled.
             train = resolve_for_device(self._run.train, device).model_copy(
                 update={"microbatch_size": self._size, "validation_interval": None})
             check_attention(self._run.model, train, device)
@@ -126,13 +119,12 @@ class MicrobatchTrial:
         training does not do. So the CPU waits once, for the last step.
         """
         warm_up_steps, timed_steps = STEPS[self.process.device.type]
-        moments = []
-        for number in range(1, 1 + warm_up_steps + timed_steps):
+        for _ in range(warm_up_steps):
             take_step()
-            if number >= warm_up_steps:
-                moments.append(Moment(self.process.device))
-        moments[-1].wait()
-        seconds = statistics.median(end.seconds_since(start) for start, end in pairwise(moments))
+        began = Moment(self.process.device)
+        for _ in range(timed_steps):
+            take_step()
+        seconds = Moment(self.process.device).seconds_since(began) / timed_steps
         tokens = (self.num_microbatches * self._size * self._run.model.context_length
                   * self.process.world_size)
         allocated, reserved, demand, capacity = self._meter.peak()
