@@ -157,22 +157,6 @@ def test_a_run_records_its_diagnostics_stops_and_resumes(workplace: Workplace) -
     assert (run_dir / "layers-chart.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.fixture
-def model() -> GPTModel:
-    torch.manual_seed(0)
-    model = GPTModel(ModelConfig(**TINY_MODEL | {"n_layers": 3}))
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.qkv.weight.mul_(20)  # attention that is far from uniform
-    return model
-
-
-@pytest.fixture
-def tokens() -> tuple[Tensor, Tensor]:
-    token_ids, targets = torch.randint(V, (2, 1, T), generator=torch.Generator().manual_seed(1))
-    return token_ids, targets
-
-
 def direct_attention(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit and the mean entropy of causal attention, from all logits at once."""
     logits = q.double() @ k.double().transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -191,41 +175,40 @@ def test_attention_in_blocks_is_that_of_all_logits() -> None:
     assert found[0] < 9 * 9 * 8**0.5
 
 
-def test_every_layer_is_measured_without_dropout(model: GPTModel, tokens) -> None:
-    found = forward_statistics(model, *tokens)
-    assert all(module.training for module in model.modules())
-    seen: dict[str, list[Tensor]] = {"block": [], "input": [], "attention": []}
-    for block in model.blocks:
-        block.register_forward_hook(lambda _, inputs, output: seen["block"].append(output))
-        block.attention.register_forward_hook(lambda module, inputs, _: seen["attention"].append(
-            torch.stack(direct_attention(*module.project(inputs[0])[:2]))))
-    model.eval()
-    with torch.no_grad():
-        model(tokens[0])
-        embedded = model.token_embedding(tokens[0]) + model.position_embedding.weight
-    largest, entropies = torch.stack(seen["attention"]).unbind(1)
-    torch.testing.assert_close(found["embedding_activation_norm"], embedded.norm(dim=-1).mean())
-    torch.testing.assert_close(found["layer_activation_norm"], torch.stack(
-        [output.norm(dim=-1).mean() for output in seen["block"]]))
-    torch.testing.assert_close(found["layer_max_attention_logit"], largest)
-    torch.testing.assert_close(found["layer_attention_entropy"], entropies)
-
-
 @pytest.mark.parametrize("cached_logits", [2**23, 5 * V])
-def test_logits_and_losses_are_ranked(model: GPTModel, tokens, cached_logits: int,
-                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnostics, "CACHED_LOGITS", cached_logits)
-    found = {name: value.tolist() for name, value in forward_statistics(model, *tokens).items()}
+def test_the_statistics_are_those_of_a_forward_pass_without_dropout(
+    cached_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = GPTModel(ModelConfig(**TINY_MODEL | {"n_layers": 3}))
     with torch.no_grad():
-        logits = model.eval()(tokens[0])[0]
-    losses = F.cross_entropy(logits, tokens[1][0], reduction="none").sort().values.tolist()
-    assert [found[f"token_loss_{part}"] for part in ("p1", "p50", "p99", "max")] == pytest.approx(
-        [losses[0], losses[8], losses[15], losses[15]])
-    ordered, n = logits.flatten().sort().values.tolist(), T * V - 1
-    assert [found[f"logit_{part}"] for part in ("p1", "p50", "p99", "max")] == pytest.approx(
-        [ordered[round(share * n)] for share in (0.01, 0.5, 0.99, 1)])
-    monkeypatch.setattr(diagnostics, "MAX_SORTED", 4 * V)  # of many logits, those of some tokens
-    found = forward_statistics(model, *tokens)
-    median = logits[::4].flatten().sort().values[round((4 * V - 1) / 2)]
-    assert found["logit_p50"].item() == pytest.approx(median.item())
-    assert found["logit_max"].item() == pytest.approx(ordered[-1])  # of all
+        for block in model.blocks:
+            block.attention.qkv.weight.mul_(20)  # attention that is far from uniform
+    token_ids, targets = torch.randint(V, (2, 1, T), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(diagnostics, "CACHED_LOGITS", cached_logits)
+    found = forward_statistics(model, token_ids, targets)
+    monkeypatch.setattr(diagnostics, "MAX_SORTED", 4 * V)
+    of_some = forward_statistics(model, token_ids, targets)
+    assert all(module.training for module in model.modules())
+    outputs, attention = [], []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, output: outputs.append(output))
+        block.attention.register_forward_hook(lambda module, inputs, _: attention.append(
+            torch.stack(direct_attention(*module.project(inputs[0])[:2]))))
+    with torch.no_grad():
+        logits = model.eval()(token_ids)[0]
+        embedded = model.token_embedding(token_ids) + model.position_embedding.weight
+    largest, entropies = torch.stack(attention).unbind(1)
+    losses = F.cross_entropy(logits, targets[0], reduction="none").sort().values
+    ordered, n = logits.flatten().sort().values, T * V - 1
+    wanted = {
+        "embedding_activation_norm": embedded.norm(dim=-1).mean(),
+        "layer_activation_norm": torch.stack([each.norm(dim=-1).mean() for each in outputs]),
+        "layer_max_attention_logit": largest, "layer_attention_entropy": entropies,
+        "token_loss_p1": losses[0], "token_loss_p50": losses[8], "token_loss_p99": losses[15],
+        "token_loss_max": losses[15], "logit_max": ordered[n],
+        **{f"logit_p{percent}": ordered[round(percent / 100 * n)] for percent in (1, 50, 99)}}
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(of_some["logit_p50"],  # of many logits, those of some tokens
+                               logits[::4].flatten().sort().values[round((4 * V - 1) / 2)])
+    torch.testing.assert_close(of_some["logit_max"], ordered[n])  # of all
