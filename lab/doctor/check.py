@@ -21,6 +21,8 @@ from run_config import Run
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
 COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "red", SKIPPED: "bright_black"}
 NARROWEST, WIDEST = 60, 120  # columns of a report
+OTHER_PLACE = {f"disk of {name}": f"name another place with --{name}-dir"
+               for name in ("runs", "datasets")}
 CHECK_SECONDS = 12.0  # for one check; the disks' and the hub's take a few
 
 
@@ -54,7 +56,7 @@ class Subject:
     datasets_dir: Path
     run_name: str | None = None
     is_online: bool = False
-    time_limit: float = 25.0
+    time_limit: float = 40.0
     run: Run | None = None
     config_error: str = ""
     all_gpus: tuple[GpuReading, ...] = ()
@@ -72,27 +74,26 @@ def unknown(reason: str, advice: str = "") -> Finding:
     return warning(f"could not be checked: {reason}", advice)
 
 
-def split_error(error: object, advice: str) -> tuple[str, str]:
-    """Return what is wrong and what to do, which an error's line has behind a semicolon."""
+def split_error(error: object, *advice: str) -> tuple[str, str]:
+    """Return what is wrong and what to do: behind a semicolon of the error, else the first one."""
     text, _, remedy = str(error).partition("; ")
-    return text, remedy or advice
+    return text, remedy or advice[0]
 
 
-def make_checks(functions: Mapping[str, Callable[..., Finding | None]], *arguments: Any,
-                seconds: float = CHECK_SECONDS, late: Mapping[str, str] | None = None) -> Checks:
+def make_checks(functions: Mapping[str, Callable[[Subject], Finding | None]], subject: Subject,
+                seconds: float = CHECK_SECONDS) -> Checks:
     """Make checks one after the other; one that fails or hangs stops no other.
 
-    Args:
-        arguments: of each function. It returns None where there is nothing to check.
-        late: advice, by the names of those that are a problem if they do not answer.
+    A function returns None where there is nothing to check. A disk that does not answer is a
+    problem.
     """
     checks = {}
     for name, function in functions.items():
         try:
-            found = within(seconds, partial(function, *arguments))
+            found = within(seconds, partial(function, subject))
         except TimeoutError:
-            advice, text = (late or {}).get(name), f"no answer within {seconds:g} s"
-            found = problem(text, advice) if advice else unknown(text)
+            text = f"no answer within {seconds:g} s"
+            found = problem(text, OTHER_PLACE[name]) if name in OTHER_PLACE else unknown(text)
         except Exception as error:  # whatever it is, the other checks go on
             found = unknown(describe(error))
         if found is not None:

@@ -14,7 +14,7 @@ import click
 from basics.cli import print_json
 from basics.errors import FAILED, UserError
 from basics.gpu_readings import nvml_failure, read_gpus
-from basics.machine import available_ram_gib, num_cpu_cores
+from basics.machine import available_ram_gib
 from basics.time_limit import within
 from lab.doctor import machine_checks, run_checks
 from lab.doctor.check import (
@@ -40,7 +40,7 @@ RUN_SECONDS = 8.0  # to read a run's files; a network disk may never answer
               help="Ask the Hugging Face hub for an answer and for what its token may do, also"
                    " where the run needs no download.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
-@click.option("--time-limit", type=click.FloatRange(min=1, max=600), default=25.0,
+@click.option("--time-limit", type=click.FloatRange(min=1, max=600), default=40.0,
               show_default=True, metavar="SECONDS",
               help="For the tests that load the GPUs and exchange data between them.")
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
@@ -55,16 +55,22 @@ def command(as_json: bool, **about: Any) -> None:
     leaves these tests out. Exit status 1 if training would fail, 0 otherwise. On several machines:
     torchrun ... -m lab doctor RUN, as the training is started; each one prints its own report.
     """
-    subject = Subject(**about)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node, which it examines
+    spans_nodes = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
+    subject, checks = examine(Subject(**about)) if is_first else (Subject(**about), {})
+    if spans_nodes:
+        from lab.doctor.nodes import check_nodes
 
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # the first process of each node examines it
-    checks = examine(subject)
-    if as_json:
+        checks |= check_nodes(subject.run, bool(subject.busy), subject.time_limit)
+    if is_first and as_json:
         print_json(as_document(checks, subject.run_name))
-    else:
+    elif is_first:
         print_checks(checks, subject.run_name)
-    sys.exit(FAILED if num_of(checks, PROBLEM) else 0)
+    status = FAILED if is_first and num_of(checks, PROBLEM) else 0
+    if spans_nodes:  # to destroy the process group could wait for a process that hangs
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def found_here(subject: Subject) -> Subject:
@@ -120,24 +126,14 @@ def _find_run(runs_dir: Path, name: str) -> tuple[Run | None, str, int | None]:
     return run, config_error, trained_by(runs_dir / name)
 
 
-def examine(subject: Subject) -> Checks:
-    """Make all checks of this machine, and the load tests in processes of their own.
-
-    One for each GPU, two on a CPU, one that only reports if others use the machine. Under torchrun
-    one for each of its processes on this node: they meet those of the other nodes.
-    """
+def examine(subject: Subject) -> tuple[Subject, Checks]:
+    """Find out what is to be checked, and make all checks of this machine."""
     subject = found_here(subject)
-    first, number = int(os.environ.get("RANK", "0")), subject.num_processes
-    store = "lab doctor" if "RANK" in os.environ else ""
-    if not store:
-        number = 1 if subject.busy else len(subject.gpus) or min(2, num_cpu_cores())
-    ranks = [{"RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank),
-              "WORLD_SIZE": str(subject.world_size if store else number),
-              "LOCAL_WORLD_SIZE": str(number)} for local_rank in range(number)]
-    with load_tests(subject, ranks, store=store) as results_of_all:
+    with load_tests(subject) as results:
         others = machine_checks.check_limits(subject) | make_checks(
-            machine_checks.CHECKS | run_checks.CHECKS, subject, late=machine_checks.LATE)
-        results = results_of_all()
-    facts = results[0].found.get("PyTorch", {})
-    return {"GPUs": machine_checks.check_gpus(subject, facts)} | machine_checks.check_readings(
-        subject, facts) | check_load(results) | others
+            machine_checks.CHECKS | run_checks.CHECKS, subject)
+        load = results()
+    facts = load.found["PyTorch"].get(0, {})
+    return subject, {
+        "GPUs": machine_checks.check_gpus(subject, facts)} | machine_checks.check_readings(
+        subject, facts) | check_load(load) | others

@@ -1,7 +1,7 @@
-"""A process of the load tests, one for each GPU: `python -m lab.doctor.load OUTPUT SPEC`.
+"""A process of the load tests, one for each GPU, under torchrun: `lab.doctor.load OUTPUT SPEC`.
 
-It writes a line when it begins a part of the tests, and one with what it found: one that crashes or
-hangs leaves the part in which it did. What cannot be imported ends it before the first part.
+It appends a line when it begins a part of the tests, and one with what it found: one that crashes
+or hangs leaves the part in which it did.
 """
 
 from __future__ import annotations
@@ -44,52 +44,45 @@ def main(output: Path, spec: SimpleNamespace) -> None:
     """Do all parts that this process takes part in.
 
     Args:
-        spec: what `load_tests` says. Nothing is loaded if PyTorch sees other GPUs than the driver,
-            `num_gpus`, or if a process of any node is not to, by `is_loading`.
+        spec: what `load_tests` says. Nothing is loaded unless it says `is_loading`, nor if PyTorch
+            sees other GPUs than the driver, `num_gpus`.
     """
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+
     def do(part: str, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """Do one part and write what it returns, or the error that it raises."""
-        write({"part": part})
+        write(part, {"begun": time.time()})
         try:
             found = work(*arguments)
         except Exception as error:  # whatever it is, the other parts go on
             text = describe(error)  # only a UserError's ends with advice, behind a semicolon
-            write({"part": part, "error": text if isinstance(error, UserError)
-                   else text.replace(";", ",")})
+            write(part, {"error": text if isinstance(error, UserError)
+                         else text.replace(";", ",")})
             return {}
-        write({"part": part, "found": found})
+        write(part, {"found": found})
         return found
 
-    def write(record: dict[str, Any]) -> None:
+    def write(part: str, record: dict[str, Any]) -> None:
         with output.open("a") as file:
-            file.write(to_json(record) + "\n")
+            file.write(to_json({"part": part, "rank": rank} | record) + "\n")
 
     facts = do("PyTorch", torch_facts)
-    rank, local_rank, world_size = (
-        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    limit = timedelta(seconds=spec.seconds)
-    is_loading = spec.is_loading and facts.get("num_gpus") == spec.num_gpus
-    store = open_store(spec.store) if spec.store else dist.FileStore(spec.file, world_size)
-    if spec.store:
-        mine = {"node": int(os.environ["GROUP_RANK"]), "is_loading": is_loading,
-                "versions": spec.versions}
-        everybody = do("nodes", meet, mine, store, limit).get("everybody", [{"is_loading": False}])
-        is_loading = all(other["is_loading"] for other in everybody)
-    if not is_loading:
+    if not spec.is_loading or facts.get("num_gpus") != spec.num_gpus:
         return
-    device = torch.device("cuda", local_rank) if spec.num_gpus else torch.device("cpu")
-    process = Process(rank, local_rank, world_size, device)
+    device = torch.device("cuda", rank) if spec.num_gpus else torch.device("cpu")
+    process = Process(rank, rank, world_size, device)
     share_cpu_cores(process)
     if not do("first kernel", first_kernel, device):
         return
     precision = do("attention", attention, spec, device).get("precision", "fp32")
-    if local_rank == 0 and spec.num_gpus:
+    if rank == 0 and spec.num_gpus:
         do("Triton", triton_kernel, device)
-    if local_rank == 0 and spec.num_gpus > 1:
+    if rank == 0 and spec.num_gpus > 1:
         do("peer-to-peer", unreachable_peers, spec.num_gpus)
     do("matrix products", matrix_products, device, precision)
     if world_size > 1:
-        do("all-reduce", all_reduce, process, store, limit)
+        do("all-reduce", all_reduce, process, open_store("lab doctor"),
+           timedelta(seconds=spec.seconds))
 
 
 def torch_facts() -> dict[str, Any]:
@@ -99,26 +92,6 @@ def torch_facts() -> dict[str, Any]:
     return {"version": torch.__version__, "cuda": torch.version.cuda or torch.version.hip,
             "num_gpus": count, "problem": problem, "without_bf16": [
                 number for number in usable if torch.cuda.get_device_capability(number) < (8, 0)]}
-
-
-def meet(mine: dict[str, Any], store: dist.Store, limit: timedelta) -> dict[str, Any]:
-    """Report what all processes tell, and each one's clock at the moment when the last one comes.
-
-    Raises:
-        UserError: one of them does not come.
-    """
-    rank, ranks = os.environ["RANK"], range(int(os.environ["WORLD_SIZE"]))
-    store.set(f"process/{rank}", json.dumps(mine))
-    try:
-        store.wait([f"process/{other}" for other in ranks], limit)
-    except RuntimeError:
-        missing = [str(other) for other in ranks if not store.check([f"process/{other}"])]
-        raise UserError(f"no answer from rank {', '.join(missing)}; restart that machine, or take"
-                        " another one") from None
-    store.set(f"clock/{rank}", str(time.time()))
-    store.wait([f"clock/{other}" for other in ranks], limit)
-    return {"everybody": [json.loads(store.get(f"process/{other}"))
-                          | {"clock": float(store.get(f"clock/{other}"))} for other in ranks]}
 
 
 def first_kernel(device: torch.device) -> dict[str, Any]:

@@ -1,25 +1,26 @@
-"""Start the processes of the load tests, and judge what they found."""
+"""Start the load tests in processes of their own, and judge what they found."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import platform
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from basics.gpu_readings import SLOWDOWNS
-from basics.machine import PROJECT_DIR, code_digest
+from basics.machine import PROJECT_DIR, num_cpu_cores
 from lab.doctor.check import (
     Checks,
     Finding,
@@ -28,6 +29,7 @@ from lab.doctor.check import (
     numbers,
     ok,
     problem,
+    split_error,
     unknown,
     warning,
 )
@@ -38,11 +40,8 @@ HANG_SECONDS = 8.0  # in one part; an exchange counts from when the last process
 LITTLE_OF_PEAK = 0.5  # of a GPU's peak; large products reach 60 to 90%
 MUCH_SLOWER = 0.8  # of the fastest GPU's speed
 SLOW_BUS = 4e9  # bytes a second; PCIe without peer-to-peer access has more
-MUCH_SKEW = 1.0  # seconds
-MEETING, FIRST_KERNEL = "nodes", "first kernel"
 PRODUCTS, EXCHANGE = "matrix products", "all-reduce"
-PARTS = ("PyTorch", MEETING, FIRST_KERNEL, "attention", "Triton", "peer-to-peer", PRODUCTS,
-         EXCHANGE)
+PARTS = ("PyTorch", "first kernel", "attention", "Triton", "peer-to-peer", PRODUCTS, EXCHANGE)
 ADVICE = {  # by the part that fails, or a word of its error
     "import": "install it again: uv sync --reinstall-package torch",
     "attention": 'set attention to "auto" in train.json',
@@ -51,176 +50,153 @@ ADVICE = {  # by the part that fails, or a word of its error
     "gloo": "set GLOO_SOCKET_IFNAME to the interface between the machines",
     "no kernel image": INSTALL_TORCH,
 }
+FAILED_FIRST = re.compile(  # in torchrun's report
+    r"Root Cause.*?^\s*rank\s*: (\d+).*?^\s*exitcode\s*: (-?\d+)", re.DOTALL | re.MULTILINE)
+LAST_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+
+MORE_TIME = "give the tests more time with --time-limit"
+
+ByRank = dict[int, Any]
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one process has found, and how far it has come.
+def _by_part() -> defaultdict[str, ByRank]:
+    return defaultdict(dict)
+
+
+@dataclass
+class Load:
+    """What the processes of the load tests have found, and how far they have come.
 
     Attributes:
-        found, errors: by part; a part that has ended is in one of them.
-        part: the one that it began last; empty before it has imported PyTorch.
-        ended: how it ended, if that was too early: a signal, its last line, or its time limit.
-        is_late: it did not end, but ran at its time limit.
-        waited: seconds since its last part began, by its own machine's clock.
+        begun, found, error: by part and rank; a part that has ended is in one of the last two.
+        how: they ended, if too early: a signal, an error, or the time limit; `is_late` if that.
+        failed_rank: that ended first; None if that is not known.
+        seconds: when they ended, in seconds since the epoch, as `begun`.
     """
 
-    rank: int
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    part: str = ""
-    ended: str = ""
+    begun: dict[str, ByRank] = field(default_factory=_by_part)
+    found: dict[str, ByRank] = field(default_factory=_by_part)
+    error: dict[str, ByRank] = field(default_factory=_by_part)
+    how: str = ""
     is_late: bool = False
-    waited: float = 0.0
+    failed_rank: int | None = None
+    seconds: float = 0.0
 
-    @property
-    def place(self) -> int:
-        """The index of the last part that it began."""
-        return PARTS.index(self.part or PARTS[0])
+    def add(self, lines: str) -> None:
+        """Add what the processes have written; the last line may be cut off."""
+        for line in lines.split("\n"):
+            with suppress(ValueError):
+                record = json.loads(line)
+                for kind in record.keys() & {"begun", "found", "error"}:
+                    getattr(self, kind)[record["part"]][record["rank"]] = record[kind]
 
 
 @contextmanager
-def load_tests(subject: Subject, ranks: Sequence[dict[str, str]], *,
-               store: str = "") -> Iterator[Callable[[], list[Result]]]:
-    """Run processes while the block runs, and yield what waits for their results.
+def load_tests(subject: Subject) -> Iterator[Callable[[], Load]]:
+    """Run the tests while the block runs, and yield what waits for their results.
 
-    Call it in the main thread: the processes end with the thread that has started them.
-
-    Args:
-        ranks: environment variables of each process, as torchrun sets them.
-        store: begins the names of the keys in torchrun's store; empty without torchrun.
+    One process for each GPU, two on a CPU, one that only reports if others use the machine.
     """
-    seconds = subject.time_limit * (2 if store else 1)  # to meet the other nodes' processes, too
-    deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(prefix="lab-doctor-") as name:
-        folder, processes = Path(name), []
-        about = {"num_gpus": len(subject.gpus), "is_loading": not subject.busy, "store": store,
-                 "file": "" if store else f"{name}/store", "seconds": subject.time_limit,
-                 "runs_dir": str(subject.runs_dir.absolute()), "versions": versions(subject),
-                 "run_name": subject.run.name if subject.run else None}
-        path = os.pathsep.join(filter(None, (str(PROJECT_DIR), os.environ.get("PYTHONPATH"))))
+    number = 1 if subject.busy else len(subject.gpus) or min(2, num_cpu_cores())
+    spec = {"num_gpus": len(subject.gpus), "is_loading": not subject.busy,
+            "seconds": subject.time_limit, "runs_dir": str(subject.runs_dir.absolute()),
+            "run_name": subject.run.name if subject.run else None}
+    path = os.pathsep.join(filter(None, (str(PROJECT_DIR), os.environ.get("PYTHONPATH"))))
+    deadline = time.monotonic() + subject.time_limit
+    with tempfile.TemporaryDirectory(prefix="lab-doctor-") as folder:
+        output, log = Path(folder, "parts"), Path(folder, "log")
+        # Without its address torchrun asks for that of the machine's name, which may have none.
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--local-addr=127.0.0.1", f"--nproc-per-node={number}",
+                   "-m", "lab.doctor.load", str(output), json.dumps(spec)]
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=os.environ | {"PYTHONPATH": path})
+
+        def results() -> Load:
+            load = Load()
+            try:
+                status = process.wait(max(0.0, deadline - time.monotonic()))
+                if status:
+                    load.failed_rank, load.how = how_it_failed(
+                        log.read_text(errors="replace"), status)
+            except subprocess.TimeoutExpired:
+                load.how, load.is_late = f"no answer within {subject.time_limit:g} s", True
+            load.seconds = time.time()
+            with suppress(OSError):  # nothing is written yet
+                load.add(output.read_text())
+            return load
+
         try:
-            for each in ranks:
-                output = folder / each["RANK"]
-                with output.with_suffix(".log").open("wb") as log:
-                    processes.append(subprocess.Popen(
-                        [sys.executable, "-m", "lab.doctor.load", str(output), json.dumps(about)],
-                        stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-                        env=os.environ | {"PYTHONPATH": path} | each))
-            yield lambda: [
-                result_of(process, folder / each["RANK"], deadline, seconds)
-                for process, each in zip(processes, ranks, strict=True)]
+            yield results
         finally:
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            for process in processes:
-                with suppress(subprocess.TimeoutExpired):  # one that waits for a dead driver
-                    process.wait(2)
+            _end(process)
 
 
-def versions(subject: Subject) -> dict[str, str]:
-    """Return what must be the same on all nodes; code and configs as a digest."""
-    found = {"PyTorch": version("torch"), "Python": ".".join(platform.python_version_tuple()[:2]),
-             "the project's code": code_digest()}
-    if subject.run is not None:
-        configs = f"{subject.run.model!r} {subject.run.train!r}".encode()
-        found["the run's configs"] = hashlib.blake2b(configs, digest_size=6).hexdigest()
-    return found
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End torchrun, and its processes, which it has put into sessions of their own."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):  # one that waits for a dead driver
+        process.wait(2)
 
 
-def result_of(process: subprocess.Popen[bytes], output: Path, deadline: float,
-              seconds: float) -> Result:
-    """Wait for a process, at most until the deadline, and read the lines that it has written."""
-    ended, is_late = "", False
-    try:
-        status = process.wait(max(0.0, deadline - time.monotonic()))
-        if status < 0:
-            ended = f"killed by {signal.Signals(-status).name}"
-        elif status:
-            lines = output.with_suffix(".log").read_text(errors="replace").split("\n")
-            ended = next((line.strip()[:120] for line in reversed(lines) if line.strip()),
-                         f"exit status {status}")
-    except subprocess.TimeoutExpired:
-        ended, is_late = f"no answer within {seconds:g} s", True
-    part, found, errors, waited = "", {}, {}, 0.0
-    with suppress(OSError, ValueError):  # nothing written yet; the last line cut off by a kill
-        waited = time.time() - output.stat().st_mtime
-        for record in map(json.loads, output.read_text().splitlines()):
-            part = record["part"]
-            for key, place in (("found", found), ("error", errors)):
-                place.update({part: record[key]} if key in record else {})
-    return Result(int(output.name), found, errors, part, ended, is_late, waited)
+def how_it_failed(log: str, status: int) -> tuple[int | None, str]:
+    """Return the rank that ended first and how, from what torchrun has printed."""
+    errors = LAST_ERROR.findall(log)
+    text = errors[-1][:120] if errors else f"exit status {status}"
+    if not (first := FAILED_FIRST.search(log)):
+        return None, text
+    rank, code = map(int, first.groups())
+    return rank, f"killed by {signal.Signals(-code).name}" if code < 0 else text
 
 
-def check_load(results: Sequence[Result]) -> Checks:
+def check_load(load: Load) -> Checks:
     """Judge what the processes have found, or why not all have finished, part by part."""
     checks = {}
     for part in PARTS:
-        found = [result.found[part] for result in results if part in result.found]
-        if failure := _why_not(part, results):
+        found = [load.found[part][rank] for rank in sorted(load.found[part])]
+        if failure := _why_not(part, load):
             checks[part] = failure
-        elif found and part in JUDGES and (finding := JUDGES[part](found)):
-            checks[part] = finding
+        elif found and part in JUDGES:
+            checks[part] = JUDGES[part](found)
         if part == PRODUCTS and (clocks := _clocks([each["gpu"] or {} for each in found])):
             checks["clocks"] = clocks
+    if not load.begun[PARTS[0]] and load.is_late:
+        checks[PARTS[0]] = unknown(load.how, MORE_TIME)
+    elif not load.begun[PARTS[0]]:
+        checks[PARTS[0]] = problem(f"cannot be imported: {load.how}", ADVICE["import"])
+    elif load.how and not load.is_late:
+        rank = load.failed_rank or 0
+        last = [part for part in PARTS if rank in load.begun[part]][-1]
+        checks[last] = problem(f"stopped on rank {rank}: {load.how}",
+                               ADVICE.get(last, OTHER_MACHINE))
     return checks
 
 
-def _why_not(part: str, results: Sequence[Result]) -> Finding | None:
-    """Return why not all processes have finished a part; None if all have, or none began it."""
-    place, known = PARTS.index(part), ADVICE.get(part, OTHER_MACHINE)
-    stopped = [result for result in results if result.ended and result.place == place]
-    for result in stopped:
-        if not result.part and not result.is_late:
-            return problem(f"cannot be imported: {result.ended}", ADVICE["import"])
-        if not result.is_late:
-            return problem(f"stopped on rank {result.rank}: {result.ended}", known)
-    before = [result.rank for result in results if result.place < place and (
-        result.ended or FIRST_KERNEL in result.errors)]
-    if before and part in (PRODUCTS, EXCHANGE) and len(results) > 1:  # all take part in these
-        return unknown(f"rank {before[0]} stopped before it")
-    for result in results:
-        if error := result.errors.get(part):
-            text, _, advice = error.partition("; ")
-            by_word = next((ADVICE[word] for word in ("gloo", "no kernel image") if word in text),
-                           known)
-            return problem(f"failed on rank {result.rank}: {text}", advice or by_word)
-    if not stopped:
+def _why_not(part: str, load: Load) -> Finding | None:
+    """Return why not all processes have done a part; None if all have, or none began it."""
+    known, begun = ADVICE.get(part, OTHER_MACHINE), load.begun[part]
+    missing = load.begun[PARTS[0]].keys() - begun.keys()
+    if missing and begun and part in (PRODUCTS, EXCHANGE):  # all take part in these
+        return unknown(f"rank {min(missing)} stopped before it")
+    if load.error[part]:
+        rank, error = min(load.error[part].items())
+        by_word = [ADVICE[word] for word in ("gloo", "no kernel image") if word in error]
+        text, advice = split_error(error, *by_word, known)
+        return problem(f"failed on rank {rank}: {text}", advice)
+    waiting = begun.keys() - load.found[part].keys()
+    if not waiting or not load.is_late:
         return None
-    # In an exchange one waits for the last one that begins; an import and a CPU may only be slow.
-    waited = (min if part == EXCHANGE else max)(result.waited for result in stopped)
-    first = stopped[0]
-    may_be_slow = not first.part or first.found.get("PyTorch", {}).get("num_gpus") == 0
-    if waited < HANG_SECONDS or (may_be_slow and part not in (MEETING, EXCHANGE)):
-        return unknown(first.ended, "give the tests more time with --time-limit")
-    return problem(f"has not ended on rank {first.rank} after {waited:.0f} s", known)
-
-
-def _meeting(found: Sequence[dict[str, Any]]) -> Finding | None:
-    """Compare what must be the same on all nodes, and their clocks at one moment."""
-    nodes = {each["node"]: each for each in reversed(found[0]["everybody"])}
-    if len(nodes) == 1:
-        return None
-    (first, one), *others = sorted(nodes.items())
-    for node, other in others:
-        for what, value in one["versions"].items():
-            if value != (theirs := other["versions"].get(what)):
-                return problem(
-                    f"{what} differs: {value} on node {first}, {theirs} on node {node}", "bring all"
-                    " nodes to the same commit and run uv sync on each; runs/ is best shared"
-                    " between them")
-    ahead = {node: other["clock"] - one["clock"] for node, other in others}
-    worst = max(ahead, key=lambda node: abs(ahead[node]))
-    text = (f"{', '.join(one['versions'])}: the same on all {len(nodes)}; the clock of node {worst}"
-            f" is {abs(ahead[worst]):,.2f} s {'ahead of' if ahead[worst] > 0 else 'behind'} that of"
-            f" node {first}")
-    if abs(ahead[worst]) >= MUCH_SKEW:
-        return warning(text, "set the clocks (timedatectl set-ntp true): logs and the hub need the"
-                             " time")
-    busy = [str(node) for node, other in sorted(nodes.items()) if not other["is_loading"]]
-    return ok(text) if not busy else warning(
-        f"{text}; nothing is loaded, because of node {', '.join(busy)}", "see that node's report")
+    # In an exchange one waits for the last one that begins; a CPU may only be slow.
+    seconds = load.seconds - (max if part == EXCHANGE else min)(begun[rank] for rank in waiting)
+    on_gpu = load.found[PARTS[0]].get(0, {}).get("num_gpus") != 0
+    if seconds < HANG_SECONDS or not (on_gpu or part == EXCHANGE):
+        return unknown(load.how, MORE_TIME)
+    return problem(f"has not ended on rank {min(waiting)} after {seconds:.0f} s", known)
 
 
 def _attention(found: Sequence[dict[str, Any]]) -> Finding:
@@ -281,7 +257,8 @@ def _clocks(gpus: Sequence[dict[str, Any]]) -> Finding | None:
         "the machine's cooling or power supply is too weak; take another one")
 
 
-def _exchange(found: Sequence[dict[str, Any]]) -> Finding:
+def judge_exchange(found: Sequence[dict[str, Any]]) -> Finding:
+    """Judge the sums and the speed of the exchange between some processes."""
     if not all(each["is_right"] for each in found):
         return problem("gives wrong sums", "the machine is defective: take another one")
     backend, number = found[0]["backend"], found[0]["world_size"]
@@ -293,7 +270,6 @@ def _exchange(found: Sequence[dict[str, Any]]) -> Finding:
               ' global_batch_size), set "all_reduce_dtype": "bf16", or take a machine with NVLink')
 
 
-JUDGES: dict[str, Callable[[Sequence[dict[str, Any]]], Finding | None]] = {
-    "PyTorch": lambda found: ok(found[0]["version"]), MEETING: _meeting,
-    "attention": _attention, "Triton": _triton, "peer-to-peer": _peers, PRODUCTS: _products,
-    EXCHANGE: _exchange}
+JUDGES: dict[str, Callable[[Sequence[dict[str, Any]]], Finding]] = {
+    "PyTorch": lambda found: ok(found[0]["version"]), "attention": _attention, "Triton": _triton,
+    "peer-to-peer": _peers, PRODUCTS: _products, EXCHANGE: judge_exchange}

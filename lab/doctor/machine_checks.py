@@ -20,6 +20,7 @@ from basics.gpu_readings import GpuReading, read_gpus
 from basics.machine import find_compiler, num_usable_cores
 from lab.doctor.check import (
     OK,
+    OTHER_PLACE,
     PROBLEM,
     SKIPPED,
     WARNING,
@@ -42,9 +43,6 @@ FEW_OPEN_FILES = 1024
 TEST_BYTES, CHUNK_BYTES = 256 * 2**20, 32 * 2**20  # written to measure a disk
 TEST_SECONDS = 3.0  # after which no further chunk is written
 SLOW_DISK = 50e6  # bytes a second: the 2 GB of a checkpoint of GPT-2 take 40 seconds
-# By the name of a disk's check; one that does not answer is a problem.
-LATE = {"disk of runs": "name another place with --runs-dir",
-        "disk of datasets": "name another place with --datasets-dir"}
 SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
 SHARED_MEMORY_PER_PROCESS = 16 * 2**20  # NCCL's, without peer-to-peer access
 Facts = Mapping[str, Any]  # what PyTorch says: `facts` of `load.py`; empty without an answer
@@ -210,14 +208,14 @@ def check_limits(subject: Subject) -> Checks:
 
 
 def check_runs_disk(subject: Subject) -> Finding:
-    return _check_disk(subject.runs_dir / (subject.run_name or ""), LATE["disk of runs"])
+    return _check_disk(subject.runs_dir / (subject.run_name or ""), OTHER_PLACE["disk of runs"])
 
 
 def check_datasets_disk(subject: Subject) -> Finding | None:
     place = existing(subject.datasets_dir)
     if place.stat().st_dev == existing(subject.runs_dir).stat().st_dev:
         return None  # the disk of the runs, which is measured
-    return _check_disk(place, LATE["disk of datasets"])
+    return _check_disk(place, OTHER_PLACE["disk of datasets"])
 
 
 def existing(place: Path) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -18,14 +20,14 @@ from typing import Any
 import click
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
 from basics import machine
 from basics.errors import UserError
 from basics.gpu_readings import GpuReading
-from basics.machine import num_cpu_cores
-from lab.doctor import doctor, load
+from lab.doctor import doctor, nodes
 from lab.doctor.check import (
     OK,
     PROBLEM,
@@ -37,14 +39,13 @@ from lab.doctor.check import (
     ok,
     print_checks,
 )
-from lab.doctor.load_tests import Result, check_load, load_tests
+from lab.doctor.load_tests import Load, load_tests
 from tests.support.json_schemas import DoctorsCheck, checked
 from tests.support.lab_cli import error_line, run_lab
-from tests.support.workplace import PROJECT_DIR, Workplace, forked
+from tests.support.workplace import PROJECT_DIR, Workplace
 
 FACTS = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 1, "problem": ["", ""],
          "without_bf16": []}
-IMPORT_FAILS = Result(0, ended="ImportError: no such library")
 
 
 @pytest.fixture
@@ -55,17 +56,27 @@ def place(tmp_path: Path) -> Workplace:
     return workplace
 
 
+def load_of(num_gpus: int, part: str = "", **ended: Any) -> Load:
+    """Return what one process has found that has begun a part 20 seconds before its end."""
+    load = Load(seconds=120.0, **ended)
+    if part:
+        load.begun["PyTorch"][0] = load.begun[part][0] = 100.0
+    if part and part != "PyTorch":
+        load.found["PyTorch"][0] = FACTS | {"num_gpus": num_gpus}
+    return load
+
+
 class Stand:
-    """A machine with these GPUs, whose load tests end with these results; no disk is measured."""
+    """A machine with these GPUs, whose load tests end with this; no disk is measured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.results, self.gpus, self.pid = [IMPORT_FAILS], [], None
-        self.subjects: list[tuple[Subject, int]] = []
+        self.load, self.gpus, self.pid = load_of(0, how="ImportError: no such library"), [], None
+        self.busy: list[str] = []
 
         @contextmanager
-        def tests(subject: Subject, ranks: list[Any], *, store: str) -> Iterator[Any]:
-            self.subjects.append((subject, len(ranks)))
-            yield lambda: self.results
+        def tests(subject: Subject) -> Iterator[Any]:
+            self.busy.append(subject.busy)
+            yield lambda: self.load
 
         monkeypatch.setattr(doctor, "load_tests", tests)
         monkeypatch.setattr(doctor, "read_gpus", lambda: self.gpus)
@@ -85,7 +96,7 @@ def report_of(output: str) -> dict[str, DoctorsCheck]:
 
 
 def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
-    """All of it is real: two processes multiply matrices and exchange data with gloo."""
+    """All of it is real: under torchrun two processes multiply matrices and exchange data."""
     before = place.files()
     result = run_lab("doctor", *place.arguments("tiny", "--json", "--time-limit", "200"))
     assert result.exit_code == 0, result.output
@@ -100,33 +111,46 @@ def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
     assert place.files() == before
 
 
-def test_two_processes_of_torchrun_print_one_report(place: Workplace) -> None:
-    result = forked("lab/__main__.py", place.arguments(
-        "doctor", "tiny", "--json", "--time-limit", "200"), num_processes=2)
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = report_of(result.stdout)
-    assert checked(result.stdout).is_fit and "2 processes, gloo" in found["all-reduce"].text
-    assert "x 2 processes" in found["batch"].text and "nodes" not in found
+@pytest.mark.thorough
+def test_two_nodes_print_a_report_each_and_add_up_numbers_together(place: Workplace) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launches = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
+         "-m", "lab", *place.arguments("doctor", "tiny", "--json", "--time-limit", "200")],
+        cwd=PROJECT_DIR, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)]
+    for launch in launches:
+        output, errors = launch.communicate(timeout=400)
+        assert launch.returncode == 0, errors
+        found = report_of(output)
+        assert {found[name].verdict for name in ("nodes", "all-reduce of all nodes")} == {OK}
+        assert "4 processes, gloo" in found["all-reduce of all nodes"].text
+        assert "x 4 processes" in found["batch"].text
+        assert "the run's configs" in found["nodes"].text
 
 
-def test_a_torch_that_cannot_be_imported_is_a_problem(place: Workplace, stand: Stand) -> None:
-    result = run_lab("doctor", *place.arguments())
-    assert result.exit_code == 1
-    line = next(line for line in result.output.splitlines() if line.startswith("problem"))
-    assert "cannot be imported: ImportError: no such library" in line
-    assert result.output.splitlines()[-1].startswith("not fit to train: 1 problem, ")
+def test_only_the_first_process_of_a_node_reports(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
+                        "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    result = run_lab("doctor", *place.arguments("tiny"))
+    assert (result.exit_code, result.output) == (0, "")
 
 
-LATE = {"ended": "no answer within 25 s", "is_late": True}
-STOPPED = {  # the last part that was begun, how it ended: the verdict, and a part of the text
-    "hangs": ("first kernel", LATE | {"waited": 20.0}, PROBLEM, "on rank 0 after 20 s"),
-    "hangs while it looks for GPUs": ("PyTorch", LATE | {"waited": 20.0}, PROBLEM, "after 20 s"),
-    "crashes": ("matrix products", {"ended": "killed by SIGBUS"}, PROBLEM,
+LATE = {"how": "no answer within 40 s", "is_late": True}
+STOPPED = {  # the last part that was begun, GPUs, the end: the verdict, and parts of the text
+    "cannot be imported": ("", 1, {"how": "ImportError: no such library"}, PROBLEM,
+                           "cannot be imported: ImportError: no such library"),
+    "hangs": ("first kernel", 1, LATE, PROBLEM, "on rank 0 after 20 s"),
+    "hangs while it looks for GPUs": ("PyTorch", 1, LATE, PROBLEM, "after 20 s"),
+    "crashes": ("matrix products", 1, {"how": "killed by SIGBUS", "failed_rank": 0}, PROBLEM,
                 "stopped on rank 0: killed by SIGBUS"),
-    "crashes between two parts": ("attention", {"ended": "MemoryError"}, PROBLEM, "MemoryError"),
-    "had no time left": ("first kernel", LATE | {"waited": 2.0}, WARNING, "within 25 s"),
-    "is on a CPU": ("matrix products", LATE | {"waited": 20.0}, WARNING, "within 25 s"),
-    "imports slowly": ("", LATE | {"waited": 20.0}, WARNING, "within 25 s"),
+    "is on a CPU": ("matrix products", 0, LATE, WARNING, "within 40 s"),
+    "imports slowly": ("", 1, LATE, WARNING, "within 40 s"),
 }
 
 
@@ -134,11 +158,9 @@ STOPPED = {  # the last part that was begun, how it ended: the verdict, and a pa
 def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(
     place: Workplace, stand: Stand, case: str
 ) -> None:
-    part, end, verdict, text = STOPPED[case]
-    number = 0 if case == "is on a CPU" else 1
-    found = {} if part in ("", "PyTorch") else {"PyTorch": FACTS | {"num_gpus": number}}
-    stand.results = [Result(0, found, part=part, **end)]
-    stand.gpus = [GpuReading(name="NVIDIA L4")] * number
+    part, num_gpus, end, verdict, text = STOPPED[case]
+    stand.load = load_of(num_gpus, part, **end)
+    stand.gpus = [GpuReading(name="NVIDIA L4")] * num_gpus
     result = run_lab("doctor", *place.arguments("--json"))
     assert result.exit_code == (verdict == PROBLEM), result.output
     line = report_of(result.output)[part or "PyTorch"]
@@ -161,8 +183,7 @@ def test_beside_a_training_nothing_is_loaded(place: Workplace, stand: Stand) -> 
     run_lab("doctor", *place.arguments("tiny"))
     stand.pid = 7
     found = report_of(run_lab("doctor", *place.arguments("tiny", "--json")).output)
-    assert [(bool(about.busy), number) for about, number in stand.subjects] == [
-        (False, min(2, num_cpu_cores())), (True, 1)]
+    assert list(map(bool, stand.busy)) == [False, True]
     assert found["use"].text.startswith("tiny is being trained by process 7: the tests")
 
 
@@ -177,7 +198,7 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
                   train={"microbatch_size": 8, "compile": False})
     gpu = GpuReading(name="NVIDIA A100-SXM4-40GB", memory_total_gib=40.0, memory_used_gib=used_gib)
     stand.gpus = [replace(gpu, memory_used_gib=0.5), gpu]
-    stand.results = [Result(0, {"PyTorch": FACTS | {"num_gpus": 2}}, part="PyTorch")]
+    stand.load = load_of(2, "first kernel")
     stand.pid = 7 if is_trained else None
     monkeypatch.setattr(doctor, "available_ram_gib", lambda: 100.0)
     result = run_lab("doctor", *place.arguments("large", "--json"))
@@ -187,15 +208,26 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
     assert status == 0 or ("GPU 1 has 2.00 GiB free" in found.text and "nvidia-smi" in found.advice)
 
 
-def test_processes_that_hang_or_die_are_told_and_ended(place: Workplace) -> None:
-    about = Subject(place.runs_dir, place.datasets_dir, time_limit=0.8)  # torch needs longer
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2"} for rank in range(2)]
-    with load_tests(about, [ranks[0] | {"PYTHONHOME": "/nowhere"}, ranks[1]]) as results:
-        dead, hanging = results()
-    assert dead.ended and not dead.is_late  # the last line that it printed
-    assert hanging.ended == "no answer within 0.8 s" and hanging.is_late
-    left = [child for child in psutil.Process().children() if "lab.doctor.load" in child.cmdline()]
-    assert left == []
+def of_this_test() -> list[psutil.Process]:
+    return [process for process in psutil.process_iter()
+            if "lab.doctor.load" in " ".join(process.cmdline())
+            and process.environ().get("DOCTORS_TEST") == str(os.getpid())]
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_processes_that_hang_or_die_are_told_and_ended(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    monkeypatch.setenv("DOCTORS_TEST", str(os.getpid()))
+    if is_dead:
+        monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    about = Subject(place.runs_dir, place.datasets_dir, time_limit=60.0 if is_dead else 0.5)
+    with load_tests(about) as results:
+        for process in of_this_test() if not is_dead else ():
+            process.suspend()
+        load = results()
+    assert load.is_late == (not is_dead) and load.how
+    assert of_this_test() == []
 
 
 def test_help_answers_without_torch() -> None:
@@ -208,40 +240,39 @@ def test_help_answers_without_torch() -> None:
     assert "--online" in result.stdout
 
 
-def test_a_check_that_raises_or_hangs_stops_no_other() -> None:
+def test_a_check_that_raises_or_hangs_stops_no_other(place: Workplace) -> None:
     forever = threading.Event()
 
-    def failing(error: Exception) -> Finding:
+    def failing(error: Exception, _: Subject) -> Finding:
         raise error
 
     checks = make_checks({
         "raises": partial(failing, ZeroDivisionError("by zero")),
         "refuses": partial(failing, UserError("no; yes")),
-        "hangs": lambda: forever.wait() and None, "disk": lambda: forever.wait() and None,
-        "nothing": lambda: None, "works": lambda: ok("well")}, seconds=0.2, late={"disk": "other"})
+        "hangs": lambda _: forever.wait() and None,
+        "disk of runs": lambda _: forever.wait() and None,
+        "nothing": lambda _: None, "works": lambda _: ok("well")},
+        Subject(place.runs_dir, place.datasets_dir), seconds=0.2)
     forever.set()
     assert {name: (found.verdict, found.text) for name, found in checks.items()} == {
         "raises": (WARNING, "could not be checked: ZeroDivisionError: by zero"),
         "refuses": (WARNING, "could not be checked: no; yes"),
         "hangs": (WARNING, "could not be checked: no answer within 0.2 s"),
-        "disk": (PROBLEM, "no answer within 0.2 s"), "works": (OK, "well")}
+        "disk of runs": (PROBLEM, "no answer within 0.2 s"), "works": (OK, "well")}
 
 
 @pytest.mark.parametrize(("function", "name", "text"), [
     ("read_gpus", "GPUs", "the driver does not answer"),
-    ("load_run", "configs", "no answer within 0.1 s"),
-    ("write_speed", "disk of runs", "no answer within 0.5 s")])
+    ("load_run", "configs", "no answer within 0.1 s")])
 def test_a_driver_or_a_disk_that_never_answers_is_no_hang(
     place: Workplace, stand: Stand, monkeypatch: pytest.MonkeyPatch, function: str, name: str,
     text: str
 ) -> None:
     forever = threading.Event()
-    module = "machine_checks" if function == "write_speed" else "doctor"
-    monkeypatch.setattr(f"lab.doctor.{module}.{function}", lambda *_: forever.wait())
+    monkeypatch.setattr(doctor, function, lambda *_: forever.wait())
     monkeypatch.setattr(doctor, "DRIVER_SECONDS", 0.1)
     monkeypatch.setattr(doctor, "RUN_SECONDS", 0.1)
-    monkeypatch.setattr(doctor, "make_checks", partial(make_checks, seconds=0.5))
-    stand.results = [Result(0, {"PyTorch": FACTS | {"num_gpus": 0}}, part="PyTorch")]
+    stand.load = load_of(0, "first kernel")
     result = run_lab("doctor", *place.arguments("tiny", "--json"))
     forever.set()
     found = report_of(result.output)[name]
@@ -277,40 +308,63 @@ NODES = {  # how node 1 differs: the verdict, and a part of the text
     "clock": ({"clock": 10.0}, WARNING, "90.00 s behind"),
     "code": ({"versions": VERSIONS | {"the project's code": "def"}}, PROBLEM,
              "the project's code differs: abc on node 0, def on node 1"),
-    "in use": ({"is_loading": False}, WARNING, "because of node 1"),
+    "in use": ({"is_busy": True}, WARNING, "because of node 1"),
 }
 
 
 @pytest.mark.parametrize("case", NODES)
 def test_nodes_are_compared(case: str) -> None:
     changes, verdict, text = NODES[case]
-    one = {"node": 0, "versions": VERSIONS, "clock": 100.0, "is_loading": True}
-    met = {"everybody": [one, one, one | {"node": 1} | changes]}
-    found = check_load([Result(0, {"nodes": met}, part="nodes")])["nodes"]
+    one = {"node": 0, "versions": VERSIONS, "clock": 100.0, "is_busy": False}
+    other = one | {"node": 1} | changes
+    found = nodes.compared([one, one | {"versions": {}}, other, other | {"versions": {}}])
     assert found.verdict == verdict and text in found.text
 
 
-def test_processes_of_nodes_meet_and_a_missing_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_does_not_come_is_named_and_nothing_is_added_up(
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.HashStore()
     for rank in ("0", "2"):
-        store.set(f"process/{rank}", json.dumps({"node": int(rank)}))
+        store.set(f"process/{rank}", json.dumps({"node": int(rank), "is_busy": False}))
         store.set(f"clock/{rank}", "5.0")
     for name, value in ("RANK", 1), ("LOCAL_RANK", 0), ("WORLD_SIZE", 3), ("GROUP_RANK", 1):
         monkeypatch.setenv(name, str(value))
-    everybody = load.meet({"node": 1}, store, timedelta(seconds=20))["everybody"]
+    everybody = nodes.meet({"node": 1}, store, timedelta(seconds=20))
     assert [other["node"] for other in everybody] == [0, 1, 2]
     assert [other["clock"] for other in everybody][::2] == [5.0, 5.0]
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(load, "open_store", lambda _: store)
-    spec = SimpleNamespace(num_gpus=0, is_loading=True, store="name", file="", seconds=0.2,
-                           versions={}, runs_dir="", run_name=None)
-    load.main(tmp_path / "0", spec)  # does not go on alone
-    last = json.loads((tmp_path / "0").read_text().splitlines()[-1])
-    found = check_load([Result(1, errors={last["part"]: last["error"]}, part=last["part"])])
-    assert found["nodes"].verdict == PROBLEM
-    assert found["nodes"].text == "failed on rank 1: no answer from rank 3"
+    monkeypatch.setattr(nodes, "open_store", lambda _: store)
+    monkeypatch.setattr(nodes, "MEET_SECONDS", 0.1)
+    checks = nodes.check_nodes(None, is_busy=False, time_limit=0.1)
+    assert list(checks) == ["nodes"] and checks["nodes"].verdict == PROBLEM
+    assert checks["nodes"].text == "no answer from rank 3"
+
+
+EXCHANGES = {  # what it does, on busy nodes or not: the verdict, parts of the text and the advice
+    "right": (lambda: {"backend": "gloo", "bytes": 8, "seconds": 1.0, "is_right": True,
+                       "world_size": 2}, OK, "2 processes, gloo", ""),
+    "wrong sums": (lambda: {"is_right": False}, PROBLEM, "wrong sums", "another one"),
+    "fails": (lambda: 1 / 0, PROBLEM, "ZeroDivisionError", "NCCL_DEBUG"),
+    "hangs": (lambda: threading.Event().wait(30), PROBLEM, "has not ended after 0.2 s", "NCCL"),
+}
+
+
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_the_exchange_of_all_nodes_gets_its_verdict(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    work, verdict, text, advice = EXCHANGES[case]
+    everybody = [{"node": node, "versions": {}, "clock": 1.0, "is_busy": False} for node in (0, 1)]
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setattr(nodes, "open_store", lambda _: None)
+    monkeypatch.setattr(nodes, "meet", lambda *_: everybody)
+    monkeypatch.setattr(nodes, "this_process", lambda: SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(nodes, "all_reduce", lambda *_: work())
+    found = nodes.check_nodes(None, is_busy=False, time_limit=0.2)["all-reduce of all nodes"]
+    assert found.verdict == verdict and text in found.text and advice in found.advice
+    everybody[1]["is_busy"] = True
+    assert list(nodes.check_nodes(None, is_busy=False, time_limit=0.2)) == ["nodes"]
 
 
 def test_a_wheels_code_is_that_of_a_checkout(tmp_path: Path,

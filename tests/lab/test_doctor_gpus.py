@@ -17,7 +17,7 @@ import torch.distributed as dist
 from basics.gpu_readings import GIB, GpuReading
 from lab.doctor import load, machine_checks
 from lab.doctor.check import OK, PROBLEM, SKIPPED, WARNING, Finding, Subject
-from lab.doctor.load_tests import Result, check_load, result_of
+from lab.doctor.load_tests import PARTS, Load, check_load, how_it_failed
 from lab.doctor.machine_checks import check_gpus, check_readings, in_use, visible_gpus
 from processes.launch import Process
 from run_config import load_run
@@ -140,14 +140,31 @@ def test_a_run_that_sets_bf16_needs_it(tmp_path: Path) -> None:
 
 
 def judged(name: str, changes: dict[str, Any] | None = None, *,
-           fourth: dict[str, Any] | None = None, **about: Any) -> Finding | None:
-    """Judge four processes that have found the usual, changed; the fourth one differs by more."""
-    parts = {"PyTorch": FACTS, "attention": ATTENTION, "matrix products": PRODUCTS,
-             "all-reduce": REDUCED}
-    found = parts | ({name: parts.get(name, {}) | changes} if changes else {})
-    results = [Result(rank, found, part="all-reduce") for rank in range(3)]
-    last = found | ({name: found[name] | fourth} if fourth else {})
-    return check_load([*results, Result(3, last, **{"part": "all-reduce"} | about)]).get(name)
+           fourth: dict[str, Any] | None = None, **end: Any) -> Finding | None:
+    """Judge four processes that have found the usual, changed; the fourth one differs by more.
+
+    Args:
+        end: of `Load`. `ended_in`, `fails_in`: the last part of the fourth process, which it began
+            20 seconds before the end, and the part that fails there, with its error.
+    """
+    parts = {"PyTorch": FACTS, "first kernel": {"one": 1.0}, "attention": ATTENTION,
+             "matrix products": PRODUCTS, "all-reduce": REDUCED}
+    parts[name] = parts.get(name, {}) | (changes or {})
+    ended_in, fails_in = end.pop("ended_in", None), end.pop("fails_in", {})
+    load = Load(**{"seconds": 120.0} | end)
+    for part, found in parts.items():
+        load.begun[part] = dict.fromkeys(range(4), 100.0)
+        load.found[part] = dict.fromkeys(range(3), found) | {3: found | (fourth or {})
+                                                             if part == name else found}
+    if ended_in:
+        for part in PARTS[PARTS.index(ended_in):]:
+            load.found[part].pop(3, None)
+            load.begun[part] = {rank: seconds for rank, seconds in load.begun[part].items()
+                                if rank < 3 or part == ended_in}
+    for part, error in fails_in.items():
+        load.found[part].pop(3, None)
+        load.error[part][3] = error
+    return check_load(load).get(name)
 
 
 JUDGED = {  # the part, what differs in all, and in the fourth: the verdict, and a part of the text
@@ -177,32 +194,41 @@ def test_what_the_load_tests_find_gets_its_verdict(case: str) -> None:
 
 
 def test_only_heat_and_a_weak_supply_count_as_slowed_down() -> None:
-    assert judged("clocks") == (OK, "1,400 to 1,400 of 1,410 MHz under load, at most 55 °C", "")
+    text = "1,400 to 1,400 of 1,410 MHz under load, at most 55 °C"
+    assert judged("clocks") == (OK, text, "")
     hot = CLOCKS | {"throttle_reasons": ["sw power cap", "hw thermal slowdown"]}
-    results = [Result(rank, {"matrix products": PRODUCTS | {"gpu": gpu}})
-               for rank, gpu in enumerate((CLOCKS, hot))]
-    slowed = check_load(results)["clocks"]
+    load = Load()
+    for rank, gpu in enumerate((CLOCKS, hot)):
+        load.begun["PyTorch"][rank] = load.begun["matrix products"][rank] = 0.0
+        load.found["matrix products"][rank] = PRODUCTS | {"gpu": gpu}
+    slowed = check_load(load)["clocks"]
     assert slowed.verdict == WARNING and "GPU 1 slowed down: hw thermal slowdown" in slowed.text
 
 
-LATE = {"ended": "no answer within 25 s", "is_late": True}
+LATE = {"how": "no answer within 40 s", "is_late": True}
+CRASH = {"how": "killed by SIGABRT", "failed_rank": 3}
 FAILED = {  # the part, how the fourth ends: the verdict, parts of the text and of the advice
-    "NCCL": ("all-reduce", {"errors": {"all-reduce": "DistBackendError: NCCL"}}, PROBLEM,
+    "NCCL": ("all-reduce", {"fails_in": {"all-reduce": "DistBackendError: NCCL"}}, PROBLEM,
              "failed on rank 3", "NCCL_DEBUG"),
-    "gloo": ("all-reduce", {"errors": {"all-reduce": "RuntimeError: [../gloo/tcp]"}}, PROBLEM,
+    "gloo": ("all-reduce", {"fails_in": {"all-reduce": "RuntimeError: [../gloo/tcp]"}}, PROBLEM,
              "failed on rank 3", "GLOO_SOCKET_IFNAME"),
-    "it hangs": ("all-reduce", LATE | {"waited": 20}, PROBLEM, "after 20 s", "NCCL_DEBUG"),
-    "too little time": ("all-reduce", LATE | {"waited": 2}, WARNING, "within 25 s", "--time-limit"),
-    "it crashes": ("all-reduce", {"ended": "killed by SIGABRT"}, PROBLEM,
+    "it hangs": ("all-reduce", LATE | {"ended_in": "all-reduce"}, PROBLEM, "after 20 s",
+                 "NCCL_DEBUG"),
+    "too little time": ("all-reduce", LATE | {"ended_in": "all-reduce", "seconds": 102.0}, WARNING,
+                        "within 40 s", "--time-limit"),
+    "it crashes": ("all-reduce", CRASH | {"ended_in": "all-reduce"}, PROBLEM,
                    "stopped on rank 3: killed by SIGABRT", "NCCL_DEBUG"),
-    "never came": ("all-reduce", LATE | {"part": "matrix products"}, WARNING,
+    "it crashes before": ("first kernel", CRASH | {"ended_in": "first kernel"}, PROBLEM,
+                          "stopped on rank 3: killed by SIGABRT", "take another one"),
+    "never came": ("all-reduce", LATE | {"ended_in": "matrix products"}, WARNING,
                    "rank 3 stopped before it", ""),
-    "no code for the GPU": ("first kernel", {"errors": {
+    "no code for the GPU": ("first kernel", {"fails_in": {
         "first kernel": "AcceleratorError: CUDA error: no kernel image is available"}}, PROBLEM,
         "no kernel image", "https://pytorch.org"),
-    "a kernel that the run names": ("attention", {"errors": {"attention": "attention is x; set y"}},
-                                    PROBLEM, "failed on rank 3: attention is x", "set y"),
-    "no compiler": ("Triton", {"errors": {"Triton": "no gcc"}}, PROBLEM, "no gcc", "install gcc"),
+    "a kernel that the run names": ("attention", {"fails_in": {
+        "attention": "attention is x; set y"}}, PROBLEM, "failed on rank 3: attention is x",
+        "set y"),
+    "no compiler": ("Triton", {"fails_in": {"Triton": "no gcc"}}, PROBLEM, "no gcc", "install gcc"),
 }
 
 
@@ -213,34 +239,57 @@ def test_a_part_that_fails_on_one_of_four_is_told(case: str) -> None:
     assert found.verdict == verdict and text in found.text and advice in found.advice
 
 
-def spec(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"num_gpus": 0, "is_loading": True, "store": "", "file": "/dev/null",
-                              "seconds": 10.0, "runs_dir": "", "run_name": None} | changes)
-
-
-@pytest.mark.parametrize(("changes", "parts"), [
-    ({}, ["PyTorch", "first kernel", "matrix products"]), ({"num_gpus": 3}, ["PyTorch"]),
-    ({"is_loading": False}, ["PyTorch"])])
 def test_a_process_tells_what_it_finds_and_loads_only_what_it_should(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], parts: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(load, "MATMUL_SIZE_ON_CPU", 32)
     monkeypatch.setattr(load, "MATMUL_SECONDS", 0.001)
     monkeypatch.setattr(load, "attention", lambda *_: 1 / 0)
-    monkeypatch.setattr(load.dist, "FileStore", lambda *_: dist.HashStore())
-    load.main(tmp_path / "0", spec(**changes))
-    with (tmp_path / "0").open("a") as file:
-        file.write('{"part": "matr')  # cut off by a kill
-    found = result_of(SimpleNamespace(wait=lambda _: -9), tmp_path / "0", 0.0, 1.0)
-    assert list(found.found) == parts and found.found["PyTorch"]["version"] == torch.__version__
-    assert found.errors == ({} if changes else {
-        "attention": "ZeroDivisionError: division by zero"})
-    assert (found.part, found.ended) == (parts[-1], "killed by SIGKILL") and found.waited < 100
+    for number, (changes, parts) in enumerate((
+            ({}, ["PyTorch", "first kernel", "matrix products"]), ({"num_gpus": 3}, ["PyTorch"]),
+            ({"is_loading": False}, ["PyTorch"]))):
+        output = tmp_path / str(number)
+        load.main(output, SimpleNamespace(**{
+            "num_gpus": 0, "is_loading": True, "seconds": 10.0, "run_name": None} | changes))
+        found = Load()
+        found.add(output.read_text() + '{"part": "matr')  # cut off by a kill
+        assert [part for part in found.found if found.found[part]] == parts
+        assert found.found["PyTorch"][0]["version"] == torch.__version__
+        assert dict(found.error) == ({} if changes else {
+            "attention": {0: "ZeroDivisionError: division by zero"}})
 
 
-def test_the_exchange_is_tried_over_gloo_too(monkeypatch: pytest.MonkeyPatch) -> None:
+REPORT = """
+Traceback (most recent call last):
+ModuleNotFoundError: No module named 'x'
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Failures:
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -15 (pid: 2)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-25_02:59:00
+  rank      : 3 (local_rank: 3)
+  exitcode  : {code} (pid: 1)
+"""
+
+
+@pytest.mark.parametrize(("log", "found"), [
+    (REPORT.format(code=-7), (3, "killed by SIGBUS")),
+    (REPORT.format(code=1), (3, "ModuleNotFoundError: No module named 'x'")),
+    ("ImportError: libcudart", (None, "ImportError: libcudart")), ("", (None, "exit status 9"))])
+def test_how_the_processes_failed_is_read_from_torchruns_report(
+    log: str, found: tuple[int | None, str]
+) -> None:
+    assert how_it_failed(log, 9) == found
+
+
+def test_the_exchange_is_tried_over_gloo_too_and_a_wrong_sum_is_seen(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Training with NCCL waits in a group of gloo, whose connections are others."""
     groups, all_reduce = [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: (
@@ -249,11 +298,7 @@ def test_the_exchange_is_tried_over_gloo_too(monkeypatch: pytest.MonkeyPatch) ->
     found = load.all_reduce(alone, dist.HashStore(), load.timedelta(seconds=10))
     dist.destroy_process_group()
     assert found["is_right"] and groups[-1] == "gloo" and set(groups[:-1]) == {None}
-
-
-def test_a_wrong_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor.mul_(1.001))
-    alone = Process(0, 0, 1, torch.device("cpu"))
     found = load.all_reduce(alone, dist.HashStore(), load.timedelta(seconds=10))
     dist.destroy_process_group()
     assert not found["is_right"]
