@@ -38,8 +38,7 @@ def command(name: str, tracker: str, output_dir: Path | None, starts_over: bool,
     run = replace(run, train=run.train.model_copy(update={"tracker": tracker}))
     if not run.metrics_path.is_file():
         raise UserError(f"{run.metrics_path}: no such file; train the run first")
-    for line in check_tracker(run, asked_by=f"--to {tracker}"):
-        print_error(line)
+    check_tracker(run, asked_by=f"--to {tracker}")
     if output_dir is None:
         lock_run(run.run_dir)  # training would send the same records
     try:

@@ -7,14 +7,11 @@ holds nothing up: another start, the next launch, or `lab export-metrics` sends 
 from __future__ import annotations
 
 import importlib.util
-import os
 import secrets
 import select
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +24,11 @@ from processes import beside
 from processes.beside import Beside, serve
 from reporting.metrics_file import metrics_of, read_metrics, shown_step, valid_records
 from reporting.summary import final_figures, read_summary
-from reporting.tracker_backends import open_tracker, wandb_mode
+from reporting.tracker_backends import open_tracker
 from run_config import Run, load_run
 
 STATE_NAME = "tracker.json"  # in the run directory
 WAIT_SECONDS = 2.0  # between two looks for new records
-SLOW_SECONDS = 600.0  # for what the tracker is given at once, before a warning
 
 
 class TrackedRun(BaseModel):
@@ -103,8 +99,7 @@ def send_records(run: Run, tracked: TrackedRun, *, output_dir: Path | None = Non
             tracked.model_copy(update=changed).save(run.run_dir)
 
     save()  # the id must be known before anything appears under it
-    with _warning_if_slow(note):
-        tracker = open_tracker(run, tracked.id, last_step, output_dir=output_dir, note=note)
+    tracker = open_tracker(run, tracked.id, last_step, output_dir=output_dir, note=note)
     new, ends = records[num_sent:], False
     while not ends:
         ends = is_over()
@@ -114,10 +109,9 @@ def send_records(run: Run, tracked: TrackedRun, *, output_dir: Path | None = Non
             # What came before these has arrived a while ago: after a kill, a tracker rather gets
             # records twice than not at all.
             save()
-            with _warning_if_slow(note):
-                for record in new:
-                    tracker.log(shown_step(record), metrics_of(record))
-                tracker.flush()
+            for record in new:
+                tracker.log(shown_step(record), metrics_of(record))
+            tracker.flush()
             num_sent, new = num_sent + len(new), []
     summary = read_summary(run)
     tracker.finish(visible(str(summary.get("status")))[:20], final_figures(summary))
@@ -137,8 +131,8 @@ def _read_from(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     return valid_records(whole.decode(errors="replace")), offset + len(whole)
 
 
-def check_tracker(run: Run, *, asked_by: str | None = None) -> list[str]:
-    """Check, without importing it, that a run's tracker can be used; return what to tell the user.
+def check_tracker(run: Run, *, asked_by: str | None = None) -> None:
+    """Check, without importing it, that a run's tracker can be used.
 
     Args:
         asked_by: what names the tracker, if it is not the run's `train.json`.
@@ -147,17 +141,11 @@ def check_tracker(run: Run, *, asked_by: str | None = None) -> list[str]:
         UserError: its package is missing.
     """
     kind = run.train.tracker
-    if kind == "none":
-        return []
-    found = importlib.util.find_spec(kind)
-    if found is None or found.origin is None:  # a directory of that name is no package
+    found = None if kind == "none" else importlib.util.find_spec(kind)
+    if kind != "none" and (found is None or found.origin is None):  # a directory is no package
         what = asked_by or f'{run.train_path}: tracker "{kind}"'
         raise UserError(f"{what} needs the package {kind}: run `uv sync --extra {kind}` (or pip"
                         f" install {kind})")
-    if kind == "wandb" and wandb_mode() == "offline":
-        return ["wandb has no API key, so it records offline, in the run's directory wandb; to"
-                " upload, run `wandb login` or set WANDB_API_KEY (WANDB_MODE=offline hides this)"]
-    return []
 
 
 def track(run_dir: Path, say: Callable[[str], None]) -> None:
@@ -167,23 +155,9 @@ def track(run_dir: Path, say: Callable[[str], None]) -> None:
     send_records(run, TrackedRun.load(run_dir), note=say, is_over=_wait_for_end)
 
 
-@contextmanager
-def _warning_if_slow(say: Callable[[str], None]) -> Iterator[None]:
-    minutes = SLOW_SECONDS / 60
-    timer = threading.Timer(SLOW_SECONDS, say, [f"it has taken no records for {minutes:g} minutes"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def _wait_for_end() -> bool:
     """Wait a while for word from the trainer that no more records come; return whether it came."""
     ready, _, _ = select.select([sys.stdin], [], [], WAIT_SECONDS)
-    if ready and not os.read(sys.stdin.fileno(), 16):
-        os._exit(1)  # the trainer has ended without it
     return bool(ready)
 
 

@@ -6,14 +6,12 @@ Each package is imported where a run uses it, and its errors are raised as they 
 from __future__ import annotations
 
 import json
-import netrc
 import os
+import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
 from basics.errors import describe
 from reporting.metrics_file import STEP
@@ -49,20 +47,24 @@ def open_tracker(run: Run, id: str, last_step: int, *, output_dir: Path | None,
 
 
 class TensorBoard:
-    """Event files in a directory."""
+    """Event files in a directory, by TensorBoard's own writer: PyTorch's needs 540 MiB more."""
 
     def __init__(self, place: Path, config: dict[str, Any], last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = SummaryWriter(str(place), purge_step=last_step + 1, max_queue=1000)
-        self._last_step = last_step
+        self._writer, self._last_step = EventFileWriter(str(place)), last_step
+        # At a start, TensorBoard forgets what it has read of this step and later ones.
+        self._add(last_step + 1, session_log=SessionLog(status=SessionLog.START))
         text = json.dumps(config, indent=2)
-        self._writer.add_text("config", f"    {text.replace(chr(10), chr(10) + 4 * ' ')}", 0)
+        self._add_text("config", f"    {text.replace(chr(10), chr(10) + 4 * ' ')}", step=0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         self._last_step = step
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        self._add(step, summary=Summary(value=[
+            Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]))
 
     def flush(self) -> None:
         self._writer.flush()
@@ -70,9 +72,19 @@ class TensorBoard:
     def finish(self, status: str, figures: dict[str, float]) -> None:
         """Take the figures of the end, if there are any; write all."""
         if figures:
-            self._writer.add_text("final/status", status, self._last_step)
+            self._add_text("final/status", status, step=self._last_step)
             self.log(self._last_step, figures)
         self._writer.close()
+
+    def _add_text(self, name: str, text: str, *, step: int) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._add(step, summary=text_pb(name, text))
+
+    def _add(self, step: int, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
 
 
 class Online:
@@ -82,13 +94,13 @@ class Online:
         takes_step: as wandb does not: it refuses steps that go back. There they are a metric.
     """
 
-    def __init__(self, open_run: Callable[[], Any], *, takes_step: bool) -> None:
+    def __init__(self, open_run: Callable[[], tuple[Any, Any]], *, takes_step: bool) -> None:
         self._takes_step, self._last_step = takes_step, 0
         self._problems: list[str] = []
         if takes_step:  # Trackio's errors are only warnings
             warnings.simplefilter("always", UserWarning)
             warnings.showwarning = self._keep_warning
-        self._run = open_run()
+        self._package, self._run = open_run()
 
     def _keep_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
         if "trackio" in str(message).lower():
@@ -96,11 +108,9 @@ class Online:
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         self._last_step = step
-        if not metrics:
-            return
-        if self._takes_step:
+        if metrics and self._takes_step:
             self._run.log(metrics, step=step)
-        else:
+        elif metrics:
             self._run.log(metrics | {STEP: step})
 
     def flush(self) -> None:
@@ -114,22 +124,23 @@ class Online:
             self.log(self._last_step, figures | {"final/status": status})
         elif figures:
             self._run.summary.update(figures | {"final/status": status})
-        self._run.finish()
+        self._package.finish()  # the run's own would be called again, and print, at the exit
         self.flush()
 
 
-def _open_trackio(name: str, config: dict[str, Any], output_dir: Path | None) -> Any:
+def _open_trackio(name: str, config: dict[str, Any],
+                  output_dir: Path | None) -> tuple[Any, Any]:
     if not any(map(os.environ.get, REMOTE_TRACKIO)):
         os.environ["HF_HUB_OFFLINE"] = "1"  # else it asks whose the token is, if there is one
     if output_dir:
         os.environ["TRACKIO_DIR"] = str(output_dir)
     import trackio
 
-    return trackio.init(project=PROJECT, name=name, config=config, resume="allow", embed=False,
-                        auto_log_gpu=False, auto_log_cpu=False)
+    return trackio, trackio.init(project=PROJECT, name=name, config=config, resume="allow",
+                                 embed=False, auto_log_gpu=False, auto_log_cpu=False)
 
 
-def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> Any:
+def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> tuple[Any, Any]:
     """Nothing is sent beside the records and configs: no code, no git state, no machine."""
     import wandb
 
@@ -140,27 +151,11 @@ def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> Any:
             disable_job_creation=True, label_disable=True, x_disable_meta=True,
             x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False)}
     try:
-        run = wandb.init(mode=wandb_mode(), **settings)
-    except wandb.Error as error:  # no network, or a key that is not accepted
+        run = wandb.init(**settings)
+    except wandb.Error as error:  # no network, no key, or one that is not accepted
         note(f"wandb cannot be used online, so it records offline: {describe(error)}")
         wandb.teardown()  # its own process still has a run of this id
         run = wandb.init(mode="offline", **settings)
     run.define_metric(STEP)
     run.define_metric("*", step_metric=STEP)
-    return run
-
-
-def wandb_mode() -> Literal["offline"] | None:
-    """Return "offline" where wandb has no account to use; None where its own settings decide.
-
-    It finds a key in the environment, or in the file that `wandb login` writes.
-    """
-    if any(map(os.environ.get, ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))):
-        return None
-    own = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname
-    with suppress(OSError, RuntimeError, netrc.NetrcParseError):
-        hosts = netrc.netrc(os.environ.get("NETRC") or str(Path.home() / ".netrc")).hosts
-        if any(host == own or "wandb" in host or host.endswith("forge.coreweave.com")
-               for host in hosts):
-            return None
-    return "offline"
+    return wandb, run

@@ -140,7 +140,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
     step("run directory", lambda: check_run_dir(run))
-    notices = step("tracker", lambda: check_tracker(run) if process.is_main else [])
+    step("tracker", lambda: check_tracker(run) if process.is_main else None)
     dataset_dir = options.datasets_dir / run.train.dataset
     step("dataset directory",
          lambda: check_inside(dataset_dir, options.datasets_dir, "--datasets-dir"))
@@ -166,7 +166,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         records = step("records", lambda: read_metrics(run.metrics_path))
         *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))
         clock.count_lost(*spent)
-    warnings += [*unused_options(run.model, run.train), *notices,
+    warnings += [*unused_options(run.model, run.train),
                  clock.set_price(run.train.usd_per_hour)]
     if not options.fresh:
         clock.count_lost(seconds_before())  # of launches that were killed

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from run_config import Run
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.network import refused_network
 from tests.support.trackers import add_records, add_summary, in_tensorboard, tracked_run
-from tests.support.workplace import Workplace
+from tests.support.workplace import Workplace, run_command
+from tests.support.workplace import succeeded as process_succeeded
 
 
 @pytest.fixture
@@ -51,6 +53,16 @@ def test_another_directory_and_fresh_get_everything(run: Run, tmp_path: Path) ->
     assert "2 records" in export(run, "--fresh")
     assert TrackedRun.load(run.run_dir).id != first.id
     assert len(list((run.run_dir / "tensorboard").iterdir())) == 2
+
+
+def test_trackio_prints_nothing_itself(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    result = process_succeeded(run_command(
+        sys.executable, "-m", "lab", "export-metrics", "tiny", "--to", "trackio", "--runs-dir",
+        str(run.run_dir.parent)))  # a process: the package would print when Python exits
+    assert (result.stdout, result.stderr) == ("trackio: 2 records added\n", "")
 
 
 def test_what_cannot_be_exported_is_one_line(
