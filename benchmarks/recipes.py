@@ -48,11 +48,11 @@ class Variant:
 
     @property
     def losses(self) -> dict[int, float]:
-        return {seed: run.figures.validation_loss for seed, run in self.runs.items()}
+        return {seed: run.figures["validation_loss"] for seed, run in self.runs.items()}
 
     @property
     def tokens(self) -> float:
-        return statistics.fmean(run.figures.tokens for run in self.runs.values())
+        return statistics.fmean(run.figures["tokens"] for run in self.runs.values())
 
 
 def read_variants(sweep_dir: Path) -> list[Variant]:
@@ -61,7 +61,7 @@ def read_variants(sweep_dir: Path) -> list[Variant]:
     for path in sorted(sweep_dir.glob("*-seed-*")):
         found = RUN_DIR.fullmatch(path.name)
         result = read_result(path)
-        if found and result.status == FINISHED and result.figures.validation_loss is not None:
+        if found and result.status == FINISHED and result.figures["validation_loss"] is not None:
             change, seed = found.groups()
             name = sweep_dir.name if change == BASELINE else f"{sweep_dir.name}: {change}"
             runs.setdefault(name, {})[int(seed)] = result
@@ -119,7 +119,7 @@ def _reached(baseline: Variant, recipe: Variant) -> list[str]:
     reached = [first_reaching(recipe.runs[seed].records, baseline.losses[seed]) for seed in seeds]
     if not seeds or None in reached:
         return ["not reached" if seeds else UNKNOWN, UNKNOWN, UNKNOWN]
-    shares = Difference.of([found.tokens / baseline.runs[seed].figures.tokens
+    shares = Difference.of([found.tokens / baseline.runs[seed].figures["tokens"]
                             for seed, found in zip(seeds, reached, strict=True)])
     return [f"{statistics.fmean(found.tokens for found in reached):,.0f}", f"{shares.mean:.1%}",
             _interval(shares, "{:.1%} to {:.1%}")]

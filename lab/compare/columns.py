@@ -11,7 +11,6 @@ from lab.compare.rows import BITS_PER_BYTE, LOSS_NAMES, Comparison, Row
 from lab.compare.tokens_to_loss import TokensToLoss
 from lab.table import UNKNOWN, Column, Table, dollars, short_count
 
-MIN_RUN, MIN_DIFFERENCES = 20, 28  # characters
 HIDDEN_FIRST = (  # in a terminal that is too narrow
     "model", "machine", "microbatch_size", "usd_per_megatoken_without_validation", "ift_score",
     "steps", "num_gpus", "usd_per_hour",
@@ -20,7 +19,7 @@ HIDDEN_FIRST = (  # in a terminal that is too narrow
     "global_batch_size",
 )
 WHOLE, PRICE = "{:,.0f}".format, "{:.4f}".format
-FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format, by key
+SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a figure, by key
     "global_batch_size": ("global\nbatch", WHOLE), "microbatch_size": ("micro-\nbatch", WHOLE),
     "tokens": ("tokens", short_count), "steps": ("steps", WHOLE),
     "train_loss": ("train\nloss", PRICE), "validation_loss": ("val.\nloss", PRICE),
@@ -39,22 +38,24 @@ FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format, b
 
 def table_of(comparison: Comparison, to_loss: TokensToLoss | None) -> Table:
     """Format a comparison, without columns in which no value is known."""
-    columns = [Column("run", "left", MIN_RUN, "run"),
-               Column("differences", "left", MIN_DIFFERENCES, "differs"),
+    columns = [Column("run", "left", 20, "run"), Column("differences", "left", 28, "differs"),
                Column("model", "left", key="model"),
                *(Column(head, "left" if key in LOSS_NAMES else "right", key=key)
-                 for key, (head, _) in FIGURES.items()), Column("machine", "left", key="machine")]
+                 for key, (head, _) in SHOWN.items()), Column("machine", "left", key="machine")]
     notes, sizes = comparison.notes, {row.first.size for row in comparison.rows}
     rows = [{"run": row.name, "differs": row.differs or row.first.notes,
              "model": row.first.size if len(sizes) > 1 else "", "machine": row.first.device or "",
-             **{key: _cell(comparison, row, key) for key in FIGURES}} for row in comparison.rows]
+             **{key: _cell(comparison, row, key) for key in SHOWN}} for row in comparison.rows]
     if to_loss:
-        loss, name = to_loss.reference.figures.validation_loss, to_loss.reference.short_name
-        columns.append(Column(f"tokens to\nloss {loss:.4f}", key="tokens_to_loss"))
-        notes = [*notes, f"tokens to loss {loss:.4f}: until the validation loss was that of {name},"
-                         " their share of its own, and what they cost"]
-        for texts, row in zip(rows, comparison.rows, strict=True):
-            texts["tokens_to_loss"] = _to_loss_cell(to_loss, comparison.rows.index(row))
+        whole = to_loss.reference.figures
+        loss, name = f"loss {whole['validation_loss']:.4f}", to_loss.reference.short_name
+        columns.append(Column(f"tokens to\n{loss}", key="tokens_to_loss"))
+        notes = [*notes, f"tokens to {loss}: until the validation loss was that of {name}, their"
+                         " share of its own, and what they cost"]
+        for texts, found in zip(rows, to_loss.cells, strict=True):
+            texts["tokens_to_loss"] = "" if found is None or not whole["tokens"] else ", ".join(
+                [short_count(found.tokens), f"{found.tokens / whole['tokens']:.0%}",
+                 *([] if found.usd is None else [f"${dollars(found.usd)}"])])
     known = [column for column in columns if any(texts[column.key] for texts in rows)]
     return Table(known, [[texts[column.key] or UNKNOWN for column in known] for texts in rows],
                  notes, HIDDEN_FIRST)
@@ -62,10 +63,10 @@ def table_of(comparison: Comparison, to_loss: TokensToLoss | None) -> Table:
 
 def _cell(comparison: Comparison, row: Row, key: str) -> str:
     """Format a figure; a loss with its marks, an instruction score with its interval."""
-    value, text = getattr(row.figures, key), FIGURES[key][1]
+    value, text = row.figures[key], SHOWN[key][1]
     if value is None or key in BITS_PER_BYTE.values() and not comparison.mixes_tokenizers:
         return ""  # with one tokenizer, the losses compare the rows as well
-    low, high = row.figures.ift_low, row.figures.ift_high
+    low, high = row.figures["ift_low"], row.figures["ift_high"]
     if key == "ift_score" and len(row.results) == 1 and None not in (low, high):
         return f"{value:.2f} ({low:.2f} to {high:.2f})"
     if key not in LOSS_NAMES:
@@ -80,21 +81,13 @@ def _cell(comparison: Comparison, row: Row, key: str) -> str:
     return found + (" †" if key == "test_loss" and row.is_of_other_slice else "")
 
 
-def _to_loss_cell(to_loss: TokensToLoss, place: int) -> str:
-    found, whole = to_loss.cells[place], to_loss.reference.figures.tokens
-    if found is None or not whole:
-        return ""
-    return ", ".join([short_count(found.tokens), f"{found.tokens / whole:.0%}",
-                      *([] if found.usd is None else [f"${dollars(found.usd)}"])])
-
-
 def values_of(comparison: Comparison, to_loss: TokensToLoss | None) -> list[dict[str, Any]]:
     """Return the rows as values: always the same keys, None for what is not known."""
     return [{
         "run": ", ".join(result.name for result in row.results), "status": row.first.status,
         "differs": row.differs or row.first.notes, "model": row.first.size,
         "num_seeds": len(row.results),
-        **{key: getattr(row.figures, key) for key in (*FIGURES, "ift_low", "ift_high")},
+        **{key: row.figures[key] for key in (*SHOWN, "ift_low", "ift_high")},
         "ift_judge": row.first.judge, "machine": row.first.device,
         **{key.replace("loss", "loss_spread"): row.spread.get(key) for key in LOSS_NAMES},
         "sorted_by": comparison.sorted_by, "is_within_spread": row.is_within_spread,

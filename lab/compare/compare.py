@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,8 +70,7 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
     """
     # Imported here so that --help is fast.
     from lab.compare.columns import csv_of, table_of, values_of
-    from lab.compare.published import read_published
-    from lab.compare.results import find_results
+    from lab.compare.results import find_results, read_published
     from lab.compare.rows import compare
     from lab.compare.tokens_to_loss import tokens_to_loss
     from lab.table import terminal_width
@@ -107,14 +104,12 @@ def _priced(results: list[Result], prices: tuple[str, ...]) -> list[Result]:
         if name not in by_name:
             raise UserError(f"--usd-per-hour {text[:60]!r}: wanted RUN=PRICE, with a RUN of the"
                             " comparison")
-        usd_per_second = USD_PER_HOUR(price) / 3600
-        found, figures = by_name[name], by_name[name].figures
-        usd, validation_usd = (None if seconds is None else seconds * usd_per_second
-                               for seconds in (figures.seconds, figures.validation_seconds))
-        by_name[name] = replace(
-            found, figures=replace(figures, usd=usd, validation_usd=validation_usd),
-            records=tuple(record | {"usd": record["seconds"] * usd_per_second}
-                          if "seconds" in record else record for record in found.records))
+        usd_per_second, found = USD_PER_HOUR(price) / 3600, by_name[name]
+        usd = {target: None if found.figures[key] is None else found.figures[key] * usd_per_second
+               for key, target in (("seconds", "usd"), ("validation_seconds", "validation_usd"))}
+        by_name[name] = replace(found, figures=found.figures | usd, records=tuple(
+            record | {"usd": record["seconds"] * usd_per_second} if "seconds" in record else record
+            for record in found.records))
     return list(by_name.values())
 
 
@@ -122,25 +117,20 @@ def _draw(rows: list, table: Table, charts_dir: Path | None, html_path: Path | N
     """Draw charts, and write them and the table as a page. Raises: UserError."""
     from lab.compare.charts import draw_comparison
 
+    option = "--charts"
     with TemporaryDirectory() as aside:
-        with _write_errors_reported(charts_dir or Path(aside), "--charts"):
+        try:
             charts, missing = draw_comparison(rows, charts_dir or Path(aside))
-        if html_path:
-            images = [f'<img alt="{path.stem}" src="data:image/png;base64,'
-                      f'{base64.b64encode(path.read_bytes()).decode()}">' for path in charts]
-            with _write_errors_reported(html_path, "--html"):
+            if html_path:
+                option = "--html"
+                images = [f'<img alt="{path.stem}" src="data:image/png;base64,'
+                          f'{base64.b64encode(path.read_bytes()).decode()}">' for path in charts]
                 html_path.write_text(PAGE.format(table=table.html(), charts="\n".join(images)),
                                      encoding="utf-8")
+        except OSError as error:  # some errors, such as a full disk, have no file name
+            raise UserError(f"{error.filename or charts_dir or html_path}: cannot be written"
+                            f" ({why_not_written(error)}); or set another place with {option}"
+                            ) from None
     written = [*(charts if charts_dir else []), *([html_path] if html_path else [])]
     for line in [*missing, *(f"written: {path}" for path in written)]:
         click.echo(visible(line), err=True)  # stdout may be redirected to a file with the table
-
-
-@contextmanager
-def _write_errors_reported(path: Path, option: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:  # some errors, such as a full disk, have no file name
-        raise UserError(f"{error.filename or path}: cannot be written"
-                        f" ({why_not_written(error)}); or set another place with {option}"
-                        ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from lab.runs import (
     RunFiles,
     chosen_runs,
     last_judged,
+    last_value,
     number,
     parsed_object,
     read_evaluations,
@@ -25,6 +27,7 @@ from reporting.metrics_file import read_metrics, read_records
 from reporting.summary import FINISHED
 from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
+PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
 PUBLISHED = "published"
 LONGEST_VALUE = 60  # characters of a setting
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
@@ -38,49 +41,16 @@ MEMORY_SETTINGS = (  # change the memory of a step
 )
 
 
-@dataclass(frozen=True)
-class Figures:
-    """The measured results of a run, or their means over several seeds."""
-
-    global_batch_size: float | None = None
-    microbatch_size: float | None = None
-    tokens: float | None = None
-    steps: float | None = None
-    train_loss: float | None = None
-    validation_loss: float | None = None
-    test_loss: float | None = None
-    validation_bits_per_byte: float | None = None
-    test_bits_per_byte: float | None = None
-    ift_score: float | None = None  # 0 to 100: a judge model's score after instruction fine-tuning
-    ift_low: float | None = None  # the score's 95% interval
-    ift_high: float | None = None
-    seconds: float | None = None  # all phases
-    validation_seconds: float | None = None
-    tokens_per_second: float | None = None  # while training
-    usd: float | None = None
-    validation_usd: float | None = None
-    num_gpus: float | None = None
-
-    @property
-    def seconds_without_validation(self) -> float | None:
-        return None if None in (self.seconds, self.validation_seconds) else (
-            self.seconds - self.validation_seconds)
-
-    @property
-    def usd_without_validation(self) -> float | None:
-        return None if None in (self.usd, self.validation_usd) else self.usd - self.validation_usd
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        return _ratio(self.usd, _ratio(self.seconds, 3600))
-
-    @property
-    def usd_per_megatoken(self) -> float | None:
-        return _ratio(self.usd, _ratio(self.tokens, 1e6))
-
-    @property
-    def usd_per_megatoken_without_validation(self) -> float | None:
-        return _ratio(self.usd_without_validation, _ratio(self.tokens, 1e6))
+Figures = dict[str, float | None]  # by the keys of FIGURES and FOLLOWING; None if not known
+FIGURES = (
+    "global_batch_size", "microbatch_size", "tokens", "steps", "train_loss", "validation_loss",
+    "test_loss", "validation_bits_per_byte", "test_bits_per_byte",
+    "ift_score",  # 0 to 100: a judge model's score after instruction fine-tuning
+    "ift_low", "ift_high",  # the score's 95% interval
+    "seconds",  # of all phases
+    "validation_seconds", "usd", "validation_usd", "num_gpus",
+    "tokens_per_second",  # while training
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +96,14 @@ class Result:
         """Return what identifies the text of a slice: equal for the same text in other tokens."""
         text = self.tests.get(test_slice, {}).get("text")
         return text if isinstance(text, str) else test_slice
+
+    @property
+    def validation_slice(self) -> tuple[str, ...]:
+        """The settings that say on which tokens the run validates."""
+        keys = ["dataset", "start_val_token", "validation_sequences", "context_length"]
+        if self.config.get("validation_batches") is not None:
+            keys += ["validation_batches", "microbatch_size"]
+        return tuple(shown(self.config.get(key)) for key in keys)
 
 
 def shown(value: Any) -> str:
@@ -183,36 +161,36 @@ def read_result(run_dir: Path) -> Result:
 def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],
              judged: Record) -> Figures:
     """Return a run's figures without its test loss. Losses are the last ones, not the best."""
-    latest = {key: number(next((record[key] for record in (files.summary, *reversed(records))
-                                if key in record), None))  # a loss of null is not finite
-              for key in ("global_step", "tokens", "tokens_per_second", "train_loss",
-                          "validation_loss", "validation_bits_per_byte")}
-    steps, seconds, usd = latest.pop("global_step"), *files.spent(records)
-    steps = None if steps is None else steps + 1
-    rates = [rate for record in records
-             if (rate := number(record.get("tokens_per_second"))) is not None]
-    if not files.has_ended and rates:
-        latest["tokens_per_second"] = statistics.median(rates)
+    found = dict.fromkeys(FIGURES) | {
+        key: number(next((record[key] for record in (files.summary, *reversed(records))
+                          if key in record), None))  # a loss of null is not finite
+        for key in ("tokens", "tokens_per_second", "train_loss", "validation_loss",
+                    "validation_bits_per_byte")}
+    last_step = last_value([*records, files.summary], "global_step")
+    steps, (seconds, usd) = None if last_step is None else last_step + 1, files.spent(records)
     if files.has_ended and files.phases("seconds"):
-        validation = files.phases("seconds").get("validation", 0.0)
-        validation_usd = files.phases("usd").get("validation", 0.0)
+        validation, validation_usd = (files.phases(kind).get("validation", 0.0)
+                                      for kind in ("seconds", "usd"))
     else:  # its dollars by its time
         validation = sum(record.get("validation_seconds") or 0.0 for record in records)
         validation_usd = None if None in (usd, seconds) else usd * validation / seconds
+    if rates := [rate for record in records if not files.has_ended
+                 and (rate := number(record.get("tokens_per_second"))) is not None]:
+        found["tokens_per_second"] = statistics.median(rates)
     batch = [number(files.part("batch").get(key)) for key in (
         "microbatch_size", "gradient_accumulation_steps", "world_size")]
-    measured = _ratio(_ratio(latest["tokens"], steps), number(config.get("context_length")))
-    interval = judged.get("score_interval")
+    measured = ratio(ratio(found["tokens"], steps), number(config.get("context_length")))
+    interval, machine = judged.get("score_interval"), files.part("machine")
     low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
-    machine = files.part("machine")
-    return Figures(
-        **latest, steps=steps, seconds=seconds, usd=usd, validation_seconds=validation,
-        validation_usd=validation_usd, microbatch_size=batch[0] or number(
-            config.get("microbatch_size")),
-        global_batch_size=number(math.prod(batch)) if all(batch) else round(measured)
+    is_gpu = machine.get("device_type") == "cuda"
+    return found | {
+        "steps": steps, "seconds": seconds, "usd": usd, "validation_seconds": validation,
+        "validation_usd": validation_usd,
+        "microbatch_size": batch[0] or number(config.get("microbatch_size")),
+        "global_batch_size": number(math.prod(batch)) if all(batch) else round(measured)
         if measured else number(config.get("global_batch_size")),
-        ift_score=number(judged.get("score")), ift_low=number(low), ift_high=number(high),
-        num_gpus=number(machine.get("processes")) if machine.get("device_type") == "cuda" else None)
+        "ift_score": number(judged.get("score")), "ift_low": number(low), "ift_high": number(high),
+        "num_gpus": number(machine.get("processes")) if is_gpu else None}
 
 
 def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
@@ -245,16 +223,16 @@ def _config(files: RunFiles) -> dict[str, Any]:
     The summary has them even if the files were edited later. Settings that an older version did
     not have get their defaults.
     """
-    config: dict[str, Any] = {}
-    for name, config_type in (("model", ModelConfig), ("train", TrainConfig)):
-        fields, resolved = config_type.model_fields, files.part(name)
-        defaults = {key: found.default for key, found in fields.items() if not found.is_required()}
-        config |= defaults | {key: resolved[key] for key in fields if key in resolved}
-    if files.part("model") and files.part("train"):
-        return config
+    types = (ModelConfig, TrainConfig)
+    parts = [files.part("model"), files.part("train")]
+    if all(parts):
+        return {key: part[key] if key in part else known.default
+                for part, kind in zip(parts, types, strict=True)
+                for key, known in kind.model_fields.items()
+                if key in part or not known.is_required()}
     try:
-        configs = with_defaults(load_config(files.run_dir / "model.json", ModelConfig),
-                                load_config(files.run_dir / "train.json", TrainConfig))
+        configs = with_defaults(*(load_config(files.run_dir / f"{name}.json", kind)
+                                  for name, kind in zip(("model", "train"), types, strict=True)))
     except UserError:
         return {}
     return {key: value for one in configs for key, value in one.model_dump(mode="json").items()}
@@ -281,5 +259,37 @@ def _search(path: Path) -> tuple[tuple[float, float], ...]:
                  and (gib := number(trial.get("demand_gib"))) is not None)
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """Return the share of two figures; None if one is not known."""
     return None if part is None or not whole else part / whole
+
+
+def read_published(path: Path = PUBLISHED_PATH) -> list[Result]:
+    """Read the published results. Raises: UserError if the file cannot be read."""
+    try:
+        published = json.loads(path.read_text(encoding="utf-8"))
+        return [_published(row, slice_of(published["test_slice"])) for row in published["rows"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}); it is part of the"
+                        " project: download it again") from None
+
+
+def _published(row: dict[str, Any], test_slice: str) -> Result:
+    """Convert one published row; compute dollars from its seconds and the machine's price."""
+    known = dict.fromkeys(FIGURES) | {key: row[key] for key in FIGURES if key in row}
+    num_gpus, _, device = row.get("machine", "").partition("x ")
+    if device:
+        known["num_gpus"] = int(num_gpus)
+    for key, seconds in (("usd", "seconds"), ("validation_usd", "validation_seconds")):
+        if seconds in row and "usd_per_hour" in row:
+            known[key] = row[seconds] / 3600 * row["usd_per_hour"]
+    # The original's fit has one point per run: of two checkpoints the best.
+    is_in_fit = row.get("dataset") == "FineWeb" and row.get("checkpoint") != "latest"
+    return Result(
+        name=row["name"], status=PUBLISHED, figures=known, notes=row.get("notes", ""),
+        size=row["model"],
+        tests={test_slice: {"loss": row["test_loss"]}} if "test_loss" in row else {},
+        device=device or None, memory_gib=row.get("gib_per_gpu"),
+        loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),
+        memory_group=(PUBLISHED,),
+    )

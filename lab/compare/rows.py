@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from lab.compare.results import PUBLISHED, Figures, Result, shown
+from lab.compare.results import FIGURES, PUBLISHED, Figures, Result, ratio, shown
 from lab.runs import number
 from lab.stats import pooled_deviation, t_95
+from lab.table import counted
 from reporting.summary import FINISHED
 
 SEED = "random_seed"
 LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
               "train_loss": "training loss"}  # in order of preference
 BITS_PER_BYTE = {"test_loss": "test_bits_per_byte", "validation_loss": "validation_bits_per_byte"}
-DIFFERENT_TOKENS = 1.1  # ratio of bytes per token, for runs that do not name their tokenizer
 LONGEST_NAME = 40  # characters, in a chart
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One run, one published row, or the mean of runs that differ only in their seed.
 
@@ -30,12 +29,23 @@ class Row:
         settings: settings in which the runs differ, except values that most runs have.
     """
 
-    results: tuple[Result, ...]
+    results: list[Result]
     figures: Figures
     spread: dict[str, float] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     is_of_other_slice: bool = False
     is_within_spread: bool = False
+
+    def __post_init__(self) -> None:
+        """Add the figures that follow from others."""
+        found, hours = self.figures, ratio(self.figures["seconds"], 3600)
+        rest = {key: None if None in (found[key], found[f"validation_{key}"]) else
+                found[key] - found[f"validation_{key}"] for key in ("seconds", "usd")}
+        megatokens = ratio(found["tokens"], 1e6)
+        self.figures = found | {f"{key}_without_validation": rest[key] for key in rest} | {
+            "usd_per_hour": ratio(found["usd"], hours),
+            "usd_per_megatoken": ratio(found["usd"], megatokens),
+            "usd_per_megatoken_without_validation": ratio(rest["usd"], megatokens)}
 
     @property
     def first(self) -> Result:
@@ -57,24 +67,21 @@ class Row:
 
     @property
     def differs(self) -> str:
+        """The settings as text."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
-
-    @property
-    def test_text(self) -> str:
-        return self.first.text_of(self.first.test_slice)
 
     def loss(self, kind: str) -> float | None:
         """Return a loss if it can be compared with those of the other rows."""
         is_incomparable = kind == "test_loss" and self.is_of_other_slice
-        return None if is_incomparable else getattr(self.figures, kind)
+        return None if is_incomparable else self.figures[kind]
 
     def bits(self, kind: str) -> float | None:
         """Return the bits per byte of a loss, if they are known."""
-        return getattr(self.figures, BITS_PER_BYTE[kind]) if kind in BITS_PER_BYTE else None
+        return self.figures[BITS_PER_BYTE[kind]] if kind in BITS_PER_BYTE else None
 
     def bytes_per_token(self, kind: str) -> float | None:
         """Return the mean bytes of text of the tokens that a loss was measured on, if known."""
-        loss, bits = getattr(self.figures, kind), self.bits(kind)
+        loss, bits = self.figures[kind], self.bits(kind)
         return loss / math.log(2) / bits if loss and bits else None
 
 
@@ -96,29 +103,30 @@ class Comparison:
 def compare(results: list[Result]) -> Comparison:
     """Group results into rows, sort the rows and write the notes."""
     rows = _group_seeds(_with_test_losses(results))
-    tested = [row for row in rows if row.figures.test_loss is not None]
-    standard = [row for row in tested if row.is_published] or tested
-    usual = Counter(row.test_text for row in standard).most_common(1)
-    rows = [replace(row, is_of_other_slice=row.test_text != usual[0][0]) if row in tested else row
-            for row in rows]
-    rows, common_note = _mark_differences(rows)
-    kind = deciding_loss(rows)
+    tested = [row for row in rows if row.figures["test_loss"] is not None]
+    texts = [_test_text(row) for row in tested if row.is_published] or list(map(_test_text, tested))
+    for row in tested:
+        row.is_of_other_slice = _test_text(row) != Counter(texts).most_common(1)[0][0]
+    common_note, kind = _mark_differences(rows), deciding_loss(rows)
+    bits_note = _tokens_note(rows, kind)
 
     def order(row: Row) -> tuple:
         values = [row.bits(kind)] if bits_note else [
             row.loss(name) for name in (kind, *LOSS_NAMES)]
         return (*((value is None, value or 0.0) for value in values), row.name)
 
-    bits_note = _tokens_note(rows, kind)
-    rows, spread_note = sorted(rows, key=order), ""
-    if not bits_note:
-        rows, spread_note = _mark_within_spread(rows, kind)
-    notes = [bits_note or _sorting_note(rows, kind), common_note, spread_note,
-             *_slice_notes(rows), *_score_notes(rows)]
+    rows.sort(key=order)
+    notes = [bits_note or _sorting_note(rows, kind), common_note,
+             "" if bits_note else _mark_within_spread(rows, kind),
+             *_slice_notes(rows), _score_note(rows)]
     if any(row.is_published for row in rows):
         notes.append("* published results of the original system; US$ computed from its seconds"
                      " and prices, for validation an estimate")
     return Comparison(rows, kind, list(filter(None, notes)), mixes_tokenizers=bool(bits_note))
+
+
+def _test_text(row: Row) -> str:
+    return row.first.text_of(row.first.test_slice)
 
 
 def _with_test_losses(results: list[Result]) -> list[Result]:
@@ -135,9 +143,9 @@ def _with_test_losses(results: list[Result]) -> list[Result]:
         chosen = max(result.tests, default="", key=lambda test_slice, result=result: (
             test_slice in published, counts[result.text_of(test_slice)]))
         test = result.tests.get(chosen, {})
-        found.append(replace(result, test_slice=chosen, figures=replace(
-            result.figures, test_loss=test.get("loss"),
-            test_bits_per_byte=number(test.get("bits_per_byte")))))
+        found.append(replace(result, test_slice=chosen, figures=result.figures | {
+            "test_loss": test.get("loss"),
+            "test_bits_per_byte": number(test.get("bits_per_byte"))}))
     return found
 
 
@@ -149,29 +157,30 @@ def _group_seeds(results: list[Result]) -> list[Row]:
     groups: dict[object, list[Result]] = {}
     times_seen: Counter[object] = Counter()
     for index, result in enumerate(results):
-        figures, config = result.figures, {k: shown(v) for k, v in result.config.items()}
+        config = {key: shown(value) for key, value in result.config.items()}
         seed = config.pop(SEED, None)
-        key = (tuple(sorted(config.items())), result.status, result.machine, figures.steps,
-               figures.global_batch_size)
+        key = (tuple(sorted(config.items())), result.status, result.machine,
+               result.figures["steps"], result.figures["global_batch_size"])
         times_seen[key, seed] += 1
         groups.setdefault((key, times_seen[key, seed]) if config else index, []).append(result)
-    return [Row(tuple(group), group[0].figures) if len(group) == 1 else _mean_row(group)
-            for group in groups.values()]
+    return list(map(_row_of, groups.values()))
 
 
-def _mean_row(group: list[Result]) -> Row:
-    columns = {field.name: [getattr(result.figures, field.name) for result in group]
-               for field in fields(Figures)}
+def _row_of(group: list[Result]) -> Row:
+    if len(group) == 1:
+        return Row(group, group[0].figures)
+    values = {key: [result.figures[key] for result in group] for key in FIGURES}
     if len({result.test_slice for result in group}) > 1:
-        columns["test_loss"] = [None]
-    whole = {key: values for key, values in columns.items() if None not in values}
-    return Row(tuple(group), Figures(**{key: statistics.fmean(v) for key, v in whole.items()}),
-               {kind: statistics.stdev(whole[kind]) for kind in LOSS_NAMES if kind in whole})
+        values["test_loss"] = [None]
+    return Row(group, {key: None if None in found else statistics.fmean(found)
+                       for key, found in values.items()},
+               {kind: statistics.stdev(values[kind]) for kind in LOSS_NAMES
+                if None not in values[kind]})
 
 
-def _mark_differences(rows: list[Row]) -> tuple[list[Row], str]:
+def _mark_differences(rows: list[Row]) -> str:
     """Set the settings in which rows differ; values of more than half of them go into a note."""
-    configs = [_settings(row) for row in rows]
+    configs = list(map(_settings, rows))
     known = [config for config in configs if config]
     keys = [key for key in dict.fromkeys(key for config in known for key in config)
             if len({config.get(key) for config in known}) > 1]
@@ -180,11 +189,11 @@ def _mark_differences(rows: list[Row]) -> tuple[list[Row], str]:
         value, count = Counter(config.get(key) for config in known).most_common(1)[0]
         if value is not None and count > len(known) / 2:
             common[key] = value
-    marked = [replace(row, settings={key: config[key] for key in keys if key in config
-                                     and config[key] != common.get(key)})
-              for row, config in zip(rows, configs, strict=True)]
+    for row, config in zip(rows, configs, strict=True):
+        row.settings = {key: config[key] for key in keys
+                        if key in config and config[key] != common.get(key)}
     values = " ".join(f"{key}={value}" for key, value in common.items())
-    return marked, f"settings, unless a row shows another value: {values}" if values else ""
+    return f"settings, unless a row shows another value: {values}" if values else ""
 
 
 def _settings(row: Row) -> dict[str, str]:
@@ -206,7 +215,7 @@ def deciding_loss(rows: list[Row]) -> str:
     return max(LOSS_NAMES, key=lambda kind: counts[kind])  # the first of equals
 
 
-def _mark_within_spread(rows: list[Row], kind: str) -> tuple[list[Row], str]:
+def _mark_within_spread(rows: list[Row], kind: str) -> str:
     """Mark rows whose difference from the best row may be due to the seeds alone.
 
     If only the seeds differ, the difference of two means of n1 and n2 seeds has the standard
@@ -220,17 +229,16 @@ def _mark_within_spread(rows: list[Row], kind: str) -> tuple[list[Row], str]:
                                        if kind in row.spread and row.loss(kind) is not None)
     best = rows[0].loss(kind) if rows else None
     if not freedom or best is None:
-        return rows, ""
-    marked = [rows[0]]
+        return ""
     for row in rows[1:]:
         loss = row.loss(kind)
         limit = t_95(freedom) * spread * math.sqrt(1 / len(rows[0].results) + 1 / len(row.results))
-        marked.append(replace(row, is_within_spread=loss is not None and loss - best <= limit))
-    known = f"(standard deviation {spread:.4f}, {freedom} degrees of freedom, 95%)"
-    if any(row.is_within_spread for row in marked):
-        return marked, ("≈ within the seed spread of the best row: the difference may be due to the"
-                        f" seeds alone {known}")
-    return marked, f"no row is within the seed spread of the best row {known}"
+        row.is_within_spread = loss is not None and loss - best <= limit
+    known = (f"(standard deviation {spread:.4f}, {counted(freedom, 'degree')} of freedom, 95%)")
+    if any(row.is_within_spread for row in rows):
+        return ("≈ within the seed spread of the best row: the difference may be due to the seeds"
+                f" alone {known}")
+    return f"no row is within the seed spread of the best row {known}"
 
 
 def _sorting_note(rows: list[Row], kind: str) -> str:
@@ -241,16 +249,11 @@ def _sorting_note(rows: list[Row], kind: str) -> str:
 
 
 def _tokens_note(rows: list[Row], kind: str) -> str:
-    """Say how rows with different tokenizers are sorted; empty if their losses can be compared.
-
-    Tokenizers differ by their names; for runs without one, by the mean lengths of their tokens.
-    """
+    """Say how rows with different tokenizers are sorted; empty if their losses can be compared."""
     known = [row for row in rows if row.bytes_per_token(kind) is not None]
     lengths = [row.bytes_per_token(kind) for row in known]
-    names = {row.first.tokenizer for row in rows if getattr(row.figures, kind) is not None}
-    is_unnamed = any(row.first.tokenizer is None for row in known)
-    if not known or not (len(names - {None}) > 1 or is_unnamed
-                         and max(lengths) >= DIFFERENT_TOKENS * min(lengths)):
+    names = {row.first.tokenizer for row in rows if row.figures[kind] is not None}
+    if not known or len(names - {None}) < 2:
         return ""
     missing = len(rows) - len(known)
     last = f"; rows without them come last ({missing})" if missing else ""
@@ -268,26 +271,18 @@ def _slice_notes(rows: list[Row]) -> list[str]:
     """Describe the tokens of the test losses; warn if validation losses are of different tokens."""
     notes = []
     for is_other, start in ((False, "test loss on"), (True, "† not comparable: test loss on")):
-        slices = {row.first.test_slice for row in rows if row.figures.test_loss is not None
+        slices = {row.first.test_slice for row in rows if row.figures["test_loss"] is not None
                   and row.is_of_other_slice == is_other}
         notes += [f"{start} {'; '.join(sorted(slices))}"] if slices else []
-    if len({validation_slice(row.first.config) for row in rows
-            if row.figures.validation_loss is not None}) > 1:
+    if len({row.first.validation_slice for row in rows
+            if row.figures["validation_loss"] is not None}) > 1:
         notes.append("validation losses were measured on different tokens: see the differences")
     return notes
 
 
-def validation_slice(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the settings that say on which tokens a run validates."""
-    keys = ["dataset", "start_val_token", "validation_sequences", "context_length"]
-    if config.get("validation_batches") is not None:
-        keys += ["validation_batches", "microbatch_size"]
-    return tuple(shown(config.get(key)) for key in keys)
-
-
-def _score_notes(rows: list[Row]) -> list[str]:
+def _score_note(rows: list[Row]) -> str:
     """Say who gave the instruction scores; only those of one judge and one prompt compare."""
-    scored = [row for row in rows if row.figures.ift_score is not None]
+    scored = [row for row in rows if row.figures["ift_score"] is not None]
     by_judge: dict[str, list[str]] = {}
     for result in (result for row in scored for result in row.results if result.judge):
         by_judge.setdefault(result.judge, []).append(result.name)
@@ -295,4 +290,4 @@ def _score_notes(rows: list[Row]) -> list[str]:
              *(f"by {judge}: {', '.join(names)}" for judge, names in by_judge.items())]
     if any(row.is_published for row in scored):
         notes.append("published ones come from another prompt and do not compare")
-    return ["; ".join(notes)] if scored else []
+    return "; ".join(notes) if scored else ""

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from basics.errors import UserError
 from lab.compare.results import shown
-from lab.compare.rows import SEED, Comparison, Row, validation_slice
+from lab.compare.rows import SEED, Comparison, Row
 from lab.runs import Record, number
 from reporting.summary import FINISHED
 
 
-@dataclass(frozen=True)
-class Reached:
+class Reached(NamedTuple):
     """What a run had trained on and spent when it reached a loss; dollars if the price is known."""
 
     tokens: float
     usd: float | None = None
 
 
-@dataclass(frozen=True)
-class TokensToLoss:
-    """When each row of a comparison reached the final validation loss of one of them.
-
-    Attributes:
-        cells: in the order of the comparison's rows; None if the loss was not reached.
-    """
+class TokensToLoss(NamedTuple):
+    """When each row of a comparison reached the final validation loss of one of them, or None."""
 
     reference: Row
     cells: list[Reached | None]
@@ -63,9 +57,8 @@ def mean_reached(found: list[Reached | None]) -> Reached | None:
     """Return the mean over runs; None if one of them did not reach the loss, or there is none."""
     if not found or None in found:
         return None
-    dollars = [reached.usd for reached in found]
-    return Reached(statistics.fmean(reached.tokens for reached in found),
-                   None if None in dollars else statistics.fmean(dollars))
+    tokens, usd = zip(*found, strict=True)
+    return Reached(statistics.fmean(tokens), None if None in usd else statistics.fmean(usd))
 
 
 def tokens_to_loss(comparison: Comparison, of_run: str | None = None) -> TokensToLoss | None:
@@ -79,15 +72,14 @@ def tokens_to_loss(comparison: Comparison, of_run: str | None = None) -> TokensT
         UserError: the reference is not in the comparison or has no final validation loss.
     """
     usable = [row for row in comparison.rows if row.first.status == FINISHED and row.first.records
-              and None not in (row.figures.validation_loss, row.figures.tokens)]
-    if of_run is not None:
-        usable = [row for row in usable if of_run in (run.name for run in row.results)]
-        if not usable:
-            raise UserError(f"--to-loss-of {of_run[:60]}: no finished run with a validation loss"
-                            " has this name; name one of the compared runs")
-    elif len(usable) < 2:
+              and None not in (row.figures["validation_loss"], row.figures["tokens"])
+              and of_run in (None, *(run.name for run in row.results))]
+    if of_run is not None and not usable:
+        raise UserError(f"--to-loss-of {of_run[:60]}: no finished run with a validation loss"
+                        " has this name; name one of the compared runs")
+    if of_run is None and len(usable) < 2:
         return None
-    reference = max(usable, key=lambda row: row.figures.validation_loss)
+    reference = max(usable, key=lambda row: row.figures["validation_loss"])
     return TokensToLoss(reference, [_reached(row, reference) for row in comparison.rows])
 
 
@@ -96,11 +88,12 @@ def _reached(row: Row, reference: Row) -> Reached | None:
 
     The loss to reach is that of the reference's run with the same seed; without one, its mean.
     """
-    if row == reference:
-        return Reached(row.figures.tokens, row.figures.usd)  # all that it took, to its end
-    if validation_slice(row.first.config) != validation_slice(reference.first.config):
+    if row is reference:
+        return Reached(row.figures["tokens"], row.figures["usd"])  # all that it took, to its end
+    if row.first.validation_slice != reference.first.validation_slice:
         return None
-    losses = {shown(run.config.get(SEED)): run.figures.validation_loss for run in reference.results}
-    mean = reference.figures.validation_loss
+    losses = {shown(run.config.get(SEED)): run.figures["validation_loss"]
+              for run in reference.results}
+    mean = reference.figures["validation_loss"]
     return mean_reached([first_reaching(run.records, losses.get(shown(run.config.get(SEED)), mean))
                          for run in row.results])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,7 +18,6 @@ LONGEST_VALUE = 60  # characters, in a label
 SEED = "random_seed"
 
 Changes = dict[str, Any]
-Configs = tuple[ModelConfig, TrainConfig]
 
 
 def parse_change(text: str) -> Changes:
@@ -26,7 +26,11 @@ def parse_change(text: str) -> Changes:
     rest = text
     while rest or not changes:
         key, _, rest = rest.partition("=")
-        value, rest = _split_value(rest)
+        end = 0  # a comma inside JSON is part of the value
+        with suppress(ValueError, RecursionError):
+            _, end = json.JSONDecoder().raw_decode(rest)
+        found = NEXT_KEY.match(rest, end) or NEXT_KEY.search(rest) if end < len(rest) else None
+        value, rest = (rest[:found.start()], rest[found.end():]) if found else (rest, "")
         if not key or not value:
             raise UserError(f"--change {text[:80]}: wanted KEY=VALUE or KEY=VALUE,KEY=VALUE, as"
                             " drop_rate=0.1,weight_decay=0")
@@ -35,18 +39,6 @@ def parse_change(text: str) -> Changes:
                             " (--range is for several values of a key)")
         changes[key] = _parse_value(value)
     return changes
-
-
-def _split_value(text: str) -> tuple[str, str]:
-    """Split a value from the next `KEY=`; a comma inside JSON is part of the value."""
-    try:
-        _, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        end = 0
-    if end < len(text):
-        found = NEXT_KEY.match(text, end) or NEXT_KEY.search(text)
-        return (text[:found.start()], text[found.end():]) if found else (text, "")
-    return text, ""
 
 
 def parse_range(text: str) -> list[Changes]:
@@ -71,15 +63,14 @@ def _parse_value(text: str) -> Any:
 
 def label(changes: Changes) -> str:
     """Return changes as text, as on the command line."""
-    return ",".join(f"{key}={_shown(value)}" for key, value in changes.items()) or "baseline"
+    texts = {key: value if isinstance(value, str) else json.dumps(value)
+             for key, value in changes.items()}
+    return ",".join(f"{key}={text[:LONGEST_VALUE]}{'...' * (len(text) > LONGEST_VALUE)}"
+                    for key, text in texts.items()) or "baseline"
 
 
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def apply_changes(base: Run, changes: Changes, *, seed: int | None = None) -> Configs:
+def apply_changes(base: Run, changes: Changes, *, seed: int | None = None
+                  ) -> tuple[ModelConfig, TrainConfig]:
     """Return a run's configs with changes; null takes a key out, so that it has its default.
 
     Args:
@@ -101,12 +92,6 @@ def apply_changes(base: Run, changes: Changes, *, seed: int | None = None) -> Co
         except ValidationError as error:
             raise UserError(f"--change {label(changes)}: {describe(error)}") from None
     model, train = changed
-    _check_comparable(base, train, changes)
-    return with_defaults(model, _with_found_weights(base, train))
-
-
-def _check_comparable(base: Run, train: TrainConfig, changes: Changes) -> None:
-    """Refuse runs without validation, and runs that stop before their end. Raises: UserError."""
     if not train.validates:
         raise UserError(f"{label(changes)}: a sweep compares validation losses; set"
                         f" validation_interval with validation_sequences in {base.train_path}")
@@ -114,6 +99,7 @@ def _check_comparable(base: Run, train: TrainConfig, changes: Changes) -> None:
         if getattr(train, key) is not None:
             raise UserError(f"{label(changes)}: {key} would stop runs before their end; drop it"
                             f" from {base.train_path}, and pass {option} for the whole sweep")
+    return with_defaults(model, _with_found_weights(base, train))
 
 
 def _with_found_weights(base: Run, train: TrainConfig) -> TrainConfig:
@@ -138,11 +124,8 @@ def _check_keys(changes: Changes) -> None:
     """Refuse unknown keys, and the seed, which is not a change. Raises: UserError."""
     known = [*ModelConfig.model_fields, *TrainConfig.model_fields]
     for key in changes:
-        if key == SEED:
-            raise UserError(f"--change {label(changes)}: {SEED} is the same for all variants; use"
-                            " --seeds N")
-        if key in GONE_KEYS:
-            raise UserError(f'--change {label(changes)}: the key "{key}" has gone:'
-                            f" {GONE_KEYS[key]}")
-        if key not in known:
-            raise UserError(f"--change {label(changes)}: {unknown_key(key, known)}")
+        wrong = (f"{SEED} is the same for all variants; use --seeds N" if key == SEED else
+                 f'the key "{key}" has gone: {GONE_KEYS[key]}' if key in GONE_KEYS else
+                 unknown_key(key, known) if key not in known else None)
+        if wrong:
+            raise UserError(f"--change {label(changes)}: {wrong}")

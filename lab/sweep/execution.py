@@ -15,20 +15,23 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from basics.errors import STOP_SIGNALS, print_line
+from basics.errors import NON_FINITE, STOP_SIGNALS, print_line
+from lab.compare.results import Result, read_result
+from lab.runs import RunFiles
 from lab.sweep.plan import PlannedRun, Sweep
-from lab.sweep.results import DIVERGED, Outcome, read_outcome
 from processes.signals import end_with_parent, stop_signals, torchrun_signals
 from reporting.summary import FINISHED
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
 NUM_PROCESSES = re.compile(r"--nproc[_-]per[_-]node[= ]([1-9]\d{0,4})(?!\S)")
 OWN_RENDEZVOUS = ("--standalone", "--rdzv", "--master")  # torchrun's options that name one
+DIVERGED, NOT_STARTED = "diverged", "not started"
+NOT_FINITE = "were not finite"  # in the reason of a run whose gradients were not
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How each run is started.
+    """How each run is started, and what all of them together may spend, over all launches.
 
     Attributes:
         nproc_per_node: of ddp_train.py's own launcher.
@@ -39,6 +42,8 @@ class Launch:
     nproc_per_node: int | None = None
     usd_per_hour: float | None = None
     torchrun: tuple[str, ...] = ()
+    budget_hours: float | None = None
+    budget_usd: float | None = None
 
     def command(self, run_dir: Path) -> list[str]:
         """Return the command that trains a run, or resumes it."""
@@ -72,27 +77,35 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What all runs of a sweep may spend, over all launches."""
+class Outcome:
+    """What one run has come to.
 
-    hours: float | None = None
-    usd: float | None = None
-    usd_per_hour: float | None = None
+    Attributes:
+        state: `finished`, `diverged`, `not started`, or why it has not finished.
+        loss: the final validation loss; None unless finished.
+    """
+
+    run: PlannedRun
+    result: Result
+    state: str
+
+    @classmethod
+    def read(cls, run: PlannedRun, exit_status: int = 0) -> Outcome:
+        """Read the files of a run; the status is that of its launch here, if there was one."""
+        result, summary = read_result(run.run_dir), RunFiles.read(run.run_dir).summary
+        state = result.status if summary or result.records else NOT_STARTED
+        if result.status == FINISHED and result.figures["validation_loss"] is not None:
+            state = FINISHED
+        elif (result.status == FINISHED or exit_status == NON_FINITE
+              or NOT_FINITE in str(summary.get("reason"))):
+            state = DIVERGED
+        elif exit_status and result.status != "stopped" and exit_status - 128 not in STOP_SIGNALS:
+            state = f"failed (status {exit_status})"
+        return cls(run, result, state)
 
     @property
-    def is_limited(self) -> bool:
-        return self.hours is not None or self.usd is not None
-
-    def seconds_left(self, outcomes: list[Outcome]) -> float:
-        """Return the seconds until the first limit; inf without any."""
-        seconds, usd = (sum(getattr(found.result.figures, key) or 0.0 for found in outcomes)
-                        for key in ("seconds", "usd"))
-        left = [math.inf]
-        if self.hours is not None:
-            left.append(self.hours * 3600 - seconds)
-        if self.usd is not None:
-            left.append((self.usd - usd) / self.usd_per_hour * 3600)
-        return min(left)
+    def loss(self) -> float | None:
+        return self.result.figures["validation_loss"] if self.state == FINISHED else None
 
 
 def expected_seconds(run: PlannedRun, outcomes: list[Outcome]) -> float:
@@ -101,17 +114,19 @@ def expected_seconds(run: PlannedRun, outcomes: list[Outcome]) -> float:
     That is the seconds per token of the finished runs, of the same variant if there are any,
     times the tokens that are left.
     """
-    figures = [(found.run.variant == run.variant, found.result.figures) for found in outcomes
-               if found.state == FINISHED]
-    measured = [(is_same, found.seconds / found.tokens, found.tokens)
-                for is_same, found in figures if found.seconds and found.tokens]
-    alike = [rest for is_same, *rest in measured if is_same] or [rest for _, *rest in measured]
+    measured = [(found.run.variant == run.variant, found.result.figures) for found in outcomes
+                if found.state == FINISHED and found.result.figures["seconds"]
+                and found.result.figures["tokens"]]
+    alike = [figures for is_same, figures in measured if is_same] or [
+        figures for _, figures in measured]
     if not alike:
         return 0.0
-    rate, all_tokens = (statistics.fmean(values) for values in zip(*alike, strict=True))
-    wanted = run.configs[1].min_train_tokens
-    done = next((found.result.figures.tokens for found in outcomes if found.run == run), None)
-    return rate * max(0.0, (all_tokens if wanted == -1 else wanted) - (done or 0.0))
+    rate = statistics.fmean(figures["seconds"] / figures["tokens"] for figures in alike)
+    wanted = run.train.min_train_tokens
+    if wanted == -1:
+        wanted = statistics.fmean(figures["tokens"] for figures in alike)
+    done = next((found.result.figures["tokens"] for found in outcomes if found.run == run), None)
+    return rate * max(0.0, wanted - (done or 0.0))
 
 
 def start(command: list[str]) -> subprocess.Popen:
@@ -129,15 +144,16 @@ class Execution:
     Attributes:
         exit_status: of the sweep: 128 + n after signal n, or the status of a failed baseline.
         stop_reason: why not all runs were trained; empty if all were.
-        statuses: exit statuses of the runs launched here, by directory name.
+        outcomes: of all runs, by directory name, each read when it has changed.
     """
 
-    def __init__(self, launch: Launch, budget: Budget) -> None:
-        self._launch, self._budget = launch, budget
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
         self._process: subprocess.Popen | None = None
         self._signal = self.exit_status = 0
         self.stop_reason = ""
-        self.statuses: dict[str, int] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self._launched: set[str] = set()
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -160,31 +176,39 @@ class Execution:
 
         A baseline that fails stops it too: there would be nothing to compare with.
         """
-        runs = sweep.runs
-        for i, run in enumerate(runs, start=1):
-            if run.run_dir.name in self.statuses or read_outcome(run).is_final:
+        runs = {run.run_dir.name: run for run in sweep.runs}
+        self.outcomes |= {name: Outcome.read(run) for name, run in runs.items()
+                          if name not in self.outcomes}
+        for i, (name, run) in enumerate(runs.items(), start=1):
+            if name in self._launched or self.outcomes[name].state in (FINISHED, DIVERGED):
                 continue
-            seconds_left = self._seconds_left(run, runs)
+            seconds_left = self._seconds_left(run)
             if self.stop_reason:
                 return
             print_line(f"[{i}/{len(runs)}] {run.label}")
-            status = self.statuses[run.run_dir.name] = self._run(run, seconds_left)
-            outcome = read_outcome(run, status)
+            self._launched.add(name)
+            status = self._run(run, seconds_left)
+            outcome = self.outcomes[name] = Outcome.read(run, status)
             if self.stop_reason:
                 return
             if outcome.state != FINISHED:
                 print_line(f"{run.label}: {outcome.state}")
-            if run.variant.is_baseline and status and outcome.state != DIVERGED:
+            if not run.variant.changes and status and outcome.state != DIVERGED:
                 self.stop_reason = f"{run.label}, failed with status {status}"
                 self.exit_status = status
                 return
 
-    def _seconds_left(self, run: PlannedRun, runs: list[PlannedRun]) -> float:
+    def _seconds_left(self, run: PlannedRun) -> float:
         """Return the seconds that the budget leaves; set a reason to stop if a run takes more."""
-        if not self._budget.is_limited:
-            return math.inf
-        outcomes = [read_outcome(other) for other in runs]
-        left, needed = self._budget.seconds_left(outcomes), expected_seconds(run, outcomes)
+        found = list(self.outcomes.values())
+        seconds, usd = (sum(one.result.figures[key] or 0.0 for one in found)
+                        for key in ("seconds", "usd"))
+        left, launch = math.inf, self._launch
+        if launch.budget_hours is not None:
+            left = launch.budget_hours * 3600 - seconds
+        if launch.budget_usd is not None:
+            left = min(left, (launch.budget_usd - usd) / launch.usd_per_hour * 3600)
+        needed = expected_seconds(run, found)
         if left <= 0:
             self.stop_reason = f"budget: it was spent before {run.label}"
         elif needed > left:

@@ -1,14 +1,13 @@
-"""The plan of a sweep: its variants and seeds, in `sweep.json`, and their run directories."""
+"""The plan of a sweep: its changes and seeds, in `sweep.json`, and its run directories."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,62 +15,49 @@ from basics.directory_lock import locked
 from basics.errors import UserError, cannot_be_written, print_line
 from basics.files import write_atomically
 from basics.json_files import describe, read_json_object, to_json
-from lab.sweep.changes import Changes, Configs, apply_changes, label
+from lab.sweep.changes import Changes, apply_changes, label
 from run_config import ModelConfig, Run, TrainConfig, load_config, with_defaults
 from tokens.batch_plan import accumulation_steps_of
 
 PLAN_NAME = "sweep.json"
-BASELINE = "baseline"
 LONGEST_NAME = 80  # characters, of a run's directory before its seed
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class Variant(_Frozen):
-    """The baseline, or a change to it.
+class Variant(BaseModel):
+    """The baseline, which has no changes, or changes to it.
 
     Attributes:
-        name: of its run directories, before the seed.
         is_stack: whether it has all changes that were better than the baseline.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    changes: dict[str, Any]
-    is_stack: bool = False
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
-    @property
-    def is_baseline(self) -> bool:
-        return self.name == BASELINE
+    changes: dict[str, Any] = {}
+    is_stack: bool = False
 
     @property
     def label(self) -> str:
         return ("all together: " if self.is_stack else "") + label(self.changes)
 
 
-class Plan(_Frozen):
-    """`sweep.json`: the baseline's settings when the sweep began, the seeds and the variants.
+class Plan(BaseModel):
+    """`sweep.json`: the name of the changed run, the seeds and the variants, the baseline first."""
 
-    Attributes:
-        variants: the baseline first.
-    """
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     base: str
-    model: dict[str, Any]
-    train: dict[str, Any]
-    num_seeds: int = Field(ge=1, le=1000)
-    variants: tuple[Variant, ...] = Field(strict=False, min_length=1)
+    num_seeds: int = Field(1, ge=1, le=1000)
+    variants: tuple[Variant, ...] = Field((Variant(),), strict=False, min_length=1)
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """One variant with one seed."""
+class PlannedRun(NamedTuple):
+    """One variant with one seed; its directory, and what its two files hold."""
 
     variant: Variant
     seed: int
     run_dir: Path
-    configs: Configs
+    model: ModelConfig
+    train: TrainConfig
 
     @property
     def label(self) -> str:
@@ -91,25 +77,25 @@ class Sweep:
     sweep_dir: Path
     num_processes: int | None = None
 
-    @classmethod
-    def of(cls, base: Run, sweep_dir: Path, *, num_processes: int | None = None) -> Sweep:
-        """Return a sweep that has only the baseline, with one seed."""
-        return cls(_new_plan(base), base, sweep_dir, num_processes)
+    @property
+    def names(self) -> list[str]:
+        """The variants' names in those of run directories: unique, and the same in each command."""
+        names: list[str] = []
+        for variant in self.plan.variants:
+            text = label(variant.changes).replace(",", "_").replace("=", "-")
+            name = re.sub(r"[^A-Za-z0-9._-]", "", text)[:LONGEST_NAME].lstrip("._-") or "variant"
+            names.append(next(free for free in (name, *(f"{name}.{i}" for i in range(
+                2, len(names) + 3))) if free not in names))
+        return names
 
     @property
     def runs(self) -> list[PlannedRun]:
         """All runs, one seed after the other: a sweep that is stopped has comparable runs."""
-        return [self._run(variant, self.base.train.random_seed + i)
-                for i in range(self.plan.num_seeds) for variant in self.plan.variants]
-
-    def _run(self, variant: Variant, seed: int) -> PlannedRun:
-        return PlannedRun(variant, seed, self.sweep_dir / f"{variant.name}-seed-{seed}",
-                          apply_changes(self.base, variant.changes, seed=seed))
-
-    def with_seeds(self, num_seeds: int) -> Sweep:
-        """Return the sweep with at least this number of seeds. Raises: UserError."""
-        num_seeds = max(num_seeds, self.plan.num_seeds)
-        return replace(self, plan=self.plan.model_copy(update={"num_seeds": num_seeds}))
+        first = self.base.train.random_seed
+        return [PlannedRun(variant, seed, self.sweep_dir / f"{name}-seed-{seed}",
+                           *apply_changes(self.base, variant.changes, seed=seed))
+                for seed in range(first, first + self.plan.num_seeds)
+                for name, variant in zip(self.names, self.plan.variants, strict=True)]
 
     def with_variant(self, changes: Changes, *, is_stack: bool = False) -> Sweep:
         """Return the sweep with one more variant; the same one if it has such a variant.
@@ -118,60 +104,56 @@ class Sweep:
             UserError: the changes are refused by a run's own validators, or its global batch
                 cannot be divided by the processes.
         """
-        configs = apply_changes(self.base, changes)
-        self._check_batch(changes, configs)
-        for variant in self.plan.variants:
-            if apply_changes(self.base, variant.changes) == configs:
-                return self
-        variant = Variant(name=self._free_name(changes), changes=changes, is_stack=is_stack)
-        variants = (*self.plan.variants, variant)
-        return replace(self, plan=self.plan.model_copy(update={"variants": variants}))
-
-    def _check_batch(self, changes: Changes, configs: Configs) -> None:
-        model, train = configs
+        model, train = configs = apply_changes(self.base, changes)
         if self.num_processes is not None:
             try:
                 accumulation_steps_of(replace(self.base, model=model, train=train),
                                       world_size=self.num_processes)
             except UserError as error:
                 raise UserError(f"{label(changes)}: {error}") from None
+        if any(apply_changes(self.base, variant.changes) == configs
+               for variant in self.plan.variants):
+            return self
+        return self._planned(variants=(*self.plan.variants,
+                                       Variant(changes=changes, is_stack=is_stack)))
 
-    def _free_name(self, changes: Changes) -> str:
-        """Return a directory name for a variant, with a number if another one has it."""
-        text = label(changes).replace(",", "_").replace("=", "-")
-        name = re.sub(r"[^A-Za-z0-9._-]", "", text)[:LONGEST_NAME].lstrip("._-") or "variant"
-        taken = {variant.name for variant in self.plan.variants}
-        names = (name, *(f"{name}.{i}" for i in range(2, len(taken) + 3)))
-        return next(free for free in names if free not in taken)
+    def with_seeds(self, num_seeds: int) -> Sweep:
+        """Return the sweep with at least this number of seeds. Raises: UserError: too many."""
+        return self._planned(num_seeds=max(num_seeds, self.plan.num_seeds))
+
+    def _planned(self, **changes: Any) -> Sweep:
+        return replace(self, plan=self.plan.model_copy(update=changes))
 
     def write(self) -> None:
         """Write `sweep.json` and the run directories that are missing.
 
         Raises:
-            UserError: a run directory has other settings, or something cannot be written.
+            UserError: the base or a run directory was changed, or something cannot be written.
         """
-        files = [(run.run_dir / f"{name}.json", config) for run in self.runs
-                 for name, config in zip(("model", "train"), run.configs, strict=True)]
-        for path, config in files:
-            if path.exists() and _set_keys(load_config(path, type(config))) != _set_keys(config):
-                raise UserError(f"{path}: was changed after the sweep had written it; undo that, or"
-                                " name another sweep with --name")
+        for run in self.runs:
+            if (run.run_dir / "train.json").exists():
+                self._check_unchanged(run)
         try:
-            _write_json(self.sweep_dir / PLAN_NAME, self.plan)
-            for path, config in files:
-                path.parent.mkdir(exist_ok=True)
-                if not path.exists():
-                    _write_json(path, config)
+            write_atomically(self.sweep_dir / PLAN_NAME,
+                             to_json(self.plan.model_dump(), indent=4) + "\n")
+            for run in self.runs:
+                run.run_dir.mkdir(exist_ok=True)
+                for name, config in (("model", run.model), ("train", run.train)):
+                    if not (path := run.run_dir / f"{name}.json").exists():
+                        write_atomically(path, to_json(
+                            config.model_dump(exclude_unset=True), indent=4) + "\n")
         except OSError as error:
             raise cannot_be_written(self.sweep_dir, error) from None
 
-
-def _write_json(path: Path, config: BaseModel) -> None:
-    write_atomically(path, to_json(_set_keys(config), indent=4) + "\n")
-
-
-def _set_keys(config: BaseModel) -> dict[str, Any]:
-    return config.model_dump(exclude_unset=True)
+    def _check_unchanged(self, run: PlannedRun) -> None:
+        found = with_defaults(load_config(run.run_dir / "model.json", ModelConfig),
+                              load_config(run.run_dir / "train.json", TrainConfig))
+        for old, new in zip(found, (run.model, run.train), strict=True):
+            for key in type(new).model_fields:
+                if getattr(old, key) != getattr(new, key):
+                    raise UserError(f"{run.run_dir}: {key} is {getattr(old, key)}, but would be"
+                                    f" {getattr(new, key)} now: {self.base.run_dir} or this"
+                                    " directory was edited since; undo that, or set another --name")
 
 
 @contextmanager
@@ -186,17 +168,17 @@ def open_sweep(new: Sweep, changes: list[Changes], num_seeds: int | None) -> Ite
     Raises:
         UserError: something is wrong with the changes, the plan or the directory.
     """
-    base, sweep_dir, wanted = new.base, new.sweep_dir, new
+    base, path, wanted = new.base, new.sweep_dir / PLAN_NAME, new
     for change in ({}, *changes):
         wanted = wanted.with_variant(change)  # refused before anything is written
     apply_changes(base, {}, seed=wanted.with_seeds(num_seeds or 1).runs[-1].seed)
-    if not changes and num_seeds in (None, 1) and not (sweep_dir / PLAN_NAME).exists():
-        raise UserError(f"{sweep_dir}: no such sweep yet; name at least one --change or --range,"
-                        " or several --seeds")
-    busy = (f"{sweep_dir}: another sweep runs in this directory; wait for its end, or set another"
-            " --name")
-    with locked(sweep_dir, busy=busy):
-        sweep = replace(new, plan=_read_plan(base, sweep_dir))
+    if not changes and num_seeds in (None, 1) and not path.exists():
+        raise UserError(f"{new.sweep_dir}: no such sweep yet; name at least one --change or"
+                        " --range, or several --seeds")
+    busy = (f"{new.sweep_dir}: another sweep runs in this directory; wait for its end, or set"
+            " another --name")
+    with locked(new.sweep_dir, busy=busy):
+        sweep = replace(new, plan=_read_plan(path, base)) if path.exists() else new
         for change in changes:
             before, sweep = sweep, sweep.with_variant(change)
             if sweep == before and apply_changes(base, change) == apply_changes(base, {}):
@@ -206,35 +188,15 @@ def open_sweep(new: Sweep, changes: list[Changes], num_seeds: int | None) -> Ite
         yield sweep
 
 
-def _new_plan(base: Run) -> Plan:
-    model, train = (json.loads(config.model_dump_json(exclude_unset=True))
-                    for config in (base.model, base.train))
-    return Plan(base=base.name, model=model, train=train, num_seeds=1,
-                variants=(Variant(name=BASELINE, changes={}),))
-
-
-def _read_plan(base: Run, sweep_dir: Path) -> Plan:
-    """Return the directory's plan, or a new one. Raises: UserError if it is of another base."""
-    path = sweep_dir / PLAN_NAME
-    if not path.exists():
-        return _new_plan(base)
+def _read_plan(path: Path, base: Run) -> Plan:
+    """Return the plan in a directory. Raises: UserError if it is damaged or of another base."""
     try:
         plan = Plan.model_validate(read_json_object(path, needed_by="this sweep"))
-        before = with_defaults(ModelConfig.model_validate(plan.model),
-                               TrainConfig.model_validate(plan.train))
     except ValidationError as error:
         raise UserError(f"{path}: {describe(error)}") from None
-    names = [variant.name for variant in plan.variants]
-    if names[0] != BASELINE or len(set(names)) < len(names):
+    if plan.variants[0].changes:
         raise UserError(f"{path}: was edited by hand; name another sweep with --name")
     if plan.base != base.name:
         raise UserError(f"{path}: is a sweep of {plan.base}, not of {base.name}; set another"
                         " --name")
-    for old, new in zip(before, (base.model, base.train), strict=True):
-        changed = [key for key in type(new).model_fields if getattr(old, key) != getattr(new, key)]
-        if changed:
-            key = changed[0]
-            raise UserError(f"{base.run_dir}: {key} is {getattr(new, key)}, but was"
-                            f" {getattr(old, key)} when the sweep {sweep_dir.name} began; undo"
-                            " that, or set another --name")
     return plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,31 +13,9 @@ from basics.errors import UserError, cannot_be_written, visible
 from basics.files import write_atomically
 
 if TYPE_CHECKING:
-    from lab.sweep.changes import Changes
-    from lab.sweep.execution import Budget, Execution, Launch
+    from lab.sweep.execution import Execution, Launch
     from lab.sweep.plan import Sweep
-    from run_config import Run
-
-
-@dataclass(frozen=True)
-class Options:
-    """The parsed command line."""
-
-    base: str
-    torchrun_arguments: tuple[str, ...]
-    changes: tuple[str, ...]
-    ranges: tuple[str, ...]
-    seeds: int | None
-    stack: bool
-    name: str | None
-    budget_hours: float | None
-    budget_usd: float | None
-    usd_per_hour: float | None
-    nproc_per_node: int | None
-    runs_dir: Path
-    sweeps_dir: Path
-    datasets_dir: Path
-    as_json: bool
+    from lab.sweep.results import Entry
 
 
 @click.command()
@@ -69,9 +46,11 @@ class Options:
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
+@click.option("--charts", is_flag=True, help="Draw charts into the directory of the sweep.")
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON document on standard output, and all else on standard error.")
-def command(**options: Any) -> None:
+def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], name: str | None,
+            **options: Any) -> None:
     """Train BASE and changes to it, one after the other, and compare them in one table.
 
     The same command goes on where it was stopped; other changes are added to the sweep. Arguments
@@ -79,36 +58,32 @@ def command(**options: Any) -> None:
     """
     # Imported here so that --help is fast.
     from lab.sweep.changes import parse_change, parse_range
-    from lab.sweep.execution import Budget, Execution, Launch
-    from lab.sweep.plan import Sweep, open_sweep
-    from lab.sweep.results import entries_of
-    from lab.sweep.table import sweep_document
+    from lab.sweep.execution import Execution, Launch
+    from lab.sweep.plan import Plan, Sweep, open_sweep
+    from lab.sweep.report import document_of
     from run_config import load_run
 
-    given = Options(**options)
-    wanted = [*map(parse_change, given.changes),
-              *(one for text in given.ranges for one in parse_range(text))]
-    loaded = load_run(given.runs_dir, given.base)
-    launch = Launch(given.datasets_dir, given.nproc_per_node, given.usd_per_hour,
-                    given.torchrun_arguments)
-    budget = Budget(given.budget_hours, given.budget_usd,
-                    given.usd_per_hour or loaded.train.usd_per_hour)
-    _check_options(launch, budget)
-    execution = Execution(launch, budget)
-    new = Sweep.of(loaded, _directory(given.sweeps_dir, given.name or given.base),
-                   num_processes=_num_processes(launch, loaded, wanted))
-    with stdout_to_stderr(given.as_json), open_sweep(new, wanted, given.seeds) as sweep:
-        with execution.handling_signals():
-            sweep = _train(sweep, execution, stack=given.stack)
-        _report(sweep, execution)
-        document = sweep_document(sweep, entries_of(sweep, execution.statuses),
-                                  execution.stop_reason)
-    if given.as_json:
-        print_json(document)
+    wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
+    loaded = load_run(options["runs_dir"], base)
+    launch = Launch(options["datasets_dir"], options["nproc_per_node"],
+                    options["usd_per_hour"] or loaded.train.usd_per_hour,
+                    options["torchrun_arguments"], options["budget_hours"], options["budget_usd"])
+    _check_launch(launch)
+    sets_batch = loaded.train.global_batch_size or any(
+        changed.get("global_batch_size") for changed in wanted)
+    new = Sweep(Plan(base=base), loaded, _directory(options["sweeps_dir"], name or base),
+                launch.num_processes() if sets_batch else None)
+    execution = Execution(launch)
+    with (stdout_to_stderr(options["as_json"]),
+          open_sweep(new, wanted, options["seeds"]) as sweep, execution.handling_signals()):
+        sweep, entries = _train(sweep, execution, stack=options["stack"])
+        _report(sweep, entries, execution.stop_reason, charts=options["charts"])
+    if options["as_json"]:
+        print_json(document_of(sweep, entries, execution.stop_reason))
     sys.exit(execution.exit_status)
 
 
-def _check_options(launch: Launch, budget: Budget) -> None:
+def _check_launch(launch: Launch) -> None:
     """Refuse options that contradict each other. Raises: UserError."""
     if launch.torchrun and not launch.torchrun[0].startswith("-"):
         raise UserError(f"{launch.torchrun[0][:60]!r}: one BASE is changed; arguments of torchrun"
@@ -116,17 +91,9 @@ def _check_options(launch: Launch, budget: Budget) -> None:
     if launch.torchrun and launch.nproc_per_node:
         raise UserError("--nproc-per-node and arguments of torchrun exclude each other: pass"
                         " --nproc_per_node after --")
-    if budget.usd is not None and budget.usd_per_hour is None:
+    if launch.budget_usd is not None and launch.usd_per_hour is None:
         raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
                         " usd_per_hour in BASE's train.json")
-
-
-def _num_processes(launch: Launch, base: Run, wanted: list[Changes]) -> int | None:
-    """Return the number of processes of each run; None if it is not known, or not needed."""
-    key = "global_batch_size"
-    if base.train.global_batch_size is None and not any(changes.get(key) for changes in wanted):
-        return None
-    return launch.num_processes()
 
 
 def _directory(sweeps_dir: Path, name: str) -> Path:
@@ -135,43 +102,38 @@ def _directory(sweeps_dir: Path, name: str) -> Path:
 
     if not RUN_NAME.fullmatch(name):
         raise UserError(f"--name {name[:60]!r} is not a plain name; wanted a directory inside"
-                        f" {sweeps_dir}")
+                        f" {sweeps_dir}, of letters, digits, '.', '_' and '-', at most 128")
     check_inside(sweeps_dir / name, sweeps_dir, "--sweeps-dir")
     return sweeps_dir / name
 
 
-def _train(sweep: Sweep, execution: Execution, *, stack: bool) -> Sweep:
-    """Train all runs, and then with `stack` those of one more variant; return the sweep."""
+def _train(sweep: Sweep, execution: Execution, *, stack: bool) -> tuple[Sweep, list[Entry]]:
+    """Train all runs, and then with `stack` those of one more variant."""
     from lab.sweep.results import entries_of, with_stack
 
     execution.train(sweep)
     if stack and not execution.stop_reason:
-        sweep, lines = with_stack(sweep, entries_of(sweep, execution.statuses))
+        sweep, lines = with_stack(sweep, entries_of(sweep, execution.outcomes))
         click.echo(visible("\n".join(lines)))
         sweep.write()
         execution.train(sweep)
-    return sweep
+    return sweep, entries_of(sweep, execution.outcomes)
 
 
-def _report(sweep: Sweep, execution: Execution) -> None:
-    """Print the table, and write it and the charts. Raises: UserError."""
-    from lab.sweep.charts import draw_sweep
-    from lab.sweep.results import entries_of
-    from lab.sweep.table import table_of
+def _report(sweep: Sweep, entries: list[Entry], stop_reason: str, *, charts: bool) -> None:
+    """Print the table, and write it, and the charts that are asked for. Raises: UserError."""
+    from lab.sweep.report import draw_sweep, table_of
     from lab.table import terminal_width
 
-    entries = entries_of(sweep, execution.statuses)
     table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"
     click.echo(visible(f"\n{table.terminal(terminal_width())}"))  # whatever fails below, it is seen
     try:
-        charts = draw_sweep(sweep, entries)
-        images = [f"![{path.stem}]({path.name})" for path in charts]
-        write_atomically(path, "\n".join([table.markdown(), "", *images, ""]))
-        written = [path, *charts]
+        drawn = draw_sweep(sweep, entries) if charts else []
+        images = ["", *(f"![{path.stem}]({path.name})" for path in drawn)] if drawn else []
+        write_atomically(path, "\n".join([table.markdown(), *images, ""]))
     except OSError as error:
         raise cannot_be_written(sweep.sweep_dir, error) from None
-    click.echo(visible("\n".join(f"written: {path}" for path in written)), err=True)
-    if execution.stop_reason:
-        more = " with a larger budget" if execution.stop_reason.startswith("budget") else ""
-        click.echo(visible(
-            f"sweep stopped: {execution.stop_reason}; the same command{more} continues it"))
+    click.echo(visible("\n".join(f"written: {path}" for path in [path, *drawn])), err=True)
+    if stop_reason:
+        more = " with a larger budget" if stop_reason.startswith("budget") else ""
+        click.echo(visible(f"sweep stopped: {stop_reason}; the same command{more} continues it"))

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from basics.failpoints import VARIABLE
-from lab.sweep import charts as sweep_charts
 from lab.sweep import execution
 from tests.support.lab_cli import run_lab, succeeded
 from tests.support.runs import summary_of, wait_for
-from tests.support.workplace import Workplace, draw_bare, read_lines, start_forked
+from tests.support.workplace import Workplace, read_lines, start_forked
 
 SLOW = "learning_rate-0.03-seed-42"  # so that it is stopped after its first checkpoint
 
@@ -45,7 +44,6 @@ def test_a_sweep_stopped_in_the_middle_of_a_run_is_continued(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(execution, "start", Forked)
-    monkeypatch.setattr(sweep_charts, "draw_by_hand", draw_bare)
     workplace.add_dataset()
     workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 60 * 32,
                              "validation_interval": 20, "keep_checkpoints": 1})
