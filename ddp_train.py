@@ -41,7 +41,6 @@ from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
-from trainer.compilation import compiled_code_of_run
 from trainer.diagnostics import NO_PROBE, Probe
 from trainer.launcher import launch
 from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
@@ -298,8 +297,7 @@ class Trainer:
             self.identity, is_new, aside_dir = open_run_dir(self.prepared, self.clock)
         self.reports.begin(self.state.model.num_parameters(), aside_dir, is_new_identity=is_new)
         agreement.record_training_began(self.prepared.first_step)
-        with compiled_code_of_run(self.prepared.run.run_dir, self.config, self.process):
-            self.step = TrainingStep(self.state, self.config, self.process)
+        self.step = TrainingStep(self.state, self.config, self.process)
         self.reports.report_step(self.step.losses)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()

@@ -426,7 +426,6 @@ def test_compiled_and_eager_runs_have_the_same_curve_on_one_and_two_processes(
         run_dir = workplace.add_run(name, model={"tie_weights": True}, train=COMPILED | {
             "microbatch_size": 4, "gradient_accumulation_steps": 1, "compile": False} | keys)
         result = succeeded(workplace.torchrun(num_processes, name))
-        assert len(list(run_dir.glob("compiled/*.bin"))) == (2 if name == "compiled" else 0)
         assert name == "compiled" or "validate_on" not in result.stdout  # no process is idle
         records = read_lines(run_dir / "metrics.jsonl")
         curves[name] = [record[key] for record in records

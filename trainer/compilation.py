@@ -1,34 +1,24 @@
-"""The form of a model that is fastest on a device, compiling it, and where compiled code is kept.
-
-It is in PyTorch's cache on the machine, and in the run directory, so that it goes where the run
-goes.
-"""
+"""The form of a model that is fastest on a device, compiling it, and where its code is kept."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
-import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from basics.errors import UserError, print_line
-from basics.files import write_atomically
+from basics.errors import UserError
 from basics.machine import find_compiler
 from basics.out_of_memory import is_out_of_memory
 from gpt import Block, ForwardOptions, GPTModel
 from ops.sizes import head_chunk_tokens
-from processes.launch import Process, device_name
 from run_config import ModelConfig, TrainConfig
 
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-COMPILED = "compiled"  # the directory of a run's portable cache
 
 
 def choose_forward_options(model: ModelConfig, train: TrainConfig,
@@ -115,34 +105,3 @@ def compile_now(work: Callable[[], object], device: torch.device) -> None:
         advice = (f"{missing}: install gcc, g++ and python3-dev" if missing
                   else f"remove {cache}, if a kill damaged it")
         raise UserError(f'compiling failed: {reason}; {advice}, or set "compile": false') from None
-
-
-@contextmanager
-def compiled_code_of_run(run_dir: Path, train: TrainConfig, process: Process) -> Iterator[None]:
-    """Load the code that a run directory has for this device; save it after compiling, inside.
-
-    The first node's processes save, each for its own device. No failure of this ends the run:
-    without a file, all is compiled here. A file is trusted as the rest of PyTorch's cache is: it is
-    a program.
-    """
-    if not train.compile:
-        yield
-        return
-    # What compiled code depends on: versions, and the device with its number.
-    facts = [torch.__version__, platform.python_version(), platform.machine(),
-             device_name(process), sorted(torch.cpu.get_capabilities().items())]
-    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    path = run_dir / COMPILED / f"{key}-{process.local_rank}.bin"
-    if path.exists():
-        logging.getLogger("torch.compiler._cache").setLevel(logging.ERROR)  # no traceback
-        loaded = None
-        with suppress(Exception):  # PyTorch raises errors of any type
-            loaded = torch.compiler.load_cache_artifacts(path.read_bytes())
-        if loaded is None:  # PyTorch compares its checksum
-            print_line(f"warning: {path}: damaged, so all is compiled anew")
-    yield
-    if process.rank == process.local_rank:
-        with suppress(Exception):  # nothing was compiled, PyTorch cannot, or the disk is full
-            artifacts, _ = torch.compiler.save_cache_artifacts()  # type: ignore[misc]
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, artifacts)

@@ -1,6 +1,6 @@
 """`--prefetch`: fetch and verify all that a launch of a run needs, and train nothing.
 
-Only compiled code is written into the run directory, and it is not locked: the run may be training.
+Nothing is written into the run directory, and it is not locked: the run may be training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reporting.clock import PhaseClock
 from run_config import Run, load_run
 from tokens.batches import RunData
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
-from trainer.compilation import CACHE_VARIABLE, compiled_code_of_run, keep_compiled_code
+from trainer.compilation import CACHE_VARIABLE, keep_compiled_code
 from trainer.losses import Losses, build_training_state
 from trainer.models import DOWNLOADED, model_directory
 from trainer.precision import check_attention, resolve_for_device
@@ -130,8 +130,7 @@ def _compile_here(run: Run, process: Process) -> None:
     train = resolve_for_device(run.train, process.device)
     try:
         check_attention(run.model, train, process.device)
-        with compiled_code_of_run(run.run_dir, train, process):
-            Losses(build_training_state(run.model, train, process).model, train, process)
+        Losses(build_training_state(run.model, train, process).model, train, process)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -43,7 +43,6 @@ from reporting.tracker import check_tracker
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
-from trainer.compilation import COMPILED
 from trainer.losses import build_training_state
 from trainer.models import initial_model
 from trainer.precision import check_attention, resolve_for_device
@@ -216,7 +215,7 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
 def check_run_dir(run: Run) -> None:
     """Refuse links, pipes and other unexpected entries where a run reads and writes."""
     failpoint("prepare")
-    for path in (run.checkpoints_dir, run.run_dir / "set-aside", run.run_dir / COMPILED):
+    for path in (run.checkpoints_dir, run.run_dir / "set-aside"):
         check_inside(path, run.run_dir, "--runs-dir")
         if (path.exists() or path.is_symlink()) and not path.is_dir():
             raise UserError(f"{path}: is not a directory; move it away")

@@ -4,24 +4,20 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import counters
 
 from basics.errors import UserError
 from gpt import ForwardOptions
-from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.steps import step_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer.compilation import (
     choose_forward_options,
     compile_now,
-    compiled_code_of_run,
     keep_compiled_code,
 )
 from trainer.precision import resolve_for_device
@@ -105,58 +101,3 @@ def test_out_of_memory_is_not_a_compile_error(failure: Exception) -> None:
     with pytest.raises(type(failure)) as caught:
         compile_now(lambda: raise_(failure), CPU)
     assert caught.value is failure
-
-
-# --- the compiled code that goes with the run
-
-ALONE = Process(rank=0, local_rank=0, world_size=1, device=CPU)
-TRAIN = TrainConfig(**TINY_TRAIN | {"compile": True})
-
-
-def test_each_device_of_one_node_keeps_the_code_for_the_next_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content, loads = [None], []
-    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (content[0], None))
-    monkeypatch.setattr(torch.compiler, "load_cache_artifacts",
-                        lambda artifacts: loads.append(artifacts) or "loaded")
-
-    def compile_in(process: Process = ALONE, **keys: bool) -> int:
-        with compiled_code_of_run(tmp_path, TRAIN.model_copy(update=keys), process):
-            pass
-        return len(list(tmp_path.glob("compiled/*")))
-
-    assert compile_in() == 0  # nothing was compiled
-    content[0] = b"first"
-    assert compile_in(compile=False) == 0 and compile_in() == 1 and loads == []
-    content[0] = b"second"
-    processes = [replace(ALONE, rank=rank, local_rank=rank % 2, world_size=4) for rank in range(4)]
-    assert [compile_in(process) for process in processes] == [1, 2, 2, 2]
-    assert loads == [b"first", b"second", b"second"]  # the second node loads
-
-
-def test_a_damaged_file_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"no artifacts", None))
-    for _ in range(2):
-        with compiled_code_of_run(tmp_path, TRAIN, ALONE):
-            pass
-    path, = tmp_path.glob("compiled/*")
-    assert capfd.readouterr() == (f"warning: {path}: damaged, so all is compiled anew\n", "")
-
-
-@pytest.mark.thorough  # compiles
-def test_another_machine_finds_what_was_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hits = []
-    for machine in ("first", "second", "third"):  # the second one saves again what it has loaded
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / machine))
-        torch.compiler.reset()
-        counters.clear()
-        with compiled_code_of_run(tmp_path, TRAIN, ALONE):
-            torch.compile(lambda x: x.sin() * 3)(torch.ones(1000))
-        hits.append(counters["inductor"]["fxgraph_cache_hit"]
-                    + counters["aot_autograd"]["autograd_cache_hit"])
-    assert hits[0] == 0 < hits[1] == hits[2]
