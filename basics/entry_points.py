@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import runpy
 import signal
@@ -21,7 +22,7 @@ def begin_command() -> None:
     # torchrun passes signals on to its processes, and says what has happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _end)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -93,25 +93,6 @@ def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs() ->
         assert str(place).startswith(f"{task['volumes'][0]['path']}/")
 
 
-PARSERS = {
-    "skypilot": ("skypilot==0.14.1", "import sky; print(sky.Task.from_yaml('{}').name)"),
-    "dstack": ("dstack==0.22.5", "import yaml; from dstack._internal.core.models.configurations"
-               " import parse_run_configuration as p; print(p(yaml.safe_load(open('{}'))).name)"),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
-@pytest.mark.parametrize("tool", PARSERS)
-def test_the_tools_own_parser_accepts_the_file(tool: str) -> None:
-    """Installs the tool into an environment of its own: it may want other versions than ours."""
-    package, program = PARSERS[tool]
-    result = subprocess.run(
-        ["uv", "run", "--isolated", "--no-project", "--with", package, "python", "-c",
-         program.format(LAUNCH_DIR / f"{tool}.yaml")], capture_output=True, text=True)
-    assert result.returncode == 0 and result.stdout.strip() == "ddp-train", result.stderr
-
-
 def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(
     machine: tuple[Workplace, dict[str, str]]
 ) -> None:
