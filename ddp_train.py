@@ -292,10 +292,10 @@ class Trainer:
 
     def begin(self, agreement: Agreement) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
-        is_new, aside_dir = False, None
+        aside_dir = None
         if self.process.is_main:
-            self.identity, is_new, aside_dir = open_run_dir(self.prepared, self.clock)
-        self.reports.begin(self.state.model.num_parameters(), aside_dir, is_new_identity=is_new)
+            self.identity, aside_dir = open_run_dir(self.prepared, self.clock)
+        self.reports.begin(self.state.model.num_parameters(), aside_dir)
         agreement.record_training_began(self.prepared.first_step)
         self.step = TrainingStep(self.state, self.config, self.process)
         self.reports.report_step(self.step.losses)

@@ -56,10 +56,7 @@ class Manifest(_Record):
     files: dict[PlainName, FileFacts]
 
     def write(self, directory: Path) -> None:
-        write_atomically(directory / MANIFEST, self.text(), durable=True)
-
-    def text(self) -> str:
-        return self.model_dump_json(indent=2) + "\n"
+        write_atomically(directory / MANIFEST, self.model_dump_json(indent=2) + "\n", durable=True)
 
 
 def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
@@ -80,11 +77,7 @@ def add_to_manifest(directory: Path, name: str) -> None:
 
 def read_manifest(directory: Path) -> Manifest:
     """Read a directory's manifest. Raises: OSError or ValueError if missing or damaged."""
-    text = read_regular_file(directory / MANIFEST)
-    manifest = Manifest.model_validate_json(text)
-    if text != manifest.text():
-        raise ValueError("not the text that was written")
-    return manifest
+    return Manifest.model_validate_json(read_regular_file(directory / MANIFEST))
 
 
 def find_damage(directory: Path, *, thoroughly: bool = False) -> str:
@@ -184,12 +177,9 @@ def read_identity(run_dir: Path) -> Identity | None:
                         FAILED if number in TRANSIENT else BAD_INPUT) from None
 
 
-def write_identity(run_dir: Path, identity: Identity) -> bool:
-    """Write the identity of a run; return whether it had another one. Raises: UserError."""
-    before = read_identity(run_dir)
-    if identity != before:
-        try:
-            write_atomically(run_dir / IDENTITY, identity.model_dump_json() + "\n", durable=True)
-        except OSError as error:
-            raise cannot_be_written(run_dir, error) from None
-    return before not in (None, identity)
+def write_identity(run_dir: Path, identity: Identity) -> None:
+    """Write the identity of a run. Raises: UserError."""
+    try:
+        write_atomically(run_dir / IDENTITY, identity.model_dump_json() + "\n", durable=True)
+    except OSError as error:
+        raise cannot_be_written(run_dir, error) from None

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ from tests.support.workplace import (
     read_lines,
     run_command,
     succeeded,
-    torchrun_command,
 )
 from tokens.token_file import TokenFile
 
@@ -46,6 +44,12 @@ def checkpoint_bytes(run_dir: Path) -> dict[str, bytes]:
     latest = run_dir / "checkpoints" / "latest"
     names = ("model.safetensors", "optimizer.safetensors")
     return {name: (latest / name).read_bytes() for name in names}
+
+
+def assert_close(run_dir: Path, reference_dir: Path) -> None:
+    wanted = weights_of(reference_dir)
+    for name, value in weights_of(run_dir).items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +96,6 @@ def test_a_finished_run_leaves_its_files(finished: tuple[Workplace, str]) -> Non
     checkpoints = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert sorted(int(name.split("-")[-1]) for name in checkpoints if "-" in name) == [4, 9, 11]
     assert all(re.fullmatch(r"\d{8}Z\d{6}-iteration-\d+|latest|best", n) for n in checkpoints)
-    names = set(weights_of(run_dir))
-    assert "token_embedding.weight" in names and not any("module" in name for name in names)
 
 
 def test_metrics_have_one_line_per_report_and_one_per_validation(
@@ -112,11 +114,8 @@ def test_metrics_have_one_line_per_report_and_one_per_validation(
     assert validations[-1]["validation_loss"] < validations[0]["validation_loss"] < 5.6
     seconds = [r["seconds"] for r in records]
     assert seconds == sorted(seconds)
-    read = [record for record in records if "host_ram_gib" in record]  # the machine, without a GPU
-    assert read[0] is records[0] and read[0]["train_loss"] > 0  # later ones: every 15 s
-    assert read[0]["host_load"] >= 0 and read[0]["disk_free_gib"] > 0
-    assert not any(key.startswith("gpu_") or key in ("mfu", "energy_kwh")
-                   for record in records for key in record)
+    assert records[0]["host_ram_gib"] > 0 and records[0]["disk_free_gib"] > 0
+    assert not any(key.startswith("gpu_") for record in records for key in record)
 
 
 def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
@@ -151,8 +150,7 @@ def test_the_validation_loss_is_that_of_the_saved_weights(finished: tuple[Workpl
     tokens = TokenFile(finished[0].datasets_dir / "tiny" / "validation.safetensors").read(0, 97)
     tokens = torch.from_numpy(tokens).long()
     loss = model(tokens[:-1].view(6, 16), tokens[1:].view(6, 16)).item()
-    records = read_lines(run.metrics_path)
-    assert records[-1]["validation_loss"] == pytest.approx(loss, abs=1e-6)
+    assert validations_of(run.run_dir)[-1]["validation_loss"] == pytest.approx(loss, abs=1e-6)
 
 
 def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Workplace, str]) -> None:
@@ -164,29 +162,18 @@ def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Workplace, s
     assert workplace.files() == before
 
 
-def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
-    finished: tuple[Workplace, str], workplace: Workplace
-) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "3"))
-    assert summary_of(run_dir)["status"] == "stopped"
-    output = succeeded(workplace.torchrun(2, "tiny")).stdout
-    assert "resuming from" in output
-    reference = finished[0].runs_dir / "tiny"
-    assert checkpoint_bytes(run_dir) == checkpoint_bytes(reference)
-    assert validations_of(run_dir) == validations_of(reference)
-
-
 def test_fresh_sets_earlier_checkpoints_aside(
     finished: tuple[Workplace, str], workplace: Workplace
 ) -> None:
-    run_dir = workplace.add_run()
+    run_dir, reference = workplace.add_run(), finished[0].runs_dir / "tiny"
     workplace.add_dataset()
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "6"))
     old = checkpoint_bytes(run_dir)
+    change(workplace, "train", validate_on="all")
     output = succeeded(workplace.torchrun(2, "tiny", "--fresh")).stdout
-    assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
+    assert checkpoint_bytes(run_dir) == checkpoint_bytes(reference)
+    assert [record["validation_loss"] for record in validations_of(run_dir)] == pytest.approx(
+        [record["validation_loss"] for record in validations_of(reference)], rel=1e-6)
     aside = next((run_dir / "set-aside").iterdir())
     assert str(aside) in output
     kept = {p.name.split("-")[-1]: p for p in (aside / "checkpoints").iterdir()}
@@ -216,16 +203,12 @@ def test_a_run_without_validation_takes_best_from_the_training_loss(workplace: W
     })
     workplace.add_dataset()
     succeeded(workplace.torchrun(1, "tiny"))
-    metas = {p.parent.name: json.loads(p.read_text())
-             for p in run_dir.glob("checkpoints/*-iteration-*/meta.json")}
-    assert sorted(meta["global_step"] for meta in metas.values()) == [3, 7, 9]
-    records = read_lines(run_dir / "metrics.jsonl")
-    means = {r["global_step"]: r["train_loss"] for r in records}
-    for meta in metas.values():
-        assert meta["loss"] == pytest.approx(means[meta["global_step"]], abs=1e-6)
-    best = min(metas.values(), key=lambda meta: meta["loss"])
-    best_meta = json.loads((run_dir / "checkpoints/best/meta.json").read_text())
-    assert best_meta["global_step"] == best["global_step"]
+    metas = [json.loads(path.read_text()) for path in run_dir.glob("checkpoints/*-*/meta.json")]
+    means = {r["global_step"]: r["train_loss"] for r in read_lines(run_dir / "metrics.jsonl")}
+    assert {meta["global_step"]: meta["loss"] for meta in metas} == pytest.approx(
+        {step: means[step] for step in (3, 7, 9)}, abs=1e-6)
+    best = json.loads((run_dir / "checkpoints/best/meta.json").read_text())
+    assert best == min(metas, key=lambda meta: meta["loss"])
 
 
 def test_without_torchrun_it_starts_torchrun_itself(
@@ -344,9 +327,7 @@ def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
     assert workplace.files() == before
     change(workplace, "train", gradient_accumulation_steps=4)
     succeeded(workplace.torchrun(1, "tiny"))
-    reference = weights_of(finished[0].runs_dir / "tiny")
-    for name, value in weights_of(run_dir).items():
-        torch.testing.assert_close(value, reference[name], rtol=1e-3, atol=1e-4)
+    assert_close(run_dir, finished[0].runs_dir / "tiny")
 
 
 @pytest.mark.parametrize(("words", "datasets_dir", "checkpoint"), [
@@ -379,62 +360,34 @@ def test_a_hub_dataset_is_downloaded_once_per_machine(
     dataset_dir = finished[0].datasets_dir / "tiny"
     files = {path.name: path.read_bytes() for path in dataset_dir.glob("*.safetensors")}
     with serving(Hub(files, repository="owner/tiny")) as hub:
-        succeeded(run_command(*torchrun_command(2, "ddp_train.py"), *workplace.arguments("tiny"),
-                              **hub.environment(workplace.root / "home")))
+        succeeded(workplace.torchrun(2, "tiny", **hub.environment(workplace.root / "home")))
     assert [len(hub.downloads(name)) for name in sorted(files)] == [1, 1]
     assert (workplace.datasets_dir / "owner/tiny/validation.safetensors").is_file()
     assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
 
 
-COMPILED = {"compile": True, "validation_batches": None, "validation_sequences": 5}  # 2, 2 and 1
-
-
-def compilations(workplace: Workplace, num_processes: int, *arguments: str) -> tuple[list, str]:
-    output = succeeded(forked("tests/support/torchrun_workers.py", [
-        "count-compilations", str(workplace.root), *workplace.arguments("tiny", *arguments),
-    ], num_processes=num_processes)).stdout
-    counts = [json.loads(found) for found in re.findall(r"^compiled: (.*)$", output, re.MULTILINE)]
-    return counts, output
-
-
 @pytest.mark.parametrize(("num_processes", "graphs_in_training"), [
     pytest.param(1, 1, marks=pytest.mark.thorough), (2, 3)])
-def test_nothing_is_compiled_again_after_the_first_validation(
-    workplace: Workplace, num_processes: int, graphs_in_training: int
+def test_nothing_is_compiled_again_after_the_first_validation_and_the_curve_is_that_of_eager_runs(
+    finished: tuple[Workplace, str], workplace: Workplace, num_processes: int,
+    graphs_in_training: int
 ) -> None:
     workplace.add_dataset()
-    workplace.add_run(train=COMPILED)
+    run_dir = workplace.add_run(train={  # a last microbatch of one sequence
+        "compile": True, "validation_batches": None, "validation_sequences": 5,
+        "gradient_accumulation_steps": 4 // num_processes})
     for arguments in (["--max-steps", "6"], []):  # and none more after resuming
-        counts, output = compilations(workplace, num_processes, *arguments)
+        output = succeeded(forked("tests/support/torchrun_workers.py", [
+            "count-compilations", str(workplace.root), *workplace.arguments("tiny", *arguments),
+        ], num_processes=num_processes)).stdout
+        counts = [json.loads(found) for found in re.findall("^compiled: (.*)$", output, re.M)]
         assert len(counts) >= 2 and all(count == counts[0] for count in counts)
         # Embedding, a layer and the loss, or the whole; and the whole in evaluation.
         assert counts[0]["stats"]["unique_graphs"] == graphs_in_training + 1
         assert counts[0]["graph_break"] == {}
         assert f"graphs in the end: {graphs_in_training + 1}" in output
-
-
-def test_compiled_and_eager_runs_have_the_same_curve_on_one_and_two_processes(
-    workplace: Workplace
-) -> None:
-    workplace.add_dataset()
-    curves = {}
-    # A tied matrix has gradients from the first and the last graph, in the same step.
-    for name, num_processes, keys in (
-        ("eager", 1, {"gradient_accumulation_steps": 2}), ("compiled", 2, {"compile": True}),
-        ("all", 2, {"validate_on": "all", "activation_checkpointing": True, "head_chunks": 3}),
-    ):
-        run_dir = workplace.add_run(name, model={"tie_weights": True}, train=COMPILED | {
-            "microbatch_size": 4, "gradient_accumulation_steps": 1, "compile": False} | keys)
-        result = succeeded(workplace.torchrun(num_processes, name))
-        assert name == "compiled" or "validate_on" not in result.stdout  # no process is idle
-        records = read_lines(run_dir / "metrics.jsonl")
-        curves[name] = [record[key] for record in records
-                        for key in ("train_loss", "validation_loss") if key in record]
-        summary = summary_of(run_dir)
-        assert summary["machine"]["compiled"] == (name == "compiled")
-    assert len(curves["eager"]) == 6
-    for name in ("compiled", "all"):
-        np.testing.assert_allclose(curves[name], curves["eager"], rtol=1e-4)
+    assert summary_of(run_dir)["machine"]["compiled"]
+    assert_close(run_dir, finished[0].runs_dir / "tiny")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

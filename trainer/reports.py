@@ -58,8 +58,7 @@ class Reports:
         self._has_ended = False  # the full summary is on disk
         self.code = code_version() if self.process.is_main else ""
 
-    def begin(self, num_parameters: int, aside_dir: Path | None, *,
-              is_new_identity: bool) -> None:
+    def begin(self, num_parameters: int, aside_dir: Path | None) -> None:
         """Print the settings, start the processes beside training.
 
         Args:
@@ -69,7 +68,6 @@ class Reports:
         self.log.start(self.prepared.first_step)
         if aside_dir is not None:
             say(f"earlier checkpoints that the run does not go on from are now in {aside_dir}")
-        if aside_dir is not None or is_new_identity:
             self.beside.after_checkpoint.start()  # the copy learns of it before it has more
         if resume_from is not None:
             say(f"resuming from {resume_from.path}")

@@ -181,22 +181,21 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     return prepared
 
 
-def open_run_dir(prepared: PreparedRun,
-                 clock: PhaseClock) -> tuple[Identity, bool, Path | None]:
+def open_run_dir(prepared: PreparedRun, clock: PhaseClock) -> tuple[Identity, Path | None]:
     """Remove from a run directory what this launch does not go on from. Rank 0, once all agree.
 
     In this order, so that a kill leaves no other run's records or checkpoints to go on from.
 
     Returns:
-        The identity of what is saved from now on, whether it is a new one, and where checkpoints
-        are now that the run does not go on from.
+        The identity of what is saved from now on, and where checkpoints are now that the run does
+        not go on from.
     """
     run, identity = prepared.run, prepared.run_identity()
-    is_new = write_identity(run.run_dir, identity)
+    write_identity(run.run_dir, identity)
     for path in (run.metrics_path, run.samples_path, run.evaluations_path):
         remove_metrics_from(path, prepared.first_step, lacks_validation=prepared.lacks_validation)
     write_status(run, clock, status="running", reason=None, num_steps=prepared.plan.num_steps)
-    return identity, is_new, clean_up(run.run_dir, from_step=prepared.first_step)
+    return identity, clean_up(run.run_dir, from_step=prepared.first_step)
 
 
 def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
