@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.amp import GradScaler
@@ -42,6 +42,7 @@ from basics.checkpoint_files import (
 from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
+from basics.json_files import FrozenConfig
 from basics.tensor_files import Header, header_of, read_tensors, write_tensors
 from basics.text import SNAPSHOT_BLOCK_BYTES
 from gpt import GPTModel
@@ -57,18 +58,14 @@ DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # ra
 ByPhase = Annotated[dict[str, Annotated[float, Field(ge=0, le=1e12)]], Field(max_length=64)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class LossScale(_Record):
+class LossScale(FrozenConfig):
     """The state of fp16's gradient scaler."""
 
     scale: float = Field(gt=0)
     growth_tracker: int = Field(ge=0, lt=2**31)
 
 
-class CheckpointMeta(_Record):
+class CheckpointMeta(FrozenConfig):
     """`meta.json`: the position in the run. All sums are over the whole run, not one launch."""
 
     identity: IdentityName = ""  # of the run
@@ -88,7 +85,7 @@ class CheckpointMeta(_Record):
     data: dict[str, str]  # fingerprints of the token files by split, start tokens by key
 
 
-class Validation(_Record):
+class Validation(FrozenConfig):
     """`validation.json`: the result of validating a checkpoint."""
 
     loss: float | None  # nats per token; None if not finite

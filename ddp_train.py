@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from basics.checkpoint_files import Identity
 from basics.cpu_settings import keep_freed_memory
 from basics.errors import drop_unwritable_output
 from basics.failpoints import failpoint
@@ -43,7 +42,7 @@ from tokens.batches import Microbatch, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
 from trainer.diagnostics import NO_PROBE, Probe
 from trainer.launcher import launch
-from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
+from trainer.learning_rate_search import range_test, report_range_test, run_range_test
 from trainer.losses import Losses, validate
 from trainer.microbatch_search import check_search, search
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
@@ -115,21 +114,15 @@ def train_run(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
 
 def find_learning_rate(options: Options, process: Process, agreement: Agreement) -> None:
     """Train from the initial weights with growing rates, and suggest one. Every rank."""
-    clock = PhaseClock()
-    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: "learning-rate test")
-    with watchdog.start():
-        prepared = prepare_range_test(options, clock, agreement, watchdog)
-        state = agreement.run("state", lambda: build_state(prepared, process))
-        watchdog.expect_steps(prepared.train.hang_timeout_seconds, heartbeat_path=None)
-        with process_group(process, agreement.connect("group"), prepared.train):
-            step = TrainingStep(state, prepared.train, process)
-            microbatches = read_microbatches(prepared, watchdog, clock)
-            num_microbatches = prepared.plan.gradient_accumulation_steps
-            losses = run_range_test(lambda rate: step.take(
-                microbatches, num_microbatches=num_microbatches, learning_rate=rate)[0],
-                watchdog, prepared.train.hang_timeout_seconds)
-            microbatches.close()
-            del step.parallel_loss  # its threads must be gone before its process group
+    with range_test(options, process, agreement) as (prepared, state, watchdog):
+        step = TrainingStep(state, prepared.train, process)
+        microbatches = read_microbatches(prepared, watchdog, PhaseClock())
+        num_microbatches = prepared.plan.gradient_accumulation_steps
+        losses = run_range_test(lambda rate: step.take(
+            microbatches, num_microbatches=num_microbatches, learning_rate=rate)[0],
+            watchdog, prepared.train.hang_timeout_seconds)
+        microbatches.close()
+        del step.parallel_loss  # its threads must be gone before its process group
     report_range_test(prepared.run, losses, process)
 
 
@@ -247,16 +240,14 @@ class TrainingStep:
 class Trainer:
     """One process's part in the training of a run; `group` is of gloo, for waits of any length."""
 
-    identity: Identity  # of what rank 0 saves; set by `begin`
-
     def __init__(self, prepared: PreparedRun, state: TrainingState, watchdog: Watchdog, *,
                  clock: PhaseClock, group: dist.ProcessGroup) -> None:
         self.prepared, self.config, self.data = prepared, prepared.train, prepared.data
         self.plan, self.state, self.clock, self.group = prepared.plan, state, clock, group
-        self.watchdog, self.process, resumed = watchdog, watchdog.process, prepared.resume_from
+        self.watchdog, self.process = watchdog, watchdog.process
         self.saver = BackgroundSaver(
-            prepared.run.checkpoints_dir, keep=self.config.keep_checkpoints, newest=resumed,
-            protected=[resumed.name] if resumed else [], heartbeat=watchdog.heartbeat)
+            prepared.run.checkpoints_dir, keep=self.config.keep_checkpoints,
+            newest=prepared.resume_from, heartbeat=watchdog.heartbeat)
         self.reports = Reports(prepared, clock=clock, watchdog=watchdog, saver=self.saver)
         self.stop = Stop(prepared, clock=clock, watchdog=watchdog, group=group, saver=self.saver)
 

@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, cannot_be_written
 from basics.files import partial_file, read_regular_file, write_atomically
+from basics.json_files import FrozenConfig
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 LATEST, BEST = "latest", "best"
@@ -32,11 +33,7 @@ PlainName = Annotated[str, Field(pattern=r"^[a-z][a-z._-]{0,63}$")]
 IdentityName = Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FileFacts(_Record):
+class FileFacts(FrozenConfig):
     """Expected size and digest of a file."""
 
     bytes: int
@@ -47,7 +44,7 @@ class FileFacts(_Record):
         return cls(bytes=path.stat().st_size, sha256=_sha256(path))
 
 
-class Manifest(_Record):
+class Manifest(FrozenConfig):
     """The files beside the manifest, as they were when it was written."""
 
     version: int = Field(default=1, ge=1, le=1)
@@ -144,7 +141,7 @@ def directory_of(place: Path) -> Path:
     return place
 
 
-class Identity(_Record):
+class Identity(FrozenConfig):
     """The identity of a run; of those that it goes on from, the last step that belongs to it."""
 
     name: IdentityName = Field(default_factory=lambda: uuid.uuid4().hex[:12])

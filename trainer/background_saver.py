@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import NON_FINITE, UserError, as_os_error, why_not_written
 from basics.failpoints import failpoint
 from basics.tensor_files import first_non_finite
@@ -40,14 +39,16 @@ class BackgroundSaver:
     finite is not written: the next call that waits raises a UserError.
 
     Args:
-        newest: the checkpoint that the run resumed from, which may still lack its validation.
+        newest: the checkpoint that the run resumed from, which may still lack its validation. It
+            is always kept.
         heartbeat: called while a write is waited for and makes progress.
     """
 
     def __init__(self, checkpoints_dir: Path, *, keep: int | None = None,
-                 protected: Collection[str] = (), newest: Checkpoint | None = None,
+                 newest: Checkpoint | None = None,
                  heartbeat: Callable[[], None] = lambda: None) -> None:
-        self._checkpoints_dir, self._keep, self._protected = checkpoints_dir, keep, protected
+        self._checkpoints_dir, self._keep = checkpoints_dir, keep
+        self._protected = [newest.name] if newest else []
         self._buffers, self._heartbeat = SnapshotBuffers(), heartbeat
         # Python waits for this thread after an exception, and `Trainer.end` before `leave`.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -103,16 +104,14 @@ class BackgroundSaver:
 
         Heartbeats are sent as long as its files appear and grow, however long it takes.
         """
-        write, waited, seen = self._write, 0.0, None
-        while write is not None and not write.done() and waited < timeout:
+        write, until, seen = self._write, time.monotonic() + timeout, [-1]
+        while write is not None and not write.done() and time.monotonic() < until:
             wait([write], timeout=POLL_SECONDS)
-            waited += POLL_SECONDS
-            progress = None
+            sizes = []
             with suppress(OSError):  # a file was renamed or removed meanwhile
-                progress = [path.stat().st_size for directory in named_as_checkpoints(
-                    self._checkpoints_dir, partial=True) for path in sorted(directory.iterdir())]
-            if progress != seen:
-                seen = progress
+                sizes = [path.stat().st_size for path in self._checkpoints_dir.rglob("*")]
+            if sizes != seen:
+                seen = sizes
                 self._heartbeat()
         if write is not None and write.done():
             self._heartbeat()

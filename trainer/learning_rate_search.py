@@ -7,7 +7,8 @@ rate grows by a factor, not by a difference, so that one test covers six powers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from basics.errors import NON_FINITE, cannot_be_written, print_line
+from checkpointing import TrainingState
 from processes.command_line import Options
-from processes.launch import Process
+from processes.launch import Process, process_group
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting import charts
 from reporting.clock import PhaseClock
 from run_config import GROUPS, Run, TrainConfig
-from trainer.startup import PreparedRun, prepare_run
+from trainer.startup import PreparedRun, build_state, prepare_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,33 +57,40 @@ def suggest(losses: Sequence[float]) -> float | None:
     return FRACTION * float(RATES[best]) if smoothed[0] - smoothed[best] > scatter else None
 
 
-def prepare_range_test(options: Options, clock: PhaseClock, agreement: Agreement,
-                       watchdog: Watchdog) -> PreparedRun:
-    """Check a run and its number of steps, and say that the test begins. Every rank.
+@contextmanager
+def range_test(options: Options, process: Process,
+               agreement: Agreement) -> Iterator[tuple[PreparedRun, TrainingState, Watchdog]]:
+    """Yield a run as it is before its first step, in its process group. Every rank.
 
-    Returns:
-        The run as it is before its first step, without validation. It is not saved.
+    It is not validated, and nothing is saved.
 
     Raises:
         UserError: it cannot be trained.
         AgreedError: it has too few steps.
     """
-    process = watchdog.process
+    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: "learning-rate test")
     if process.is_main:  # a failure is reported by the watchdog
         watchdog.before_exit = lambda status, reason: print_line(
             f"learning-rate test stopped: {reason}") if status == "stopped" else None
-    prepared = prepare_run(replace(options, fresh=True), process, clock, agreement)
-    agreement.require_same("run", prepared.agreed_values())
-    run, num_steps = prepared.run, prepared.plan.num_steps
-    if num_steps < len(RATES):
-        raise AgreedError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps, and"
-                          f" the run has {num_steps}; raise min_train_tokens, use a larger dataset"
-                          " or lower the global batch")
-    prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-    if process.is_main:
-        print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
-                   f" weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved")
-    return replace(prepared, train=prepared.train.model_copy(update={"validation_interval": None}))
+    with watchdog.start():
+        prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
+        agreement.require_same("run", prepared.agreed_values())
+        run, num_steps = prepared.run, prepared.plan.num_steps
+        if num_steps < len(RATES):
+            raise AgreedError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps,"
+                              f" and the run has {num_steps}; raise min_train_tokens, use a larger"
+                              " dataset or lower the global batch")
+        prepared = agreement.run("device", lambda: prepared.for_device(process.device))
+        if process.is_main:
+            print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the"
+                       f" initial weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g};"
+                       " nothing is saved")
+        prepared = replace(prepared, train=prepared.train.model_copy(
+            update={"validation_interval": None}))
+        state = agreement.run("state", lambda: build_state(prepared, process))
+        watchdog.expect_steps(prepared.train.hang_timeout_seconds, heartbeat_path=None)
+        with process_group(process, agreement.connect("group"), prepared.train):
+            yield prepared, state, watchdog
 
 
 def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog,

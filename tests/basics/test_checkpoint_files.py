@@ -19,14 +19,10 @@ from basics.checkpoint_files import (
 from basics.errors import UserError
 from checkpointing import (
     SnapshotBuffers,
-    Validation,
-    add_validation,
     best_of,
     clean_up,
     find_checkpoint,
     list_checkpoints,
-    prune,
-    renew_links,
     save_checkpoint,
 )
 from processes.command_line import Options
@@ -41,29 +37,19 @@ NAME = "20260101Z000000-iteration-3"
 A, B = Identity(name="aa"), Identity(name="bb")
 
 
-def test_without_links_checkpoints_are_saved_named_pruned_and_set_aside(
+def test_without_links_latest_and_best_are_files_that_name_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for patch in odd_files.patches(tmp_path):
         monkeypatch.setattr(*patch)
-    checkpoints_dir = tmp_path / "checkpoints"
-    saved = [save(checkpoints_dir, step, loss) for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0))]
-    assert [found.path for found in list_checkpoints(checkpoints_dir)] == [
-        one.path for one in saved]
-    for link, wanted in (("latest", saved[2]), ("best", saved[1])):
-        path = checkpoints_dir / link
+    saved = [save(tmp_path / "checkpoints", step, loss) for step, loss in ((1, 1.0), (2, 2.0))]
+    for link, wanted in (("latest", saved[1]), ("best", saved[0])):
+        path = tmp_path / "checkpoints" / link
         assert not path.is_symlink() and path.read_text() == f"{wanted.name}\n"
         assert directory_of(path) == wanted.path
-        assert find_checkpoint(checkpoints_dir, link).name == wanted.name
-    validated = add_validation(saved[2], Validation(loss=0.5))
-    assert not find_damage(validated.path, thoroughly=True)
-    renew_links(checkpoints_dir)
-    assert directory_of(checkpoints_dir / "best") == saved[2].path
-    prune(checkpoints_dir, keep=1, protected=[])
-    assert [found.name for found in list_checkpoints(checkpoints_dir)] == [saved[2].name]
     aside_dir = clean_up(tmp_path, from_step=0)
-    assert not list(checkpoints_dir.iterdir())
-    assert not find_damage(aside_dir / "checkpoints" / saved[2].name, thoroughly=True)
+    assert not list((tmp_path / "checkpoints").iterdir())
+    assert not find_damage(aside_dir / "checkpoints" / saved[1].name, thoroughly=True)
 
 
 def test_a_plain_file_that_names_no_checkpoint_is_replaced(tmp_path: Path) -> None:
@@ -150,14 +136,6 @@ def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(r
     step, (warning,) = launch(run)
     assert step == 4 and "-iteration-39 and 2 more are not of the present run" in warning
     assert steps(run) == [4] and len(list(run.checkpoints_dir.glob("*-iteration-*"))) == 1
-
-
-def test_a_kill_after_fresh_does_not_bring_the_old_checkpoints_back(run: Run) -> None:
-    write_identity(run.run_dir, B)  # it came before they were set aside
-    save_as(run, A, 9)
-    step, (warning,) = launch(run)
-    assert step == -1 and "-iteration-9 is not of the present run" in warning
-    assert steps(run) == [] and len(list(run.run_dir.glob("set-aside/*/checkpoints/*"))) == 1
 
 
 def test_a_step_back_keeps_what_was_before_and_leaves_what_came_after(run: Run) -> None:

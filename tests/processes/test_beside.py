@@ -104,21 +104,6 @@ def test_a_failure_is_told_although_the_next_one_runs_and_not_after_a_success(
     assert finish(process) == ""  # the last one did all that there was to do
 
 
-def test_one_that_has_said_why_tells_no_status_although_the_words_were_popped_before_its_end(
-    tmp_path: Path
-) -> None:
-    scripts = Scripts(tmp_path, "echo no good >&2; read word; exit 1")
-    process = Beside("tracker", scripts)
-    process.start()
-    until = time.monotonic() + 20
-    while not (failure := process.pop_failure()):
-        assert time.monotonic() < until, "it says nothing"
-        time.sleep(0.02)
-    assert failure == "no good"
-    scripts.started[0].stdin.write(b"go on\n")
-    assert finish(process) == ""
-
-
 def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     beats, pid = [], tmp_path / "pid"
     process = Beside("chart", Scripts(
