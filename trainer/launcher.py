@@ -28,7 +28,7 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
         search(script, options, num_processes)
         return 0
     if options.find_learning_rate:  # the processes check the run
-        return _start(script, num_processes)
+        return start_torchrun(script, sys.argv[1:], num_processes=num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
     if options.prefetch:
@@ -40,8 +40,5 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
         run_when_done(prepared, process, stop_signal=0)
         return 0
     clock.export_to_children()
-    return final_status(prepared.run, _start(script, num_processes))
-
-
-def _start(script: str, num_processes: int) -> int:
-    return start_torchrun(script, sys.argv[1:], num_processes=num_processes)
+    status = start_torchrun(script, sys.argv[1:], num_processes=num_processes)
+    return final_status(prepared.run, status)
