@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,7 +51,7 @@ def train_in_fake_time() -> None:
     ticks = itertools.count()
     clock.time = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
     stopping.LAST_CHARTS_SECONDS = 0.0
-    background_saver.time = SimpleNamespace(perf_counter=lambda: 0.0)
+    background_saver.time = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=time.monotonic)
     PhaseClock.since_process_start = lambda: PhaseClock(since=0.0)
     del sys.argv[1:3]
     ddp_train.main()
