@@ -305,7 +305,7 @@ class Trainer:
             self.saver.retry()
         is_due = self.stop.is_validation_due(global_step)
         self.reports.end(global_step, stop_reason=self.stop.reason,
-                         lacks_validation=is_due and not self.saver.is_validated)
+                         lacks_validation=is_due and self.saver.validation is None)
 
     def save_and_validate(self, global_step: int) -> None:
         """Let rank 0 save, validate and start to draw while the other ranks wait. Every rank."""

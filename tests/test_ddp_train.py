@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -217,40 +217,19 @@ def change(workplace: Workplace, file: str, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def nothing(workplace: Workplace) -> None:
-    """Leave all as it is."""
-
-
-def no_dataset(workplace: Workplace) -> None:
-    (workplace.datasets_dir / "tiny/train.safetensors").unlink()
-
-
-def checkpoint_elsewhere(workplace: Workplace) -> None:
-    (workplace.root / "20260101Z000000-iteration-4").mkdir()
-
-
 # What each module refuses is tested beside it; here that it comes to the user.
-BAD_INPUTS: dict[str, tuple[str, Callable[[Workplace], object], str]] = {
-    "no such run": ("nix", nothing, "nix: no such run; "),
-    "mistyped key": ("tiny", lambda w: change(w, "train", lerning_rate=1), '"learning_rate"'),
-    "no token file": ("tiny", no_dataset, "no dataset there"),
-    "no checkpoint's name": ("tiny nix", nothing, "'nix': no directory of datasets and"),
-    "a checkpoint's path": ("tiny {root}/20260101Z000000-iteration-4", checkpoint_elsewhere,
-                            "no directory of datasets"),
-    "no such checkpoint": ("tiny 20260101Z000000-iteration-4", nothing, "no checkpoint"),
-    "three places": ("tiny best latest", nothing, "'latest': no directory of datasets"),
-    "two datasets": ("tiny .", nothing, "--datasets-dir is"),
-    "no checkpoint yet": ("tiny best", nothing, "no checkpoint yet"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_is_one_line_and_status_2(workplace: Workplace, case: str) -> None:
-    arguments, make, message = BAD_INPUTS[case]
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("nix", "nix: no such run; "), ("tiny nix", "'nix': no directory of datasets and"),
+    ("tiny 20260101Z000000-iteration-4", "no checkpoint"), ("tiny best", "no checkpoint yet"),
+    ("tiny best latest", "'latest': no directory of datasets"),
+    ("tiny .", "--datasets-dir is"),
+])
+def test_bad_input_is_one_line_and_status_2(
+    workplace: Workplace, arguments: str, message: str
+) -> None:
     workplace.add_run()
     workplace.add_dataset()
-    make(workplace)
-    assert message in refused(workplace, *arguments.format(root=workplace.root).split())
+    assert message in refused(workplace, *arguments.split())
 
 
 @pytest.mark.parametrize("under_torchrun", [False, True])

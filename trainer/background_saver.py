@@ -55,7 +55,7 @@ class BackgroundSaver:
         self._write: Future[None] | None = None
         self._unsaved: tuple[Snapshot, CheckpointMeta] | None = None
         self._newest: Checkpoint | Any = newest
-        self._validation: Validation | Any = newest and newest.validation
+        self.validation: Validation | Any = newest and newest.validation  # of the newest state
         self._failure = ""
         self.after_write: Callable[[], None] = lambda: None  # called in the thread
         self.num_checkpoints, self.longest_write_seconds = 0, 0.0
@@ -66,31 +66,19 @@ class BackgroundSaver:
         if self._unsaved is None:
             self.retry()  # a validation that could not be written
         failpoint("save.snapshot")
-        self._unsaved, self._validation = (self._buffers.take(state), meta), None
+        self._unsaved, self.validation = (self._buffers.take(state), meta), None
         self._submit()
 
     def add_validation(self, validation: Validation) -> None:
         """Add a validation to the newest checkpoint, once that is whole on disk."""
-        self._validation = validation
+        self.validation = validation
         self._submit()
-
-    @property
-    def is_validated(self) -> bool:
-        """Whether the newest state has been validated."""
-        return self._validation is not None
-
-    @property
-    def has_finite_loss(self) -> bool:
-        """Whether the newest state's validation loss is finite, or unknown."""
-        return self._validation is None or self._validation.loss is not None
 
     @property
     def is_behind(self) -> bool:
         """Whether something has not been written. Call it after `wait` or `retry`."""
-        return self._unsaved is not None or self._lacks_validation()
-
-    def _lacks_validation(self) -> bool:
-        return bool(self._validation and self._newest) and self._newest.validation is None
+        lacks_validation = self.validation and self._newest and self._newest.validation is None
+        return self._unsaved is not None or bool(lacks_validation)
 
     def retry(self) -> None:
         """Wait for the last write; repeat it if it has failed."""
@@ -142,10 +130,10 @@ class BackgroundSaver:
                 self._newest = save_checkpoint(self._checkpoints_dir, snapshot, meta)
                 self._unsaved = None
                 self.num_checkpoints += 1
-            if self._lacks_validation():
+            if self.is_behind:  # the checkpoint lacks its validation
                 what = f"the validation loss of step {self._newest.meta.global_step + 1:,}"
                 fsync_records(self._checkpoints_dir.parent)
-                self._newest = add_validation(self._newest, self._validation)
+                self._newest = add_validation(self._newest, self.validation)
         except (OSError, ValueError) as error:
             self._failure = f"{what} could not be written ({why_not_written(as_os_error(error))})"
             return

@@ -210,8 +210,9 @@ class Reports:
             self.beside.finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         self.meter.stop()
-        failure = "" if global_step < self.plan.num_steps - 1 or self.saver.has_finite_loss else (
-            "the last validation loss is not finite")
+        is_last, last = global_step >= self.plan.num_steps - 1, self.saver.validation
+        failure = "the last validation loss is not finite" if (
+            is_last and last and last.loss is None) else ""
         unwritten = self.log.finish(RunEnd(
             first_step=self.prepared.first_step,
             global_step=global_step, stop_reason=stop_reason, lacks_validation=lacks_validation,
