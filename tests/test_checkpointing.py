@@ -191,7 +191,7 @@ DATA = {"train": "100 tokens, abc", "start_train_token": "0", "validation_sequen
     ({"n_heads": 4}, "model.json: n_heads is 4, .* was trained with 2; set it back"),
     ({"optimizer": "muon"}, 'train.json: optimizer is muon, .* was trained with adamw'),
     ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
-    ({"train": "100 tokens, xyz"}, "train.json: the train tokens of tiny are not those"),
+    ({"train": "100 tokens, xyz"}, "train.json: the train file of tiny is 100 tokens, xyz, "),
     ({"start_train_token": "16"}, "train.json: start_train_token is 16, .* was trained with 0"),
 ])
 def test_a_checkpoint_of_another_run_is_refused(

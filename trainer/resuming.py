@@ -21,7 +21,6 @@ from optim import learning_rate_at, schedule_of
 from processes.command_line import Options
 from reporting.loss_window import REPORT_INTERVAL
 from run_config import Run
-from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData
 
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that may change in mid-run
@@ -70,16 +69,8 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
         raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
                         " another machine of the run") from None
     check_same_run(checkpoint, run, data.fingerprints)
-    check_position(checkpoint, data.plan)
-    return checkpoint
-
-
-def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
-    """Refuse to resume with another global batch size: data would be read twice, or skipped.
-
-    Raises: UserError: the checkpoint's tokens are not its steps times this plan's tokens per step.
-    """
-    num_steps = checkpoint.meta.global_step + 1
+    # With another global batch, data would be read twice, or skipped.
+    plan, num_steps = data.plan, checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
         before = checkpoint.meta.tokens // num_steps
         raise UserError(
@@ -87,6 +78,7 @@ def check_position(checkpoint: Checkpoint, plan: BatchPlan) -> None:
             f" {plan.tokens_per_step}; change gradient_accumulation_steps or the number of"
             f" processes, or set global_batch_size to {before // plan.context_length}; or use"
             " --fresh")
+    return checkpoint
 
 
 def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
@@ -103,19 +95,13 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
     compared += [(run.train_path, "optimizer", train.optimizer, meta.optimizer),
                  (run.train_path, "random_seed", train.random_seed, meta.random_seed)]
     # Another start would read data twice. A file may be used for the first time.
-    compared += [(run.train_path, key, data[key], meta.data[key])
-                 for key in ("start_train_token", "start_val_token")
-                 if key in data and key in meta.data]
+    files = {split: f"the {split} file of {train.dataset}" for split in ("train", "validation")}
+    compared += [(run.train_path, files.get(key, key), data[key], meta.data[key])
+                 for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})]
     for path, key, found, before in compared:
         if found != before:
             raise UserError(f"{path}: {key} is {found}, {checkpoint.name} was trained with"
                             f" {before}; set it back, or start over with --fresh")
-    for split in ("train", "validation"):
-        found, before = data.get(split), meta.data.get(split)
-        if found and before and found != before:
-            raise UserError(f"{run.train_path}: the {split} tokens of {train.dataset} are not"
-                            f" those that {checkpoint.name} was trained with ({found}, then"
-                            f" {before}); restore them, or start over with --fresh")
 
 
 def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, Any]], *,
