@@ -7,8 +7,8 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from lab.compare.rows import BITS_PER_BYTE, LOSS_NAMES, Comparison, Row
-from lab.compare.tokens_to_loss import TokensToLoss
+from lab.compare.comparison import Comparison
+from lab.compare.rows import BITS_PER_BYTE, LOSS_NAMES, Row
 from lab.table import UNKNOWN, Column, Table, dollars, short_count
 
 HIDDEN_FIRST = (  # in a terminal that is too narrow
@@ -36,7 +36,7 @@ SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a
 }
 
 
-def table_of(comparison: Comparison, to_loss: TokensToLoss | None) -> Table:
+def table_of(comparison: Comparison) -> Table:
     """Format a comparison, without columns in which no value is known."""
     columns = [Column("run", "left", 20, "run"), Column("differences", "left", 28, "differs"),
                Column("model", "left", key="model"),
@@ -46,13 +46,14 @@ def table_of(comparison: Comparison, to_loss: TokensToLoss | None) -> Table:
     rows = [{"run": row.name, "differs": row.differs or row.first.notes,
              "model": row.first.size if len(sizes) > 1 else "", "machine": row.first.device or "",
              **{key: _cell(comparison, row, key) for key in SHOWN}} for row in comparison.rows]
-    if to_loss:
-        whole = to_loss.reference.figures
-        loss, name = f"loss {whole['validation_loss']:.4f}", to_loss.reference.short_name
+    if comparison.reference:
+        whole, name = comparison.reference.figures, comparison.reference.short_name
+        loss = f"loss {whole['validation_loss']:.4f}"
         columns.append(Column(f"tokens to\n{loss}", key="tokens_to_loss"))
         notes = [*notes, f"tokens to {loss}: until the validation loss was that of {name}, their"
                          " share of its own, and what they cost"]
-        for texts, found in zip(rows, to_loss.cells, strict=True):
+        for texts, row in zip(rows, comparison.rows, strict=True):
+            found = row.reached
             texts["tokens_to_loss"] = "" if found is None or not whole["tokens"] else ", ".join(
                 [short_count(found.tokens), f"{found.tokens / whole['tokens']:.0%}",
                  *([] if found.usd is None else [f"${dollars(found.usd)}"])])
@@ -81,7 +82,7 @@ def _cell(comparison: Comparison, row: Row, key: str) -> str:
     return found + (" †" if key == "test_loss" and row.is_of_other_slice else "")
 
 
-def values_of(comparison: Comparison, to_loss: TokensToLoss | None) -> list[dict[str, Any]]:
+def values_of(comparison: Comparison) -> list[dict[str, Any]]:
     """Return the rows as values: always the same keys, None for what is not known."""
     return [{
         "run": ", ".join(result.name for result in row.results), "status": row.first.status,
@@ -92,9 +93,9 @@ def values_of(comparison: Comparison, to_loss: TokensToLoss | None) -> list[dict
         **{key.replace("loss", "loss_spread"): row.spread.get(key) for key in LOSS_NAMES},
         "sorted_by": comparison.sorted_by, "is_within_spread": row.is_within_spread,
         "test_slice": row.first.test_slice,
-        "tokens_to_loss": reached and reached.tokens, "usd_to_loss": reached and reached.usd,
-    } for row, reached in zip(comparison.rows, to_loss.cells if to_loss else
-                              [None] * len(comparison.rows), strict=True)]
+        "tokens_to_loss": row.reached and row.reached.tokens,
+        "usd_to_loss": row.reached and row.reached.usd,
+    } for row in comparison.rows]
 
 
 def csv_of(rows: list[dict[str, Any]]) -> str:

@@ -70,9 +70,8 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
     """
     # Imported here so that --help is fast.
     from lab.compare.columns import csv_of, table_of, values_of
+    from lab.compare.comparison import compare
     from lab.compare.results import find_results, read_published
-    from lab.compare.rows import compare
-    from lab.compare.tokens_to_loss import tokens_to_loss
     from lab.table import terminal_width
 
     if len(forms) > 1:
@@ -80,9 +79,9 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
     results = find_results(runs_dir, runs)
     if not results and not published:
         raise UserError(f"{runs_dir}: holds no trained run; train one, or add --published")
-    comparison = compare(_priced(results + (read_published() if published else []), prices))
-    to_loss = tokens_to_loss(comparison, to_loss_of)
-    table, values = table_of(comparison, to_loss), values_of(comparison, to_loss)
+    comparison = compare(_priced(results + (read_published() if published else []), prices),
+                         to_loss_of)
+    table, values = table_of(comparison), values_of(comparison)
     if forms == ("json",):
         print_json({"schema": "compare/1", "rows": values, "notes": comparison.notes})
     else:

@@ -1,4 +1,4 @@
-"""Rows of a comparison: seeds merged, sorted by loss, with the settings that differ."""
+"""Rows of a comparison: seeds merged, with the settings that differ and with their marks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from basics.errors import UserError
 from lab.compare.results import FIGURES, PUBLISHED, Figures, Result, ratio, shown
+from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
 from lab.runs import number
 from lab.stats import pooled_deviation, t_95
 from lab.table import counted
@@ -27,6 +29,7 @@ class Row:
     Attributes:
         spread: sample standard deviation of each loss over the seeds, if there are several.
         settings: settings in which the runs differ, except values that most runs have.
+        reached: when the validation loss was that of the reference of `mark_reached`.
     """
 
     results: list[Result]
@@ -35,6 +38,7 @@ class Row:
     settings: dict[str, str] = field(default_factory=dict)
     is_of_other_slice: bool = False
     is_within_spread: bool = False
+    reached: Reached | None = None
 
     def __post_init__(self) -> None:
         """Add the figures that follow from others."""
@@ -70,6 +74,10 @@ class Row:
         """The settings as text."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items())
 
+    @property
+    def test_text(self) -> str:
+        return self.first.text_of(self.first.test_slice)
+
     def loss(self, kind: str) -> float | None:
         """Return a loss if it can be compared with those of the other rows."""
         is_incomparable = kind == "test_loss" and self.is_of_other_slice
@@ -85,51 +93,7 @@ class Row:
         return loss / math.log(2) / bits if loss and bits else None
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Rows, the best first, and notes for the reader.
-
-    Attributes:
-        sorted_by: a key of `LOSS_NAMES`.
-        mixes_tokenizers: losses per token are not comparable; the rows are sorted by bits per byte.
-    """
-
-    rows: list[Row]
-    sorted_by: str
-    notes: list[str]
-    mixes_tokenizers: bool = False
-
-
-def compare(results: list[Result]) -> Comparison:
-    """Group results into rows, sort the rows and write the notes."""
-    rows = _group_seeds(_with_test_losses(results))
-    tested = [row for row in rows if row.figures["test_loss"] is not None]
-    texts = [_test_text(row) for row in tested if row.is_published] or list(map(_test_text, tested))
-    for row in tested:
-        row.is_of_other_slice = _test_text(row) != Counter(texts).most_common(1)[0][0]
-    common_note, kind = _mark_differences(rows), deciding_loss(rows)
-    bits_note = _tokens_note(rows, kind)
-
-    def order(row: Row) -> tuple:
-        values = [row.bits(kind)] if bits_note else [
-            row.loss(name) for name in (kind, *LOSS_NAMES)]
-        return (*((value is None, value or 0.0) for value in values), row.name)
-
-    rows.sort(key=order)
-    notes = [bits_note or _sorting_note(rows, kind), common_note,
-             "" if bits_note else _mark_within_spread(rows, kind),
-             *_slice_notes(rows), _score_note(rows)]
-    if any(row.is_published for row in rows):
-        notes.append("* published results of the original system; US$ computed from its seconds"
-                     " and prices, for validation an estimate")
-    return Comparison(rows, kind, list(filter(None, notes)), mixes_tokenizers=bool(bits_note))
-
-
-def _test_text(row: Row) -> str:
-    return row.first.text_of(row.first.test_slice)
-
-
-def _with_test_losses(results: list[Result]) -> list[Result]:
+def with_test_losses(results: list[Result]) -> list[Result]:
     """Choose each result's test loss: on the published slice, else on the most common text.
 
     Of equally common ones the longest is chosen. Slices of different tokens may be the same text.
@@ -149,7 +113,7 @@ def _with_test_losses(results: list[Result]) -> list[Result]:
     return found
 
 
-def _group_seeds(results: list[Result]) -> list[Row]:
+def group_seeds(results: list[Result]) -> list[Row]:
     """Group runs that differ only in their seed; their figures are the means of what all have.
 
     A second run with the same seed and length is not another sample: it gets its own row.
@@ -178,7 +142,7 @@ def _row_of(group: list[Result]) -> Row:
                 if None not in values[kind]})
 
 
-def _mark_differences(rows: list[Row]) -> str:
+def mark_differences(rows: list[Row]) -> str:
     """Set the settings in which rows differ; values of more than half of them go into a note."""
     configs = list(map(_settings, rows))
     known = [config for config in configs if config]
@@ -215,7 +179,7 @@ def deciding_loss(rows: list[Row]) -> str:
     return max(LOSS_NAMES, key=lambda kind: counts[kind])  # the first of equals
 
 
-def _mark_within_spread(rows: list[Row], kind: str) -> str:
+def mark_within_spread(rows: list[Row], kind: str) -> str:
     """Mark rows whose difference from the best row may be due to the seeds alone.
 
     If only the seeds differ, the difference of two means of n1 and n2 seeds has the standard
@@ -241,53 +205,31 @@ def _mark_within_spread(rows: list[Row], kind: str) -> str:
     return f"no row is within the seed spread of the best row {known}"
 
 
-def _sorting_note(rows: list[Row], kind: str) -> str:
-    missing = sum(row.loss(kind) is None for row in rows)
-    last = f"; rows without it come last ({missing})" if missing else ""
-    seeds = "; mean ± standard deviation over n seeds" if any(row.spread for row in rows) else ""
-    return f"sorted by {LOSS_NAMES[kind]} (nats per token), best first{last}{seeds}"
+def mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
+    """Set when each row reached the final validation loss of one of them; return that one.
 
+    Args:
+        of_run: the reference; without it, the finished row with the highest loss, if there are
+            two: all others have reached that.
 
-def _tokens_note(rows: list[Row], kind: str) -> str:
-    """Say how rows with different tokenizers are sorted; empty if their losses can be compared."""
-    known = [row for row in rows if row.bytes_per_token(kind) is not None]
-    lengths = [row.bytes_per_token(kind) for row in known]
-    names = {row.first.tokenizer for row in rows if row.figures[kind] is not None}
-    if not known or len(names - {None}) < 2:
-        return ""
-    missing = len(rows) - len(known)
-    last = f"; rows without them come last ({missing})" if missing else ""
-    texts = {row.first.tests.get(row.first.test_slice, {}).get("text") for row in known}
-    is_same_text = kind == "test_loss" and len(texts) == 1 and None not in texts
-    text = "" if is_same_text else (
-        "; the bits are not of the same text: measure runs on the same documents together with lab"
-        " evaluate, else each with --dataset on a few MB of documents prepared with its tokenizer")
-    return (f"sorted by bits per byte of the {LOSS_NAMES[kind]}, best first{last}: tokenizers"
-            f" differ ({min(lengths):.2f} to {max(lengths):.2f} bytes per token), so losses (nats"
-            f" per token) do not compare{text}")
-
-
-def _slice_notes(rows: list[Row]) -> list[str]:
-    """Describe the tokens of the test losses; warn if validation losses are of different tokens."""
-    notes = []
-    for is_other, start in ((False, "test loss on"), (True, "† not comparable: test loss on")):
-        slices = {row.first.test_slice for row in rows if row.figures["test_loss"] is not None
-                  and row.is_of_other_slice == is_other}
-        notes += [f"{start} {'; '.join(sorted(slices))}"] if slices else []
-    if len({row.first.validation_slice for row in rows
-            if row.figures["validation_loss"] is not None}) > 1:
-        notes.append("validation losses were measured on different tokens: see the differences")
-    return notes
-
-
-def _score_note(rows: list[Row]) -> str:
-    """Say who gave the instruction scores; only those of one judge and one prompt compare."""
-    scored = [row for row in rows if row.figures["ift_score"] is not None]
-    by_judge: dict[str, list[str]] = {}
-    for result in (result for row in scored for result in row.results if result.judge):
-        by_judge.setdefault(result.judge, []).append(result.name)
-    notes = ["IFT: mean score of answers to instructions, 0 to 100 (95% interval)",
-             *(f"by {judge}: {', '.join(names)}" for judge, names in by_judge.items())]
-    if any(row.is_published for row in scored):
-        notes.append("published ones come from another prompt and do not compare")
-    return "; ".join(notes) if scored else ""
+    Raises:
+        UserError: the reference is not in the comparison or has no final validation loss.
+    """
+    usable = [row for row in rows if row.first.status == FINISHED and row.first.records
+              and None not in (row.figures["validation_loss"], row.figures["tokens"])
+              and of_run in (None, *(run.name for run in row.results))]
+    if of_run is not None and not usable:
+        raise UserError(f"--to-loss-of {of_run[:60]}: no finished run with a validation loss"
+                        " has this name; name one of the compared runs")
+    if of_run is None and len(usable) < 2:
+        return None
+    reference = max(usable, key=lambda row: row.figures["validation_loss"])
+    mean = reference.figures["validation_loss"]
+    losses = {shown(run.config.get(SEED)): run.figures["validation_loss"]
+              for run in reference.results}  # of another seed: the mean
+    for row in rows:
+        if row.first.validation_slice == reference.first.validation_slice:
+            row.reached = mean_reached([first_reaching(
+                run.records, losses.get(shown(run.config.get(SEED)), mean)) for run in row.results])
+    reference.reached = Reached(reference.figures["tokens"], reference.figures["usd"])  # to its end
+    return reference

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -23,7 +22,6 @@ from processes.signals import end_with_parent, stop_signals, torchrun_signals
 from reporting.summary import FINISHED
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
-NUM_PROCESSES = re.compile(r"--nproc[_-]per[_-]node[= ]([1-9]\d{0,4})(?!\S)")
 OWN_RENDEZVOUS = ("--standalone", "--rdzv", "--master")  # torchrun's options that name one
 DIVERGED, NOT_STARTED = "diverged", "not started"
 NOT_FINITE = "were not finite"  # in the reason of a run whose gradients were not
@@ -59,21 +57,6 @@ class Launch:
                             ("--usd-per-hour", self.usd_per_hour)):
             command += [] if value is None else [name, str(value)]
         return command
-
-    def num_processes(self) -> int | None:
-        """Return the number of processes of a run; None if only torchrun will know it.
-
-        Raises:
-            UserError: the machine has GPUs that cannot be used.
-        """
-        if self.torchrun:
-            found = NUM_PROCESSES.search(" ".join(self.torchrun))
-            return int(found[1]) if found else None
-        if self.nproc_per_node:
-            return self.nproc_per_node
-        from processes.launch import default_num_processes  # imports torch, which takes seconds
-
-        return default_num_processes()
 
 
 @dataclass(frozen=True)

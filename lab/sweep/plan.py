@@ -17,7 +17,6 @@ from basics.files import write_atomically
 from basics.json_files import describe, read_json_object, to_json
 from lab.sweep.changes import Changes, apply_changes, label
 from run_config import ModelConfig, Run, TrainConfig, load_config, with_defaults
-from tokens.batch_plan import accumulation_steps_of
 
 PLAN_NAME = "sweep.json"
 LONGEST_NAME = 80  # characters, of a run's directory before its seed
@@ -66,16 +65,11 @@ class PlannedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A plan, the run that it changes, and the directory of its runs.
-
-    Attributes:
-        num_processes: of each run; None if it is not known.
-    """
+    """A plan, the run that it changes, and the directory of its runs."""
 
     plan: Plan
     base: Run
     sweep_dir: Path
-    num_processes: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -101,16 +95,9 @@ class Sweep:
         """Return the sweep with one more variant; the same one if it has such a variant.
 
         Raises:
-            UserError: the changes are refused by a run's own validators, or its global batch
-                cannot be divided by the processes.
+            UserError: the changes are refused by a run's own validators.
         """
-        model, train = configs = apply_changes(self.base, changes)
-        if self.num_processes is not None:
-            try:
-                accumulation_steps_of(replace(self.base, model=model, train=train),
-                                      world_size=self.num_processes)
-            except UserError as error:
-                raise UserError(f"{label(changes)}: {error}") from None
+        configs = apply_changes(self.base, changes)
         if any(apply_changes(self.base, variant.changes) == configs
                for variant in self.plan.variants):
             return self

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.compare.charts import draw_comparison, plot_fit, without_formulas
-from lab.compare.rows import compare
+from lab.compare.comparison import compare
 from lab.stats import pooled_deviation, seeds_needed
 from lab.sweep.plan import Sweep
 from lab.sweep.results import Entry, Range, ranges_of

@@ -69,10 +69,7 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], name: 
                     options["usd_per_hour"] or loaded.train.usd_per_hour,
                     options["torchrun_arguments"], options["budget_hours"], options["budget_usd"])
     _check_launch(launch)
-    sets_batch = loaded.train.global_batch_size or any(
-        changed.get("global_batch_size") for changed in wanted)
-    new = Sweep(Plan(base=base), loaded, _directory(options["sweeps_dir"], name or base),
-                launch.num_processes() if sets_batch else None)
+    new = Sweep(Plan(base=base), loaded, _directory(options["sweeps_dir"], name or base))
     execution = Execution(launch)
     with (stdout_to_stderr(options["as_json"]),
           open_sweep(new, wanted, options["seeds"]) as sweep, execution.handling_signals()):

@@ -23,9 +23,10 @@ from basics.errors import UserError
 from lab.compare import charts as comparison_charts
 from lab.compare.charts import draw_comparison, loss_points, memory_points
 from lab.compare.columns import csv_of, table_of, values_of
+from lab.compare.comparison import Comparison, compare
 from lab.compare.results import PUBLISHED_PATH, find_results, read_published
-from lab.compare.rows import Comparison, Row, compare
-from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached, tokens_to_loss
+from lab.compare.rows import Row
+from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.markdown import HOSTILE as HOSTILE_TEXT
@@ -118,7 +119,7 @@ def row_of(comparison: Comparison, name: str) -> Row:
 def cells_of(comparison: Comparison, name: str) -> dict[str, str]:
     """Return one row of the Markdown table, by column head."""
     lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-             for line in table_of(comparison, None).markdown().splitlines()
+             for line in table_of(comparison).markdown().splitlines()
              if line.startswith("|")]
     return next(dict(zip(lines[0], line, strict=True)) for line in lines if name in line[0])
 
@@ -492,7 +493,7 @@ def test_a_search_for_the_largest_microbatch_is_a_line_in_the_memory_chart(runs:
 def test_texts_are_escaped_in_markdown_html_and_csv(runs: Runs) -> None:
     for name, dataset in (("a", "<script>"), ("b", "<script>"), ("c", HOSTILE_TEXT)):
         runs.add(name, train={"dataset": dataset})  # the most frequent value is in a note
-    table = table_of(runs.compare(), None)
+    table = table_of(runs.compare())
     markdown, page = table.markdown(), table.html()
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1 and len(lines) == 5
@@ -502,7 +503,7 @@ def test_texts_are_escaped_in_markdown_html_and_csv(runs: Runs) -> None:
     comparison = runs.compare("a")
     row = comparison.rows[0]
     row.settings, row.figures = {"=1+": "x"}, row.figures | {"train_loss": -0.5}
-    (cells,) = csv.DictReader(io.StringIO(csv_of(values_of(comparison, None))))
+    (cells,) = csv.DictReader(io.StringIO(csv_of(values_of(comparison))))
     assert (cells["differs"], cells["train_loss"]) == ("'=1+=x", "-0.5")  # no formula; a number
 
 
@@ -514,7 +515,7 @@ def test_terminal_table_fits_and_names_its_hidden_columns(runs: Runs, width: int
     runs.add("other", losses=(3.0, 3.0, 3.0),
              train={"clipping_max_norm": None, "schedule_learning_rate": True,
                     "warmup_period_percent": 5, "weight_decay": 0.01, "learning_rate": 0.0014})
-    text = table_of(runs.compare(published=True), None).terminal(width)
+    text = table_of(runs.compare(published=True)).terminal(width)
     table, notes = text.split("\n\n")
     assert max(map(len, table.splitlines())) <= width
     assert ("hidden columns: model, machine, microbatch_size" in notes) == (width < 250)
@@ -622,9 +623,8 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(
     record_losses(runs, "fast", 5.0, 4.0, 3.0, learning_rate=0.02)
     record_losses(runs, "other", 5.0, 3.5, start_val_token=7)  # on other tokens: not compared
     comparison = runs.compare()
-    found = tokens_to_loss(comparison)
-    assert found.reference.name == "slow" and dict(zip(names_of(comparison), found.cells,
-                                                       strict=True)) == {
+    assert comparison.reference.name == "slow" and {
+        row.name: row.reached for row in comparison.rows} == {
         "fast": Reached(200, 2.0), "other": None, "slow": Reached(1536, 1.0)}  # its own: all of it
     lines = [line for line in succeeded(runs.run()).stdout.splitlines()
              if line.startswith(("fast", "slow"))]
@@ -633,7 +633,7 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(
     rows = runs.csv("--to-loss-of", "fast")
     assert rows["slow"]["tokens_to_loss"] == rows["slow"]["usd_to_loss"] == ""
     assert (rows["fast"]["tokens_to_loss"], rows["fast"]["usd_to_loss"]) == ("1536", "1")
-    assert tokens_to_loss(runs.compare("slow")) is None
+    assert runs.compare("slow").reference is None
 
 
 def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs: Runs) -> None:
@@ -642,9 +642,8 @@ def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs: Run
         record_losses(runs, f"fast-{seed}", 4.0 + shift, 2.0 + shift, random_seed=seed,
                       learning_rate=0.02)
     record_losses(runs, "third", 4.0, 3.0, random_seed=44, learning_rate=0.03)
-    comparison = runs.compare()
-    found = tokens_to_loss(comparison, "base-42")
-    assert dict(zip(names_of(comparison), found.cells, strict=True)) == {
+    comparison = compare(find_results(runs.dir, ()), "base-42")
+    assert {row.name: row.reached for row in comparison.rows} == {
         "base-42, base-43": Reached(1536, 1.0), "fast-42, fast-43": Reached(150, 1.5),
         "third": Reached(150, 1.5)}  # the mean, 3.5: the reference has no such seed
     assert mean_reached([Reached(100, 1.0), Reached(200)]) == Reached(150)
@@ -665,10 +664,10 @@ def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs: Runs) 
         " compare; the bits are not of the same text: measure runs on the same documents together"
         " with lab evaluate, else each with --dataset on a few MB of documents prepared with its"
         " tokenizer")
-    table = table_of(comparison, None).terminal(100)
+    table = table_of(comparison).terminal(100)
     assert "val. bits" in table and "0.9000" in table and "1.7312" in table
     one = runs.compare("long", "unknown")  # of one tokenizer: only in CSV
-    assert not one.mixes_tokenizers and "bits" not in table_of(one, None).terminal(200)
+    assert not one.mixes_tokenizers and "bits" not in table_of(one).terminal(200)
     assert runs.csv()["long"]["validation_bits_per_byte"] == "0.9"
 
 
@@ -685,7 +684,7 @@ def test_bits_per_byte_of_the_same_text_decide(runs: Runs) -> None:
     assert comparison.notes[0].startswith("sorted by bits per byte of the test loss, best first:")
     assert comparison.notes[0].endswith("so losses (nats per token) do not compare")
     assert runs.csv()["a"]["test_bits_per_byte"] == "1.2"
-    assert "†" not in table_of(comparison, None).terminal(160)
+    assert "†" not in table_of(comparison).terminal(160)
 
 
 def test_the_comparison_is_a_json_document_with_the_columns_of_csv(runs: Runs) -> None:
