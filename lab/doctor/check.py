@@ -48,7 +48,7 @@ class Subject:
         run: None without a name, or if its configs are wrong: then `config_error` says why.
         num_processes: on this machine; `world_size` counts those of all nodes.
         available_gib: of its RAM, before the load tests began.
-        busy: what already uses the GPUs, or trains the run; empty if nothing does.
+        busy: what uses the GPUs, or trains the run; empty if nothing does.
         is_training: a process of this machine holds the run's lock.
     """
 
@@ -67,6 +67,11 @@ class Subject:
     available_gib: float = 0.0
     busy: str = ""
     is_training: bool = False
+
+
+def warn_unless(is_fine: bool, text: str, advice: str) -> Finding:
+    """Return an ok, or else a warning with advice."""
+    return ok(text) if is_fine else warning(text, advice)
 
 
 def unknown(reason: str, advice: str = "") -> Finding:
@@ -119,24 +124,21 @@ def num_of(checks: Checks, verdict: str) -> int:
 def print_checks(checks: Checks, run_name: str | None) -> None:
     """Print one line or more for each check, then what follows from all of them."""
     longest = max(map(len, checks))
-    indent = max(map(len, COLORS)) + 2 + longest + 2
-    width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size((100, 24)).columns)) - indent
-
-    def wrapped(text: str, first: str = "") -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False, initial_indent=first,
-                             subsequent_indent=" " * len(first))
-
+    width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size((100, 24)).columns))
     for name, found in checks.items():
-        head = click.style(f"{found.verdict:<7}", fg=COLORS[found.verdict])
-        advice = wrapped(found.advice, "-> ") if found.advice else []
-        text = ("\n" + " " * indent).join(wrapped(found.text) + advice)
-        click.echo(f"{head}{visible(f'  {name.ljust(longest)}  {text}')}")
-    counts = [(num_of(checks, verdict), verdict) for verdict in (PROBLEM, WARNING)]
-    head = click.style(
-        f"{'not fit' if counts[0][0] else 'fit'} to train{f' {run_name}' if run_name else ''}: "
+        verdict, rest = f"{found.verdict:<7}", f"  {name:<{longest}}  "
+        indent = " " * len(verdict + rest)
+        lines = textwrap.wrap(found.text, width, break_on_hyphens=False, initial_indent=indent,
+                              subsequent_indent=indent)
+        lines += textwrap.wrap(found.advice, width, break_on_hyphens=False,
+                               initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   ")
+        click.echo(click.style(verdict, fg=COLORS[found.verdict])
+                   + visible(rest + "\n".join(lines).lstrip()))
+    counts = {verdict: num_of(checks, verdict) for verdict in (PROBLEM, WARNING)}
+    click.echo(click.style(
+        f"{'not fit' if counts[PROBLEM] else 'fit'} to train{f' {run_name}' if run_name else ''}: "
         + ", ".join(f"{number or 'no'} {word}{'' if number == 1 else 's'}"
-                    for number, word in counts), bold=True)
-    click.echo(head)
+                    for word, number in counts.items()), bold=True))
 
 
 def as_document(checks: Checks, run_name: str | None) -> dict[str, Any]:

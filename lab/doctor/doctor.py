@@ -13,7 +13,7 @@ import click
 
 from basics.cli import print_json
 from basics.errors import FAILED, UserError
-from basics.gpu_readings import nvml_failure, read_gpus
+from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
 from basics.machine import available_ram_gib
 from basics.time_limit import within
 from lab.doctor import machine_checks, run_checks
@@ -74,11 +74,7 @@ def command(as_json: bool, **about: Any) -> None:
 
 
 def found_here(subject: Subject) -> Subject:
-    """Find out what is to be checked.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """Find out what is to be checked. Raises: UserError: there is no such run."""
     run, config_error, pid = None, "", None
     if subject.run_name is not None:
         try:
@@ -86,26 +82,24 @@ def found_here(subject: Subject) -> Subject:
                 RUN_SECONDS, partial(_find_run, subject.runs_dir, subject.run_name))
         except OSError as error:
             why = error.strerror or f"no answer within {RUN_SECONDS:g} s"
-            config_error = (f"{error.filename or subject.runs_dir}: {why}; check the disk, or name"
-                            " another place with --runs-dir")
-    hidden, name = os.environ.get("CUDA_VISIBLE_DEVICES"), subject.run_name
+            config_error = f"{error.filename or subject.runs_dir}: {why}; check the disk"
 
-    def read() -> tuple[list[Any], list[Any], str | None]:
+    def read() -> tuple[list[GpuReading], list[GpuReading], str | None]:
         every = read_gpus()
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         return every, machine_checks.visible_gpus(every, hidden), nvml_failure()
 
     try:
         every, gpus, failure = within(DRIVER_SECONDS, read)
     except TimeoutError:
         every, gpus, failure = [], [], machine_checks.NO_ANSWER
-    used = machine_checks.in_use(gpus)
-    busy = [f"{name} is being trained by process {pid}"] * bool(pid) + [f"in use: {used}"] * bool(
-        used)
+    busy = [f"{subject.run_name} is being trained by process {pid}" if pid else "",
+            machine_checks.in_use(gpus)]
     number = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
     return replace(
         subject, run=run, config_error=config_error, all_gpus=tuple(every), gpus=tuple(gpus),
         nvml_failure=failure, num_processes=number, available_gib=available_ram_gib(),
-        world_size=int(os.environ.get("WORLD_SIZE", number)), busy="; ".join(busy),
+        world_size=int(os.environ.get("WORLD_SIZE", number)), busy="; ".join(filter(None, busy)),
         is_training=pid is not None)
 
 
@@ -116,14 +110,12 @@ def _find_run(runs_dir: Path, name: str) -> tuple[Run | None, str, int | None]:
         UserError: there is no such run.
         OSError: the disk cannot be read.
     """
-    run, config_error = None, ""
     try:
-        run = load_run(runs_dir, name)
+        return load_run(runs_dir, name), "", trained_by(runs_dir / name)
     except UserError as error:
         if not RUN_NAME.fullmatch(name) or not (runs_dir / name).is_dir():
             raise
-        config_error = str(error)
-    return run, config_error, trained_by(runs_dir / name)
+        return None, str(error), trained_by(runs_dir / name)
 
 
 def examine(subject: Subject) -> tuple[Subject, Checks]:
@@ -131,7 +123,8 @@ def examine(subject: Subject) -> tuple[Subject, Checks]:
     subject = found_here(subject)
     with load_tests(subject) as results:
         others = machine_checks.check_limits(subject) | make_checks(
-            machine_checks.CHECKS | run_checks.CHECKS, subject)
+            machine_checks.CHECKS | run_checks.CHECKS
+            | (run_checks.OF_RUN if subject.run else {}), subject)
         load = results()
     facts = load.found["PyTorch"].get(0, {})
     return subject, {

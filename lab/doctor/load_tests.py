@@ -31,6 +31,7 @@ from lab.doctor.check import (
     problem,
     split_error,
     unknown,
+    warn_unless,
     warning,
 )
 from lab.doctor.machine_checks import INSTALL_TORCH, OTHER_MACHINE
@@ -201,10 +202,11 @@ def _why_not(part: str, load: Load) -> Finding | None:
 
 def _attention(found: Sequence[dict[str, Any]]) -> Finding:
     first = found[0]
-    text = f"{first['kernel']}, in {first['precision']}{first['of']}"
-    return ok(text) if first["kernel"] != "math" or not first["on_gpu"] else warning(
-        text, 'it is slow; remove attention "math" and precision "fp32" from train.json, or use a'
-              " head size (emb_dim / n_heads) of 64 or 128")
+    return warn_unless(
+        first["kernel"] != "math" or not first["on_gpu"],
+        f"{first['kernel']}, in {first['precision']}{first['of']}", "it is slow; remove attention"
+        ' "math" and precision "fp32" from train.json, or use a head size (emb_dim / n_heads) of 64'
+        " or 128")
 
 
 def _triton(found: Sequence[dict[str, Any]]) -> Finding:
@@ -235,9 +237,9 @@ def _products(found: Sequence[dict[str, Any]]) -> Finding:
     if slow:
         return warning(f"{text}; {numbers(slow)} much slower than the others",
                        "all GPUs wait for the slowest; see the lines on clocks and temperature")
-    return ok(text) if not gpu or min(speeds) >= LITTLE_OF_PEAK * gpu.peak_flops else warning(
-        text, "large products reach 60 to 90%; see the lines on clocks and temperature, and look"
-              " for other programs on the GPUs")
+    return warn_unless(
+        not gpu or min(speeds) >= LITTLE_OF_PEAK * gpu.peak_flops, text, "large products reach 60"
+        " to 90%; see the lines on clocks and temperature, and look for other programs on the GPUs")
 
 
 def _clocks(gpus: Sequence[dict[str, Any]]) -> Finding | None:
@@ -264,10 +266,11 @@ def judge_exchange(found: Sequence[dict[str, Any]]) -> Finding:
     backend, number = found[0]["backend"], found[0]["world_size"]
     slowest = max(each["seconds"] for each in found)
     speed = 2 * (number - 1) / number * found[0]["bytes"] / slowest  # as nccl-tests counts
-    text = f"{speed / 1e9:,.3g} GB/s bus bandwidth, {num_processes(number)}, {backend}"
-    return ok(text) if speed >= SLOW_BUS or backend == "gloo" else warning(
-        text, "each step waits long for the gradients: raise gradient accumulation (a larger"
-              ' global_batch_size), set "all_reduce_dtype": "bf16", or take a machine with NVLink')
+    return warn_unless(
+        speed >= SLOW_BUS or backend == "gloo", f"{speed / 1e9:,.3g} GB/s bus bandwidth,"
+        f" {num_processes(number)}, {backend}", "each step waits long for the gradients: raise"
+        ' gradient accumulation (a larger global_batch_size), set "all_reduce_dtype": "bf16", or'
+        " take a machine with NVLink")
 
 
 JUDGES: dict[str, Callable[[Sequence[dict[str, Any]]], Finding]] = {

@@ -19,7 +19,6 @@ import psutil
 from basics.gpu_readings import GpuReading, read_gpus
 from basics.machine import find_compiler, num_usable_cores
 from lab.doctor.check import (
-    OK,
     OTHER_PLACE,
     PROBLEM,
     SKIPPED,
@@ -30,6 +29,7 @@ from lab.doctor.check import (
     numbers,
     ok,
     problem,
+    warn_unless,
     warning,
 )
 
@@ -85,10 +85,10 @@ def parts_of(gpu: GpuReading) -> list[GpuReading]:
 
 def in_use(gpus: Sequence[GpuReading]) -> str:
     """Return which GPUs others use; empty if none is in use."""
-    return ", ".join(
-        f"GPU {number} ({gpu.memory_used_gib or 0:,.1f} GiB, {gpu.use_percent or 0:.0f}%)"
-        for number, gpu in enumerate(gpus) if (gpu.use_percent or 0) >= BUSY_PERCENT
-        or (gpu.memory_used_gib or 0) >= BUSY_MEMORY_SHARE * (gpu.memory_total_gib or 1e9))
+    used = [f"GPU {number} ({gpu.memory_used_gib or 0:,.1f} GiB, {gpu.use_percent or 0:.0f}%)"
+            for number, gpu in enumerate(gpus) if (gpu.use_percent or 0) >= BUSY_PERCENT
+            or (gpu.memory_used_gib or 0) >= BUSY_MEMORY_SHARE * (gpu.memory_total_gib or 1e9)]
+    return f"in use: {', '.join(used)}" if used else ""
 
 
 def check_gpus(subject: Subject, facts: Facts) -> Finding:
@@ -97,12 +97,12 @@ def check_gpus(subject: Subject, facts: Facts) -> Finding:
     cause, remedy = facts.get("problem") or ("", "")
     if cause:
         return problem(f"PyTorch {facts['version']} cannot use them: {cause}", remedy)
+    if subject.nvml_failure == NO_ANSWER:
+        return problem(NO_ANSWER, OTHER_MACHINE)
     if not subject.all_gpus and by_torch:
         return warning(f"{by_torch} seen by PyTorch, but the driver cannot be read"
                        f" ({subject.nvml_failure}): the tests that load them are left out",
                        "a training's speed line shows what they do")
-    if subject.nvml_failure == NO_ANSWER:
-        return problem(NO_ANSWER, OTHER_MACHINE)
     if not subject.all_gpus:
         text = f"none ({subject.nvml_failure})" if subject.nvml_failure else "none"
         return warning(f"{text}: training runs on the CPU, slowly", "if the machine has GPUs,"
@@ -115,14 +115,14 @@ def check_gpus(subject: Subject, facts: Facts) -> Finding:
         return problem(f"{text}; PyTorch sees {by_torch}", "restart the machine if its driver was"
                        " renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus")
     if seen and subject.num_processes != seen:
-        judge = problem if subject.num_processes > seen else warning
-        return judge(f"{text}; number of processes: {subject.num_processes}",
-                     f"set --nproc_per_node to {seen}")
+        return Finding(PROBLEM if subject.num_processes > seen else WARNING,
+                       f"{text}; number of processes: {subject.num_processes}",
+                       f"set --nproc_per_node to {seen}")
     if (hidden := len(subject.all_gpus) - seen) > 0:
         return warning(f"{text}; {hidden} of {len(subject.all_gpus)} are hidden by"
                        " CUDA_VISIBLE_DEVICES", "unset it to train on all of them")
-    return ok(text) if len(names) < 2 else warning(
-        text, "all wait for the slowest in each step; hide it with CUDA_VISIBLE_DEVICES")
+    return warn_unless(len(names) < 2, text, "all wait for the slowest in each step; hide it with"
+                       " CUDA_VISIBLE_DEVICES")
 
 
 def check_readings(subject: Subject, facts: Facts) -> Checks:
@@ -131,34 +131,36 @@ def check_readings(subject: Subject, facts: Facts) -> Checks:
     if subject.busy:
         checks["use"] = warning(f"{subject.busy}: the tests that load the machine are left out",
                                 "run this again when it is idle")
-    if gpus:
-        text = next((gpu.driver_version for gpu in gpus if gpu.driver_version), "unknown")
-        if facts:
-            text += f"; PyTorch {facts['version']} was built with CUDA {facts['cuda']}"
-        checks["driver"] = ok(text) if not facts or facts["cuda"] else problem(text, INSTALL_TORCH)
     if facts.get("num_gpus") and not any(facts["problem"]):
-        checks["bf16"] = ok("supported")
-        if facts["without_bf16"]:
-            text = f"{numbers(facts['without_bf16'])} without it"
-            is_set = subject.run and "bf16" in (subject.run.train.precision,
-                                                subject.run.train.residual_dtype)
-            checks["bf16"] = problem(
-                text, "remove precision and residual_dtype from train.json, or take a newer GPU"
-            ) if is_set else warning(text, "training uses fp16, with a loss scale")
+        lacking = facts["without_bf16"]
+        checks["bf16"] = warn_unless(not lacking, f"{numbers(lacking)} without it" if lacking else
+                                     "supported", "training uses fp16, with a loss scale")
+        if lacking and subject.run and "bf16" in (subject.run.train.precision,
+                                                  subject.run.train.residual_dtype):
+            checks["bf16"] = problem(checks["bf16"].text, "remove precision and residual_dtype from"
+                                     " train.json, or take a newer GPU")
+    if not gpus:
+        return checks
+    text = next((gpu.driver_version for gpu in gpus if gpu.driver_version), "unknown")
+    if facts:
+        text += f"; PyTorch {facts['version']} was built with CUDA {facts['cuda']}"
+    checks["driver"] = ok(text) if not facts or facts["cuda"] else problem(text, INSTALL_TORCH)
     if degrees := [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]:
         text = f"{min(degrees):.0f} to {max(degrees):.0f} °C before the tests"
         hot = [number for number, gpu in enumerate(gpus) if (gpu.temperature_c or 0) >= HOT_C]
-        checks["temperature"] = ok(text) if not hot else warning(
-            f"{text}; {numbers(hot)} at {HOT_C} or more", "its clock falls when it gets hotter;"
-            " look for other programs on it, or take another machine")
-    if gpus:
-        known = [gpu.uncorrected_ecc_errors for gpu in gpus]
-        wrong = [number for number, count in enumerate(known) if count]
-        checks["ECC memory"] = ok("no uncorrected errors") if not wrong else warning(
-            f"{numbers(wrong)}: {sum(filter(None, known)):,} uncorrected errors since the driver"
-            " was loaded", f"{OTHER_MACHINE}: such an error ends a training")
-        if set(known) == {None}:
-            checks["ECC memory"] = Finding(SKIPPED, "not told by these GPUs")
+        checks["temperature"] = warn_unless(
+            not hot, f"{text}; {numbers(hot)} at {HOT_C} or more" if hot else text,
+            "its clock falls when it gets hotter; look for other programs on it, or take another"
+            " machine")
+    errors = {number: gpu.uncorrected_ecc_errors for number, gpu in enumerate(gpus)
+              if gpu.uncorrected_ecc_errors is not None}
+    if wrong := [number for number, count in errors.items() if count]:
+        checks["ECC memory"] = warning(
+            f"{numbers(wrong)}: {sum(errors.values()):,} uncorrected errors since the driver was"
+            " loaded", f"{OTHER_MACHINE}: such an error ends a training")
+    else:
+        checks["ECC memory"] = (ok("no uncorrected errors") if errors else
+                                Finding(SKIPPED, "not told by these GPUs"))
     return checks
 
 
@@ -184,26 +186,25 @@ def check_limits(subject: Subject) -> Checks:
             f"{missing}: the training step cannot be compiled", "install gcc, libc6-dev and"
             ' python3-dev, as ./setup_lambda.sh does, or set "compile": false')
     cores = num_usable_cores()
-    checks["CPU cores"] = ok(f"{cores:g}")
-    if subject.gpus:
-        text = f"{cores:g}, {cores / number:.3g} for each GPU's process"
-        checks["CPU cores"] = ok(text) if cores >= CORES_PER_PROCESS * number else warning(
-            text, "data, checkpoints and charts may slow training down;"
-                  f" {CORES_PER_PROCESS} for each GPU are enough")
+    share = f", {cores / number:.3g} for each GPU's process" if subject.gpus else ""
+    checks["CPU cores"] = warn_unless(
+        not subject.gpus or cores >= CORES_PER_PROCESS * number, f"{cores:g}{share}",
+        "data, checkpoints and charts may slow training down;"
+        f" {CORES_PER_PROCESS} for each GPU are enough")
     if number > 1 and SHARED_MEMORY.is_dir():  # through which NCCL may exchange data
         usage = shutil.disk_usage(SHARED_MEMORY)
-        text = (f"{usage.free / 2**30:,.2f} of {usage.total / 2**30:,.2f} GiB free in"
-                f" {SHARED_MEMORY}")
-        verdict = (PROBLEM if usage.free < number * SHARED_MEMORY_PER_PROCESS else
-                   WARNING if usage.free < SMALL_SHARED_MEMORY else OK)
-        checks["shared memory"] = Finding(
-            verdict, text, "start the container with --shm-size=8g or --ipc=host"
-            if verdict != OK else "")
+        found = warn_unless(
+            usage.free >= SMALL_SHARED_MEMORY, f"{usage.free / 2**30:,.2f} of"
+            f" {usage.total / 2**30:,.2f} GiB free in {SHARED_MEMORY}",
+            "start the container with --shm-size=8g or --ipc=host")
+        is_enough = usage.free >= number * SHARED_MEMORY_PER_PROCESS
+        checks["shared memory"] = found if is_enough else found._replace(verdict=PROBLEM)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_enough = limit == resource.RLIM_INFINITY or limit >= FEW_OPEN_FILES
-    text = "no limit" if limit == resource.RLIM_INFINITY else f"a process may open {limit:,}"
-    checks["open files"] = ok(text) if is_enough else warning(
-        text, f"raise the limit before training: ulimit -n {2 * FEW_OPEN_FILES}")
+    is_unlimited = limit == resource.RLIM_INFINITY
+    checks["open files"] = warn_unless(
+        is_unlimited or limit >= FEW_OPEN_FILES, "no limit" if is_unlimited
+        else f"a process may open {limit:,}",
+        f"raise the limit before training: ulimit -n {2 * FEW_OPEN_FILES}")
     return checks
 
 
@@ -243,8 +244,7 @@ def _check_disk(place: Path, advice: str) -> Finding:
     if next(mounts, "") == "overlay":
         return warning(f"{text}; in the container's own layer, which is lost with the container",
                        f"mount a volume there, or {advice}")
-    return ok(text) if speed >= SLOW_DISK else warning(
-        text, f"checkpoints take long to write; {advice}")
+    return warn_unless(speed >= SLOW_DISK, text, f"checkpoints take long to write; {advice}")
 
 
 def write_speed(place: Path, free: int) -> float | None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,7 +25,6 @@ from processes.startup_agreement import open_store
 from run_config import Run
 
 MEET_SECONDS = 60.0  # more than the checks of a node take, without its load tests
-MUCH_SKEW = 1.0  # seconds
 
 
 def check_nodes(run: Run | None, is_busy: bool, time_limit: float) -> Checks:
@@ -59,25 +57,19 @@ def versions(run: Run | None) -> dict[str, str]:
 
 def meet(mine: dict[str, Any], store: dist.Store, limit: timedelta
          ) -> list[dict[str, Any]] | Finding:
-    """Return what all processes tell, and each one's clock at the moment when the last one comes.
-
-    If one does not come in time, return that.
-    """
-    rank, ranks = os.environ["RANK"], range(int(os.environ["WORLD_SIZE"]))
-    store.set(f"process/{rank}", json.dumps(mine))
+    """Return what all processes tell, in the order of the ranks; or which do not come in time."""
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    store.set(f"process/{os.environ['RANK']}", json.dumps(mine))
     try:
-        store.wait([f"process/{other}" for other in ranks], limit)
-        store.set(f"clock/{rank}", str(time.time()))
-        store.wait([f"clock/{other}" for other in ranks], limit)
+        store.wait([f"process/{rank}" for rank in ranks], limit)
     except RuntimeError:
-        missing = [str(other) for other in ranks if not store.check([f"process/{other}"])]
+        missing = [str(rank) for rank in ranks if not store.check([f"process/{rank}"])]
         return problem(f"no answer from rank {', '.join(missing)}", OTHER_MACHINE)
-    return [json.loads(store.get(f"process/{other}"))
-            | {"clock": float(store.get(f"clock/{other}"))} for other in ranks]
+    return [json.loads(store.get(f"process/{rank}")) for rank in ranks]
 
 
 def compared(everybody: Sequence[dict[str, Any]]) -> Finding:
-    """Compare what must be the same on all nodes, and their clocks at one moment."""
+    """Compare what must be the same on all nodes."""
     nodes: dict[int, dict[str, Any]] = {}
     for each in everybody:  # the first process of each node comes first, and knows the most
         nodes.setdefault(each["node"], each)
@@ -89,14 +81,7 @@ def compared(everybody: Sequence[dict[str, Any]]) -> Finding:
                     f"{what} differs: {value} on node {first}, {theirs} on node {node}", "bring all"
                     " nodes to the same commit and run uv sync on each; runs/ is best shared"
                     " between them")
-    ahead = {node: other["clock"] - one["clock"] for node, other in others}
-    worst = max(ahead, key=lambda node: abs(ahead[node]))
-    text = (f"{', '.join(one['versions'])}: the same on all {len(nodes)}; the clock of node {worst}"
-            f" is {abs(ahead[worst]):,.2f} s {'ahead of' if ahead[worst] > 0 else 'behind'} that of"
-            f" node {first}")
-    if abs(ahead[worst]) >= MUCH_SKEW:
-        return warning(text, "set the clocks (timedatectl set-ntp true): logs and the hub need the"
-                             " time")
+    text = f"{', '.join(one['versions'])}: the same on all {len(nodes)}"
     busy = [str(node) for node, other in sorted(nodes.items()) if other["is_busy"]]
     return ok(text) if not busy else warning(
         f"{text}; no numbers are added up, because of node {', '.join(busy)}",

@@ -12,6 +12,7 @@ from basics.errors import UserError, first_line
 from basics.files import check_inside
 from basics.text import gb, gib
 from lab.doctor.check import (
+    PROBLEM,
     Finding,
     Subject,
     num_processes,
@@ -20,6 +21,7 @@ from lab.doctor.check import (
     problem,
     split_error,
     unknown,
+    warn_unless,
     warning,
 )
 from lab.doctor.machine_checks import existing
@@ -64,10 +66,8 @@ def check_configs(subject: Subject) -> Finding | None:
     return warning("; ".join(texts), "; ".join(dict.fromkeys(advice)))
 
 
-def check_dataset(subject: Subject) -> Finding | None:
+def check_dataset(subject: Subject) -> Finding:
     """Check that the dataset is here, is made here, or can be downloaded."""
-    if subject.run is None:
-        return None
     name = subject.run.train.dataset
     place = subject.datasets_dir / name
     try:
@@ -112,20 +112,18 @@ def check_ram(subject: Subject) -> Finding:
     on_gpu, available = bool(subject.gpus), subject.available_gib
     needed = subject.num_processes * (PROCESS_GIB if on_gpu else CPU_PROCESS_GIB)
     if subject.run is None:
-        text = (f"{available:,.1f} GiB available; training needs {needed:,.1f} or more: name a run"
-                " to have it counted")
-        return ok(text) if available >= needed else warning(text, "end other programs")
+        return warn_unless(
+            available >= needed, f"{available:,.1f} GiB available; training needs {needed:,.1f} or"
+            " more: name a run to have it counted", "end other programs")
     snapshot = (pinned_bytes if on_gpu else bytes_of_checkpoint)(subject.run) / 2**30
     needed += snapshot + (0 if on_gpu else subject.num_processes * training_gib(subject))
-    text = (f"{available:,.1f} GiB available; the run needs about {gib(needed * 2**30)},"
-            f" {gib(snapshot * 2**30)} of them for the copy that checkpoints are written from"
-            " (the dataset is memory-mapped)")
-    if available >= needed:
-        return ok(text)
-    advice = "end other programs, or take a machine with more RAM"
-    if not on_gpu:
-        advice += "; on a CPU a smaller microbatch_size or fewer processes need less"
-    return problem(text, advice) if available < needed / 2 else warning(text, advice)
+    found = warn_unless(
+        available >= needed,
+        f"{available:,.1f} GiB available; the run needs about {gib(needed * 2**30)},"
+        f" {gib(snapshot * 2**30)} of them for the copy that checkpoints are written from"
+        " (the dataset is memory-mapped)", "end other programs, or take a machine with more RAM"
+        + ("" if on_gpu else "; a smaller microbatch_size or fewer processes need less"))
+    return found if available >= needed / 2 else found._replace(verdict=PROBLEM)
 
 
 def training_gib(subject: Subject) -> float:
@@ -145,10 +143,8 @@ def plan_of(subject: Subject) -> BatchPlan:
     return plan_batches(subject.run, world_size=subject.world_size, file_tokens=num_tokens)
 
 
-def check_batch(subject: Subject) -> Finding | None:
+def check_batch(subject: Subject) -> Finding:
     """Check that the global batch can be divided among the processes."""
-    if subject.run is None:
-        return None
     size, world_size = subject.run.train.microbatch_size, subject.world_size
     try:
         plan_of(subject)
@@ -159,10 +155,8 @@ def check_batch(subject: Subject) -> Finding | None:
               f" {num_processes(world_size)} = {size * steps * world_size:,} sequences")
 
 
-def check_microbatch(subject: Subject) -> Finding | None:
+def check_microbatch(subject: Subject) -> Finding:
     """Compare the memory that `lab plan` estimates for a process with what there is."""
-    if subject.run is None:
-        return None
     there, where = subject.available_gib / subject.num_processes, "a process"
     if subject.gpus:
         sizes = [gpu.memory_total_gib for gpu in subject.gpus if gpu.memory_total_gib]
@@ -181,18 +175,15 @@ def check_microbatch(subject: Subject) -> Finding | None:
             f"{what.format('a GPU')}; {numbers(taken)} {'has' if len(taken) == 1 else 'have'}"
             f" {gib(min(free.values()) * 2**30)} free: other processes use the rest",
             "find them with nvidia-smi and end them: a run that was killed may have left some")
-    text = what.format(f"the {gib(there * 2**30)} of {where}")
-    if needed <= there:
-        return ok(text)
-    advice = ("lower microbatch_size, or set head_chunks 8 or activation_checkpointing;"
-              " ddp_train.py --find-max-microbatch measures what fits")
-    return problem(text, advice) if needed > MUCH_TOO_LARGE * there else warning(text, advice)
+    found = warn_unless(
+        needed <= there, what.format(f"the {gib(there * 2**30)} of {where}"),
+        "lower microbatch_size, or set head_chunks 8 or activation_checkpointing;"
+        " ddp_train.py --find-max-microbatch measures what fits")
+    return found if needed <= MUCH_TOO_LARGE * there else found._replace(verdict=PROBLEM)
 
 
-def check_checkpoints(subject: Subject) -> Finding | None:
+def check_checkpoints(subject: Subject) -> Finding:
     """Check that the disk has room for the next checkpoint, and for all that the run keeps."""
-    if subject.run is None:
-        return None
     run, size, total = subject.run, bytes_of_checkpoint(subject.run), None
     free = shutil.disk_usage(existing(run.checkpoints_dir)).free
     text, advice = f"{gb(size)} each, {gb(free)} free", (
@@ -208,9 +199,8 @@ def check_checkpoints(subject: Subject) -> Finding | None:
         return ok(text)
     present = sum(path.is_dir() and not path.is_symlink() for path in (
         run.checkpoints_dir.iterdir() if run.checkpoints_dir.is_dir() else ()))
-    text += f"; at most {number:,} are kept"
-    return ok(text) if (number - present) * size <= free else warning(
-        f"{text}: {gb(number * size)}", advice)
+    return warn_unless((number - present) * size <= free, f"{text}; at most {number:,} are kept:"
+                       f" {gb(number * size)}", advice)
 
 
 def needed_of_hub(subject: Subject) -> tuple[str, str]:
@@ -225,8 +215,8 @@ def needed_of_hub(subject: Subject) -> tuple[str, str]:
 
 
 def check_hub(subject: Subject) -> Finding | None:
-    """Ask the hub for nothing but an answer, where no repository is asked for."""
-    if not subject.is_online or any(needed_of_hub(subject)):
+    """Ask the hub for an answer, where that was asked for."""
+    if not subject.is_online:
         return None
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -281,7 +271,6 @@ def scope_of(about: dict[str, Any]) -> str:
             if token.get("role") in ("read", "fineGrained") else "what it may do is not known")
 
 
-CHECKS = {
-    "RAM": check_ram, "configs": check_configs, "dataset": check_dataset, "batch": check_batch,
-    "microbatch": check_microbatch, "checkpoints": check_checkpoints, "hub": check_hub,
-    "initial model": check_model, "hub token": check_token}
+CHECKS = {"RAM": check_ram, "configs": check_configs, "hub": check_hub, "hub token": check_token}
+OF_RUN = {"dataset": check_dataset, "batch": check_batch, "microbatch": check_microbatch,
+          "checkpoints": check_checkpoints, "initial model": check_model}

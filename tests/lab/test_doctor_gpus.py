@@ -75,8 +75,8 @@ def test_a_part_of_a_gpu_has_its_own_readings(
 
 def test_a_gpu_that_others_use_is_found() -> None:
     assert in_use(GPUS) == ""
-    assert in_use([GPU, replace(GPU, use_percent=98)]) == "GPU 1 (0.5 GiB, 98%)"
-    assert in_use([replace(GPU, memory_used_gib=38)]) == "GPU 0 (38.0 GiB, 0%)"
+    assert in_use([GPU, replace(GPU, use_percent=98)]) == "in use: GPU 1 (0.5 GiB, 98%)"
+    assert in_use([replace(GPU, memory_used_gib=38)]) == "in use: GPU 0 (38.0 GiB, 0%)"
     assert in_use([GpuReading()]) == ""
 
 

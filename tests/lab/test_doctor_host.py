@@ -50,7 +50,7 @@ def subject(place: Workplace, *, train: dict[str, Any] | None = None,
 
 
 def checks(about: Subject, module: Any = run_checks) -> Checks:
-    return make_checks(module.CHECKS, about)
+    return make_checks(module.CHECKS | (getattr(module, "OF_RUN", {}) if about.run else {}), about)
 
 
 def test_the_disk_of_the_runs_is_measured_and_nothing_is_left(place: Workplace) -> None:
@@ -158,30 +158,34 @@ def test_the_speed_of_a_disk_takes_no_more_than_its_room(
     assert machine_checks.write_speed(tmp_path, 2**30) == 0 or not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("volume", "is_lost"), [(None, True), ("runs", False)])
-def test_a_disk_that_is_lost_with_the_container_is_a_warning(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, volume: str | None, is_lost: bool
-) -> None:
-    workplace.add_run()
-    mounts = [SimpleNamespace(mountpoint="/", fstype="overlay")]
-    mounts += [SimpleNamespace(mountpoint=str(workplace.root / volume), fstype="ext4")
-               ] if volume else []
-    monkeypatch.setattr(machine_checks.psutil, "disk_partitions", lambda all: mounts)
-    monkeypatch.setattr(machine_checks, "write_speed", lambda *_: 1e9)
-    found = machine_checks.check_runs_disk(Subject(workplace.runs_dir, workplace.datasets_dir))
-    assert found.verdict == (WARNING if is_lost else OK)
-    assert ("own layer" in found.text) == is_lost
+DISKS = {  # bytes a second or an error, file system, may it be written: verdict, part of the text
+    "fast": (1e9, "ext4", True, OK, "writes 1,000 MB/s"),
+    "slow": (5e6, "ext4", True, WARNING, "writes 5 MB/s"),
+    "lost with the container": (1e9, "overlay", True, WARNING, "in the container's own layer"),
+    "nearly full": (None, "ext4", True, WARNING, "too little to measure its speed"),
+    "fails": (OSError(5, "Input/output error"), "ext4", True, PROBLEM, "writing fails: Input/out"),
+    "read-only": (1e9, "ext4", False, PROBLEM, "cannot be written to"),
+}
 
 
-def test_a_slow_disk_and_one_that_cannot_be_written(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", DISKS)
+def test_a_disk_gets_its_verdict(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    about = subject(place)
-    monkeypatch.setattr(machine_checks, "write_speed", lambda *_: 5e6)
-    assert machine_checks.check_runs_disk(about).verdict == WARNING
-    monkeypatch.setattr(machine_checks.os, "access", lambda *_: False)
-    found = machine_checks.check_runs_disk(about)
-    assert found.verdict == PROBLEM and "cannot be written" in found.text
+    speed, file_system, may_write, verdict, text = DISKS[case]
+
+    def write_speed(*_: Any) -> float | None:
+        if isinstance(speed, Exception):
+            raise speed
+        return speed
+
+    monkeypatch.setattr(machine_checks, "write_speed", write_speed)
+    monkeypatch.setattr(machine_checks.os, "access", lambda *_: may_write)
+    monkeypatch.setattr(machine_checks.psutil, "disk_partitions", lambda all: [
+        SimpleNamespace(mountpoint="/", fstype="overlay" if file_system == "ext4" else "ext4"),
+        SimpleNamespace(mountpoint=str(place.root), fstype=file_system)])
+    found = machine_checks.check_runs_disk(subject(place))
+    assert found.verdict == verdict and text in found.text and bool(found.advice) == (verdict != OK)
 
 
 def test_the_runs_own_things(place: Workplace) -> None:
@@ -193,8 +197,8 @@ def test_the_runs_own_things(place: Workplace) -> None:
     assert found["batch"].text == "microbatch 2 x accumulation 2 x 2 processes = 8 sequences"
     assert re.match(r"microbatch 2 takes about [\d.]+ (KiB|MiB) of the 50.0 GiB of a process",
                     found["microbatch"].text)
-    assert found["checkpoints"].text.endswith("; at most 3 are kept")
-    assert re.match(r"[\d.]+ kB each, ", found["checkpoints"].text)
+    assert re.fullmatch(r"[\d.]+ kB each, .* free; at most 3 are kept: [\d.]+ kB",
+                        found["checkpoints"].text)
     assert re.search("needs about [^0].* [MG]iB, [^0].* [KM]iB of them for",
                      found["RAM"].text)
 

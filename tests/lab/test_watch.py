@@ -334,7 +334,6 @@ def test_errors_of_the_command_are_one_line(runs_dir: Path, tmp_path: Path) -> N
         line = error_line(watch(runs_dir, "--port", port))
         assert f"port {port}" in line and "--port" in line
     assert "no run 'b'" in error_line(watch(runs_dir, "b"))
-    assert "--runs-dir" in error_line(watch(tmp_path / "none"))
     assert "cannot be written" in error_line(
         watch(runs_dir, "--export", str(tmp_path / "none/page.html")))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,33 +91,9 @@ def open_page(page: Page, server: Server, choices: str = "") -> None:
     expect(page.locator("#news")).to_contain_text("updated")
 
 
-def test_points_appear_while_records_are_appended(page: Page, runs_dir: Path) -> None:
-    run_dir = add_run(runs_dir, "live", steps=20, status="running")
-    is_done = threading.Event()
-
-    def train() -> None:
-        for step in range(30, 100_000, 10):
-            append(run_dir, report(step), *([validation(step, 1.25)] if step % 50 == 0 else []))
-            if is_done.wait(0.02):
-                return
-
-    with served(runs_dir, "live") as server:
-        open_page(page, server)
-        row = page.locator("#runs tbody tr")
-        before = row.locator("td").nth(2).inner_text()
-        writer = threading.Thread(target=train)
-        writer.start()
-        try:
-            expect(row.locator("td").nth(2)).not_to_contain_text(before.split("\n")[0])
-            expect(drawn(page, "Loss").nth(1)).to_contain_text("1.2500")
-            expect(row.locator(".chip")).to_have_text("running")
-            assert row.locator("td").nth(2).inner_text() != before
-        finally:
-            is_done.set()
-            writer.join()
-
-
-def test_a_new_run_appears_and_nothing_is_drawn_for_nothing(page: Page, runs_dir: Path) -> None:
+def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(
+    page: Page, runs_dir: Path
+) -> None:
     page.add_init_script("""
         window.draws = 0;
         const stroke = CanvasRenderingContext2D.prototype.stroke;
@@ -141,6 +116,9 @@ def test_a_new_run_appears_and_nothing_is_drawn_for_nothing(page: Page, runs_dir
         expect(first).to_contain_text(re.compile(r"\$2\.00\s*of about \$5\.00\s*at \$3600"))
         expect(drawn(page, "Learning rate")).to_have_count(3)
         assert page.evaluate("draws") > before
+        append(runs_dir / "third", report(180), validation(180, 1.25))
+        expect(drawn(page, "Loss").nth(5)).to_contain_text("1.2500")
+        expect(first.locator(".chip")).to_have_text("running")
 
 
 def test_ten_runs_have_ten_colors_also_when_others_were_drawn_before(
