@@ -65,13 +65,6 @@ class Comparison:
         return [{"role": "system", "content": rules},
                 {"role": "user", "content": f"{boundary}\n{encoded}\n{boundary}"}]
 
-    def response_format(self) -> dict[str, Any]:
-        """Return the JSON schema of a reply. It has no range: some servers do not support one."""
-        schema = {"type": "object", "properties": {key: {"type": "integer"} for key in self.labels},
-                  "required": list(self.labels), "additionalProperties": False}
-        return {"type": "json_schema",
-                "json_schema": {"name": "scores", "strict": True, "schema": schema}}
-
     def read_scores(self, reply: str) -> dict[str, float]:
         """Return each model's score from a reply, which may have other text around the JSON.
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import click
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tqdm import tqdm
 
 from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.errors import UserError, cannot_be_written, one_line, visible
 from basics.files import append_whole
 from lab.evaluate.intervals import Figure
-from lab.instruct.comparison import HIGHEST_SCORE, Comparison, UnusableReplyError, compare
+from lab.instruct.comparison import Comparison, UnusableReplyError, compare
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
+from lab.instruct.judging import Judge
 from lab.runs import append_evaluation, last_judged, read_evaluations
 from lab.table import Column, Table, terminal_width
-
-if TYPE_CHECKING:
-    from lab.instruct.judging import Judge
 
 LINE_START = b'{"key":"'  # of every line of a file of judgements
 NUM_RESAMPLES = 2_000
@@ -60,9 +58,8 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     reason = ""
     if missing:
         judgements.check_writable()
-        judge = _new_judge(base_url, model)
-        judge.check_reachable()
-        reason = judge_all(judge, missing.values(), judgements, concurrency=concurrency)
+        reason = judge_all(Judge(base_url, model), missing.values(), judgements,
+                           concurrency=concurrency)
     judged = [scores for c in comparisons if (scores := judgements.scores(c)) is not None]
     if not judged:
         raise UserError(f"none of {len(comparisons)} questions was judged; the first failure:"
@@ -84,18 +81,6 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
         _record(figure, *by_name[name], judge_model=model, num_questions=len(judged))
 
 
-class Judgement(BaseModel):
-    """A line of the file: the result of one comparison."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    key: str
-    judge: str
-    instruction: str
-    order: list[str]  # the models, in the order in which the judge saw their answers
-    scores: dict[str, Annotated[float, Field(ge=0, le=HIGHEST_SCORE)]]  # by model
-
-
 class Judgements:
     """The judgements in a file, one line each: no question is paid for twice. Not thread-safe."""
 
@@ -115,9 +100,9 @@ class Judgements:
             raise UserError(f"{path}: line 1 is not a judgement; name another file with --output")
         self._by_key = {}
         for line in content.splitlines():
-            with suppress(ValidationError):
-                judgement = Judgement.model_validate_json(line)
-                self._by_key[judgement.key] = judgement.scores
+            with suppress(ValueError):
+                judgement = json.loads(line)
+                self._by_key[judgement["key"]] = judgement["scores"]
         self._is_cut = content[-1:] not in (b"", b"\n")
 
     def check_writable(self) -> None:
@@ -136,27 +121,16 @@ class Judgements:
 
     def add(self, comparison: Comparison, scores: dict[str, float], *, judge_model: str) -> None:
         """Save a judgement. Raises: UserError if the file cannot be written."""
-        judgement = Judgement(key=comparison.key, judge=judge_model, scores=scores,
-                              instruction=comparison.question.instruction,
-                              order=list(comparison.order))
+        line = json.dumps(
+            {"key": comparison.key, "judge": judge_model,
+             "instruction": comparison.question.instruction, "order": comparison.order,
+             "scores": scores}, ensure_ascii=False, separators=(",", ":"))
         try:
-            append_whole(self.path, "\n" * self._is_cut + judgement.model_dump_json() + "\n")
+            append_whole(self.path, "\n" * self._is_cut + line + "\n")
         except OSError as error:
             raise cannot_be_written(self.path, error) from None
         self._is_cut = False
-        self._by_key[judgement.key] = judgement.scores
-
-
-def _new_judge(base_url: str | None, model: str) -> Judge:
-    """Return the judge. Raises: UserError: a bad key or address, or no openai package."""
-    try:
-        from lab.instruct.judging import Judge  # needs an optional package
-    except ModuleNotFoundError as error:
-        if error.name != "openai":
-            raise
-        raise UserError("lab judge needs the openai package: run `uv sync --extra judge`"
-                        " (or pip install \"ddp-train[judge]\")") from None
-    return Judge(base_url, model)
+        self._by_key[comparison.key] = scores
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
@@ -200,8 +174,6 @@ def judge_all(judge: Judge, comparisons: Iterable[Comparison], judgements: Judge
     Raises:
         UserError: nothing more can be judged. Completed requests and those in flight are saved.
     """
-    from tqdm import tqdm
-
     reason = ""
     pool = ThreadPoolExecutor(concurrency)
     asked = {pool.submit(judge.score, comparison): comparison for comparison in comparisons}

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from typing import Any
+from contextlib import suppress
 
-from openai import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    BadRequestError,
-    DefaultHttpxClient,
-    OpenAI,
-    UnprocessableEntityError,
-)
+import requests
 from pydantic import HttpUrl, ValidationError
+from requests.adapters import HTTPAdapter
+from urllib3.exceptions import HTTPError
+from urllib3.util import Retry
 
 from basics.errors import UserError
 from basics.time_limit import within
 from lab.instruct.comparison import Comparison, UnusableReplyError
 
-MAX_RETRIES = 5  # by the client, which waits as long as the server asks, or up to 8 seconds each
-REQUEST_SECONDS = 300.0
+OPENAI = "https://api.openai.com/v1"
+REPEATED = (408, 409, 429, *range(500, 600))  # statuses of errors that may pass
+MAX_REPEATS = 5
+LONGEST_PAUSE = 60.0  # seconds, if a server asks for a longer one before a request is repeated
+REQUEST_SECONDS = 300.0  # without any data
+ANSWER_SECONDS = 900.0  # for one request with all its repeats
 MAX_ASKS = 3  # attempts to get a usable reply
 # Errors that every later request would get too: key, account, address or model name is wrong.
 FATAL_STATUSES = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)
-FATAL_CODE = "insufficient_quota"  # has status 429, like errors worth a retry
-PROBE_SECONDS = 30.0
-ANSWER_SECONDS = 900.0  # for one request with the client's retries
+FATAL_CODE = "insufficient_quota"  # has status 429, like errors worth a repeat
 MAX_REPLY_BYTES = 2**22
-NO_COMPLETION = (APIError, ValueError, AttributeError, TypeError, LookupError, RecursionError)
+NOT_THERE = (ValueError, LookupError, TypeError, RecursionError)  # reading a part of a reply
+
+
+class Repeats(Retry):
+    """When a request is repeated; the pause that a server asks for has a limit."""
+
+    def parse_retry_after(self, retry_after: str) -> float:
+        with suppress(ValueError):
+            return min(LONGEST_PAUSE, max(0.0, float(retry_after)))
+        return 0.0  # a date, or no time: then the pauses grow
 
 
 class Judge:
@@ -45,41 +51,36 @@ class Judge:
     """
 
     def __init__(self, base_url: str | None, model: str) -> None:
-        key = os.environ.get("OPENAI_API_KEY", "").strip()
-        if base_url is None and not key:
+        self.key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if base_url is None and not self.key:
             raise UserError("OPENAI_API_KEY is not set: set it to your key, or name a server that"
                             " needs none with --base-url")
-        if not re.fullmatch("[!-~]*", key):  # an error of the HTTP library would show it
+        if not re.fullmatch("[!-~]*", self.key):  # an error of the HTTP library would show it
             raise UserError("OPENAI_API_KEY contains spaces, line ends or non-ASCII characters; set"
                             " it to your key")
+        self.model, self.url = model, (base_url or OPENAI).rstrip("/")
+        self.address = _without_user(self.url)  # to be shown
         try:
-            HttpUrl(base_url or "https://api.openai.com")
+            HttpUrl(self.url)
         except ValidationError:
-            raise UserError(f"--base-url is {_without_user(base_url or '')[:60]!r}; give an address"
-                            " such as http://localhost:8000/v1") from None
-        # Followed to another host, a redirect would take the questions and answers there.
-        client = DefaultHttpxClient(follow_redirects=False, event_hooks={"response": [_cut]},
-                                    headers={"Accept-Encoding": "identity"})
-        self.model = model
-        self.client = OpenAI(api_key=key or "none", base_url=base_url, max_retries=MAX_RETRIES,
-                             timeout=REQUEST_SECONDS, http_client=client)
-        self._address = _without_user(str(self.client.base_url))
-        self._supports_schemas = True  # until the server rejects one
+            raise UserError(f"--base-url is {self.address[:60]!r}; give an address such as"
+                            " http://localhost:8000/v1") from None
+        self.session = requests.Session()
+        repeats = Repeats(MAX_REPEATS, connect=2, status_forcelist=REPEATED, allowed_methods=None,
+                          backoff_factor=0.5, backoff_max=8, raise_on_status=False)
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, HTTPAdapter(pool_maxsize=64, max_retries=repeats))
+        self.session.headers["Accept-Encoding"] = "identity"  # nothing is unpacked
+        self.session.auth = self._authorise  # else a .netrc file could replace the key
         self._is_stopped = False
+
+    def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request.headers["Authorization"] = f"Bearer {self.key or 'none'}"
+        return request
 
     def stop(self) -> None:
         """Repeat no more questions; requests in flight may complete."""
         self._is_stopped = True
-
-    def check_reachable(self) -> None:
-        """Check once, without retries, that the endpoint answers. Raises: UserError."""
-        client = self.client.with_options(max_retries=0, timeout=PROBE_SECONDS)
-        try:
-            within(PROBE_SECONDS, client.models.list)
-        except (APIConnectionError, TimeoutError) as error:
-            raise self._unreachable(error) from None
-        except NO_COMPLETION:
-            pass  # it answers; not every server lists its models to everybody
 
     def score(self, comparison: Comparison) -> dict[str, float]:
         """Ask the judge to score all answers to a question, up to `MAX_ASKS` times.
@@ -90,82 +91,57 @@ class Judge:
         """
         complaint = ""
         for _ in range(MAX_ASKS):
-            reply = self._ask(comparison, complaint)
+            reply = self._ask(comparison.messages(complaint))
             try:
                 return comparison.read_scores(reply)
             except UnusableReplyError as error:
                 complaint = str(error)
             if self._is_stopped:
                 break
-        raise UnusableReplyError(f"of the reply: {complaint}")
+        raise UnusableReplyError(f"the reply cannot be used: {complaint}")
 
-    def _ask(self, comparison: Comparison, complaint: str) -> str:
-        messages = comparison.messages(complaint)
-        if self._supports_schemas:
-            try:
-                return self._request(messages, response_format=comparison.response_format())
-            except (BadRequestError, UnprocessableEntityError):
-                pass
+    def _ask(self, messages: list[dict[str, str]]) -> str:
+        """Return the reply, empty if it is no completion. Raises: as `score`."""
         try:
-            reply = self._request(messages)
-        except (BadRequestError, UnprocessableEntityError) as error:
-            raise UnusableReplyError(f"status {error.status_code}: {_reason(error)}") from None
-        self._supports_schemas = False  # the same request without a schema succeeded
-        return reply
-
-    def _request(self, messages: list[dict[str, str]], **options: Any) -> str:
-        """Send one request; the client retries after a 429, a 5xx or a lost connection."""
-        try:
-            completion = within(ANSWER_SECONDS, lambda: self.client.chat.completions.create(
-                model=self.model, messages=messages, **options))
-            content = completion.choices[0].message.content
-            return content if isinstance(content, str) else ""  # some servers send a list
-        except (BadRequestError, UnprocessableEntityError):
-            raise
-        except APIStatusError as error:
-            if error.status_code in FATAL_STATUSES or error.code == FATAL_CODE:
-                raise UserError(f"{self._address}: status {error.status_code} for model"
-                                f" {self.model[:40]!r} ({_reason(error)}); check OPENAI_API_KEY,"
-                                " --model and --base-url") from None
-            raise UnusableReplyError(f"status {error.status_code}: {_reason(error)}") from None
-        except (APITimeoutError, TimeoutError):
+            response, body = within(ANSWER_SECONDS, lambda: self._post(messages))
+        except (requests.Timeout, TimeoutError):
             raise UnusableReplyError("the judge did not answer in time") from None
-        except APIConnectionError as error:
-            raise self._unreachable(error) from None
-        except NO_COMPLETION:
-            return ""  # not a completion, which the client does not check
+        except requests.RequestException as error:
+            reason = str(error).rsplit(": ", 1)[-1].strip("\"')")  # before it: the library's words
+            raise UserError(f"{self.address}: cannot be reached ({reason[:60]}); check --base-url"
+                            " and the network, then run the same command again") from None
+        if response.status_code == 200:
+            with suppress(*NOT_THERE):
+                content = json.loads(body)["choices"][0]["message"]["content"]
+                return content if isinstance(content, str) else ""  # some servers send a list
+            return ""
+        reason, code = _reason(body, response.headers.get("Location"), self.key)
+        status = response.status_code
+        if status in FATAL_STATUSES or code == FATAL_CODE:
+            raise UserError(f"{self.address}: status {status} for model {self.model[:40]!r}"
+                            f" ({reason}); check OPENAI_API_KEY, --model and --base-url")
+        raise UnusableReplyError(f"status {status}: {reason}")
 
-    def _unreachable(self, error: APIConnectionError | TimeoutError) -> UserError:
-        reason = _without_key(str(error.__cause__ or error) or "no answer", self.client.api_key)
-        return UserError(f"{self._address}: cannot be reached ({reason[:60]}); check --base-url and"
-                         " the network, then run the same command again")
-
-
-def _cut(response: Any) -> None:
-    """Read at most `MAX_REPLY_BYTES` of a reply, as sent: what is cut or packed is no JSON."""
-    body = bytearray()
-    for piece in response.stream:
-        body += piece
-        if len(body) > MAX_REPLY_BYTES:
-            break
-    response.stream.close()
-    response.headers.pop("Content-Encoding", None)
-    # The client's version decides whether this is a class of httpx or of httpx2.
-    cut = bytes(body[:MAX_REPLY_BYTES])
-    response.stream = type(response)(response.status_code, content=cut).stream
-
-
-def _reason(error: APIStatusError) -> str:
-    """Return the server's error message without the client's prefix."""
-    body, moved_to = error.body, error.response.headers.get("Location")
-    message = str((body.get("message") if isinstance(body, dict) else None) or error.message)
-    message = f"it redirects to {moved_to}" if moved_to else message
-    key = error.request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return " ".join(_without_key(message, key).split())[:60]  # some servers repeat it
+    def _post(self, messages: list[dict[str, str]]) -> tuple[requests.Response, bytes]:
+        """Send a request; return the response and at most `MAX_REPLY_BYTES` of its body."""
+        # Followed to another host, a redirect would take the questions and answers there.
+        with self.session.post(
+                f"{self.url}/chat/completions", json={"model": self.model, "messages": messages},
+                timeout=REQUEST_SECONDS, allow_redirects=False, stream=True) as response:
+            with suppress(HTTPError):  # the connection was lost: the reply cannot be used
+                return response, response.raw.read(MAX_REPLY_BYTES, decode_content=False)
+            return response, b""
 
 
-def _without_key(message: str, key: str) -> str:
-    return message if key in ("", "none") else message.replace(key, "***")
+def _reason(body: bytes, location: str | None, key: str) -> tuple[str, str | None]:
+    """Return the server's error message, without the key that some repeat, and its code."""
+    message, code = body.decode(errors="replace"), None
+    with suppress(*NOT_THERE):
+        error = json.loads(body)["error"]
+        message, code = str(error["message"]), error.get("code")
+    message = f"it redirects to {location}" if location else message
+    message = message.replace(key, "***") if key else message
+    return " ".join(message.split())[:60], code
 
 
 def _without_user(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The real openai client against a local judge that injects faults."""
+"""`lab judge` against a local judge that injects faults."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import re
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import Result
-from openai import APIConnectionError
 
 from lab.instruct.comparison import UnusableReplyError, compare
 from lab.instruct.instructions import Entry
@@ -90,9 +88,8 @@ def test_the_judge_sees_shuffled_answers_without_model_names(
     judged(endpoint, *files)
     for request in endpoint.requests:
         assert not re.search("|".join(WORTHS), json.dumps(request))
-        schema = request["response_format"]["json_schema"]
-        assert schema["strict"] and request["model"] == "the-judge"
-        assert schema["schema"]["required"] == ["answer_1", "answer_2", "answer_3"]
+        assert request["model"] == "the-judge"
+        assert "answer_1, answer_2, answer_3" in request["messages"][0]["content"]
     data = endpoint.asked()[0]
     assert data.keys() == {"instruction", "input", "reference_answer", "answers"}
     orders = {line["key"]: tuple(line["order"])
@@ -122,7 +119,7 @@ def test_the_interval_is_the_bootstrap_interval() -> None:
     assert summarise([50.0], seed=1) == (50, None)
 
 
-@pytest.mark.parametrize("kind", ["500", "503", "429", "junk", "page", "broken"])
+@pytest.mark.parametrize("kind", ["500", "429", "junk", "page", "broken", "lost"])
 def test_a_bad_reply_is_retried(endpoint: Endpoint, files: list[str], kind: str) -> None:
     endpoint.faults = [Fault(kind, times=2)]
     assert judged(endpoint, *files)["alpha"][0] == "38.33"
@@ -146,16 +143,7 @@ def test_a_retry_tells_the_judge_what_was_wrong(endpoint: Endpoint, files: list[
     assert second.startswith(first) and "answer_1 is not a number from 0 to 100" in second
 
 
-def test_a_server_that_rejects_schemas_gets_requests_without_them(
-    endpoint: Endpoint, files: list[str]
-) -> None:
-    endpoint.supports_schemas = False
-    assert judged(endpoint, *files, "--concurrency", "1")["alpha"][0] == "38.33"
-    assert ["response_format" in request for request in endpoint.requests] == (
-        [True] + [False] * NUM_QUESTIONS)  # only one attempt with a schema
-
-
-@pytest.mark.parametrize(("kind", "asks"), [("junk", 3), ("500", 6), ("400", 2), ("418", 1)])
+@pytest.mark.parametrize(("kind", "asks"), [("junk", 3), ("500", 6), ("400", 1)])
 def test_failed_questions_are_counted_left_out_and_retried_later(
     endpoint: Endpoint, files: list[str], tmp_path: Path, kind: str, asks: int
 ) -> None:
@@ -216,14 +204,14 @@ def test_an_unreachable_server_is_an_error(files: list[str]) -> None:
         unused.bind(("127.0.0.1", 0))
         base_url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
         error = error_line(judge(base_url, *files))
-    assert f"{base_url}/: cannot be reached" in error and "refused" in error
+    assert f"{base_url}: cannot be reached" in error and "refused" in error
 
 
 @pytest.mark.parametrize(("address", "key", "message"), [
     *((address, "", "give an address")
       for address in ("localhost:8000", "ftp://here/v1", "http://", "http://a:b/",
                       "me:secret@here", "ftp://me:se/cret@here/v1")),
-    ("http://me:secret@127.0.0.1:9/v1", "", "127.0.0.1:9/v1/: cannot be reached"),
+    ("http://me:secret@127.0.0.1:9/v1", "", "127.0.0.1:9/v1: cannot be reached"),
     ("", "", "OPENAI_API_KEY is not set"),
     *(("http://127.0.0.1:9/v1", key, "OPENAI_API_KEY contains")
       for key in ("sk-my secret", "sk-my\nsecret", "sk-my\x1bsecret", "sk-é")),
@@ -234,15 +222,6 @@ def test_a_wrong_address_or_key_is_refused_and_shows_no_secret(
     error = error_line(judge(address, *files, key=key))
     assert message in error
     assert not any(word in error for word in ("me:", "cret", "sk-"))
-
-
-def test_an_error_of_the_network_does_not_show_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    judging = Judge(None, "m")
-    error = APIConnectionError(message="x", request=None)
-    error.__cause__ = ValueError("Illegal header value b'Bearer sk-secret'")
-    assert "***" in str(judging._unreachable(error)) and "secret" not in str(
-        judging._unreachable(error))
 
 
 def test_the_key_is_sent_if_there_is_one(endpoint: Endpoint, files: list[str]) -> None:
@@ -425,15 +404,3 @@ def test_an_error_saves_requests_in_flight(
     assert "status 401" in error_line(judge(endpoint, *files, "--concurrency", "2"))
     assert len(endpoint.requests) >= 2
     assert len(scores_in(tmp_path)) == len(endpoint.requests) - 1
-
-
-def test_a_missing_openai_package_names_the_command_that_installs_it(
-    endpoint: Endpoint, files: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = judge(endpoint, *files).stdout
-    monkeypatch.delitem(sys.modules, "lab.instruct.judging")
-    monkeypatch.setitem(sys.modules, "openai", None)
-    assert error_line(judge(endpoint, *files, "--seed", "1")) == (
-        "Error: lab judge needs the openai package: run `uv sync --extra judge`"
-        ' (or pip install "ddp-train[judge]")')
-    assert judge(endpoint, *files).stdout == whole  # saved judgements need no package

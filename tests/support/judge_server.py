@@ -1,4 +1,4 @@
-"""A judge on the loopback interface for the real openai client, with faults on demand."""
+"""A judge on the loopback interface with faults on demand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Endpoint:
     """A judge: the faults to inject, and the requests received."""
 
     faults: list[Fault] = field(default_factory=list)
-    supports_schemas: bool = True
     base_url: str = ""
     elsewhere: str = ""  # where a redirect leads
     requests: list[dict[str, Any]] = field(default_factory=list)  # for judgements only
@@ -102,9 +101,6 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *_: object) -> None:
             pass
 
-        def do_GET(self) -> None:
-            self.send(404, b"{}")  # does not list its models
-
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert self.headers["Accept-Encoding"] == "identity"  # a packed reply is not read
@@ -113,12 +109,13 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
                 endpoint.keys.add(self.headers["Authorization"])
                 kind, number = endpoint.fault_for(data_of(request)), len(endpoint.requests)
             endpoint.before_reply(number)
-            if "response_format" in request and not endpoint.supports_schemas:
-                self.refuse(400, "response_format is not supported")
-            elif kind == "page":
+            if kind == "page":
                 self.send(200, b"<html>not an endpoint</html>", {"Content-Type": "text/html"})
             elif kind == "broken":
                 self.send(200, b'{"choices": [')
+            elif kind == "lost":
+                self.send(200, b"{", {"Content-Length": "400"})
+                self.close_connection = True
             elif kind == "brackets":
                 self.send(200, b"[" * 200_000)
             elif kind == "slow":
