@@ -117,7 +117,7 @@ def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(
         expect(drawn(page, "Learning rate")).to_have_count(3)
         assert page.evaluate("draws") > before
         append(runs_dir / "third", report(180), validation(180, 1.25))
-        expect(drawn(page, "Loss").nth(5)).to_contain_text("1.2500")
+        expect(drawn(page, "Loss").nth(1)).to_contain_text("1.2500")
         expect(first.locator(".chip")).to_have_text("running")
 
 
