@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
@@ -107,10 +106,8 @@ def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog,
     bar = tqdm(RATES, unit="step", disable=None if watchdog.process.is_main else True, leave=False)
     for rate in bar:
         loss = take_step(float(rate))
-        losses = torch.zeros(dist.get_world_size(), device=loss.device)
-        losses[dist.get_rank()] = loss
-        dist.all_reduce(losses)  # sums with zeros are exact: the mean is the same on every rank,
-        mean = losses.mean().item()  # so that all stop together
+        dist.all_reduce(loss)  # all ranks have the same sum, so all stop together
+        mean = loss.item() / dist.get_world_size()
         if not math.isfinite(mean):
             break
         found.append(mean)

@@ -26,20 +26,19 @@ from trainer.reports import Reports
 
 
 def main() -> None:
-    name, root = sys.argv[1], Path(sys.argv[2])
-    if name == "train-in-fake-time":
-        train_in_fake_time()
+    name = sys.argv[1]
+    if name == "peak-memory":
+        peak_memory(Path(sys.argv[2]))
         return
-    if name == "train-with-lag":
-        train_with_lag()
-        return
-    if name == "train-with-gpus":
-        train_with_gpus()
-        return
-    if name == "count-compilations":
-        count_compilations()
-        return
-    process, run = this_process(), load_run(root / "runs", "tiny")  # "peak-memory"
+    del sys.argv[1:3]
+    {"train-in-fake-time": train_in_fake_time, "train-with-lag": train_with_lag,
+     "train-with-gpus": train_with_gpus, "count-compilations": count_compilations}[name]()
+    ddp_train.main()
+
+
+def peak_memory(root: Path) -> None:
+    """Print the peak memory of a step of the run `tiny`."""
+    process, run = this_process(), load_run(root / "runs", "tiny")
     with process_group(process, open_store("test"), TrainConfig(**TINY_TRAIN)):
         peak = peak_of_training(run.model, run.train, process)
         if process.is_main:
@@ -53,15 +52,11 @@ def train_in_fake_time() -> None:
     stopping.LAST_CHARTS_SECONDS = 0.0
     background_saver.time = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=time.monotonic)
     PhaseClock.since_process_start = lambda: PhaseClock(since=0.0)
-    del sys.argv[1:3]
-    ddp_train.main()
 
 
 def train_with_lag() -> None:
     """Be ddp_train.py with reports that are one window late, as on a GPU."""
     loss_window.LAG["cpu"] = 1
-    del sys.argv[1:3]
-    ddp_train.main()
 
 
 def train_with_gpus() -> None:
@@ -71,8 +66,6 @@ def train_with_gpus() -> None:
     sys.modules["pynvml"] = FakeNvml({"GPU-0": gpu, "GPU-1": H100})
     reports.gpu_uuids = lambda _: ["GPU-0", "GPU-1"]
     reports.find_gpu = lambda _: find_gpu("H100")
-    del sys.argv[1:3]
-    ddp_train.main()
 
 
 def count_compilations() -> None:
@@ -92,10 +85,6 @@ def count_compilations() -> None:
         reports.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
 
     Reports.draw_charts, Reports.end = charts_and_counts, end_and_counts
-    del sys.argv[1:3]
-    ddp_train.main()
-
-
 
 
 if __name__ == "__main__":
