@@ -47,7 +47,6 @@ from trainer.losses import Losses, validate
 from trainer.microbatch_search import check_search, search
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
 from trainer.precision import autocast
-from trainer.prefetch import compile_step
 from trainer.reports import Reports
 from trainer.side_processes import run_when_done
 from trainer.startup import PreparedRun, build_state, open_run_dir, prepare_run
@@ -76,8 +75,6 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     """Run one of the processes that torchrun has started. Every rank."""
     options = agreement.run("command line", read_command_line)
     process = agreement.run("process", this_process)
-    if options.prefetch:
-        return compile_step(options, process, agreement)
     if TRIAL_VARIABLE in os.environ:
         return measure_microbatch(MicrobatchTrial(options, process, agreement))
     if options.find_max_microbatch:  # one process starts the trials

@@ -62,7 +62,7 @@ class Options:
                 raise UserError(f"{name} cannot be used with {chosen[0]}; see --help")
         if len(chosen) > 1:
             raise UserError(f"{chosen[1]} cannot be used with {chosen[0]}; see --help")
-        if self.prefetch and "RANK" in os.environ and "DDP_TRAIN_COMPILES" not in os.environ:
+        if self.prefetch and "RANK" in os.environ and "DDP_TRAIN_TRIAL" not in os.environ:
             raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
 
     def after_restart(self, began_at: int | None) -> Options:

@@ -279,7 +279,7 @@ def test_options_that_contradict_each_other_are_refused(
 
 def test_prefetch_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("DDP_TRAIN_COMPILES", raising=False)
+    monkeypatch.delenv("DDP_TRAIN_TRIAL", raising=False)
     with pytest.raises(UserError, match="--prefetch needs no torchrun; start it with python"):
         Options("tiny", prefetch=True).check()
 

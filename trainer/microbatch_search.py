@@ -87,21 +87,24 @@ def check_search(options: Options, num_processes: int) -> Run:
 
 
 def try_microbatch(command: list[str], microbatch_size: int, num_processes: int, *,
-                   on_gpu: bool) -> Trial:
+                   on_gpu: bool = True, prefetches: bool = False) -> Trial:
     """Train a few steps under torchrun; return what they took.
 
     On a CPU libraries fail in many ways where the address space is at its limit, so each failure of
     a microbatch above 1 counts as one that does not fit.
 
     Args:
-        command: ddp_train.py and its arguments, among them --find-max-microbatch.
+        command: ddp_train.py and its arguments.
+        on_gpu: False where the address space has a limit.
+        prefetches: compile the validation, too; not where another program uses the GPU.
 
     Raises: UserError: they failed for another reason than memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
-        os.environ[TRIAL_VARIABLE] = json.dumps(
-            {"microbatch_size": microbatch_size, "result_path": str(result_path)})
+        os.environ[TRIAL_VARIABLE] = json.dumps({
+            "microbatch_size": microbatch_size, "result_path": str(result_path),
+            "prefetches": prefetches})
         try:
             status = start_torchrun(command[0], command[1:], num_processes=num_processes,
                                     logs_dir=Path(folder) / "logs")
@@ -118,7 +121,7 @@ def try_microbatch(command: list[str], microbatch_size: int, num_processes: int,
                          for path in (*Path(folder).rglob("stderr.log"), *failures))
     if says_out_of_memory(said) or not on_gpu and microbatch_size > 1:
         return Trial(microbatch_size, fits=False)
-    reason = (said.strip() or f"exit status {status}").splitlines()[-1].strip()[:160]
+    reason = (said.strip() or f"exit status {status}").splitlines()[-1].strip()
     raise UserError(f"microbatch {microbatch_size} failed: {reason}", FAILED)
 
 

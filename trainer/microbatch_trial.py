@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 
 from basics.cpu_settings import map_every_tensor
 from basics.device_time import Moment
-from basics.errors import FAILED, describe
+from basics.errors import FAILED, UserError, describe
 from basics.out_of_memory import is_out_of_memory
 from checkpointing import TrainingState
 from processes.command_line import Options
@@ -35,11 +35,14 @@ from tokens.batches import Microbatch
 from trainer.losses import build_training_state
 from trainer.precision import check_attention, resolve_for_device
 
-TRIAL_VARIABLE = "DDP_TRAIN_MICROBATCH_TRIAL"  # JSON: microbatch_size, and a path for the result
+TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, result_path, prefetches
 # Steps before the timed ones, and these. The second step has optimizer state from the start, and
 # DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
 STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: ranks may compile for different times
+
+
+BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,9 @@ class MicrobatchTrial:
 
     def __init__(self, options: Options, process: Process, agreement: Agreement) -> None:
         self.process, self._agreement, self._options = process, agreement, options
-        task = json.loads(os.environ[TRIAL_VARIABLE])
-        self._size, self._result_path = task["microbatch_size"], Path(task["result_path"])
+        self._task = json.loads(os.environ[TRIAL_VARIABLE])
+        self._size = self._task["microbatch_size"]
+        self._result_path = Path(self._task["result_path"])
         self._run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
         train = self._run.train
         steps = train.gradient_accumulation_steps
@@ -89,9 +93,12 @@ class MicrobatchTrial:
                 share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
             join_process_group(self.process, self._agreement.connect("trial"),
                                timeout=TRIAL_TIMEOUT)
-            # The validation takes less memory than training, so it is not compiled.
-            train = resolve_for_device(self._run.train, device).model_copy(
-                update={"microbatch_size": self._size, "validation_interval": None})
+            train = resolve_for_device(self._run.train, device)
+            if self._task["prefetches"]:
+                check_idle(device)
+            else:  # the validation takes less memory than training, so it is not compiled
+                train = train.model_copy(
+                    update={"microbatch_size": self._size, "validation_interval": None})
             check_attention(self._run.model, train, device)
             self._meter = Meter(device, self._options.memory_limit_gib)
             state = build_training_state(self._run.model, train, self.process)
@@ -141,10 +148,19 @@ class MicrobatchTrial:
                 device_name(self.process)))))
 
 
+def check_idle(device: torch.device) -> None:
+    """Refuse to take memory that another program may need. Raises: UserError: the GPU is in use."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if total - free > BUSY_BYTES:
+            raise UserError(f"GPU {device.index} is in use, {free / 2**30:.1f} of"
+                            f" {total / 2**30:.1f} GiB are free; all but the code is here")
+
+
 class Meter:
     """Peak memory of this process, and a limit on it from now on; on a CPU on its address space.
 
-    On a CPU, where there must be a limit, what is in use at the beginning does not count.
+    On a CPU, what is in use at the beginning does not count.
     """
 
     def __init__(self, device: torch.device, limit_gib: float | None) -> None:
@@ -152,9 +168,10 @@ class Meter:
         if device.type == "cpu":
             torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads: their stacks take memory
             self._before = _memory_gib()
-            limit = int((self._before["VmSize"] + self._limit_gib) * 2**30)
-            _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
+            if limit_gib is not None:
+                limit = int((self._before["VmSize"] + limit_gib) * 2**30)
+                _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+                resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
         elif limit_gib is not None:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)

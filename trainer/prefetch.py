@@ -9,27 +9,21 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-from basics.errors import FAILED, UserError, print_line
-from basics.out_of_memory import is_out_of_memory
+from basics.errors import UserError, print_line
 from preparation.digests import verify_digests
 from preparation.ensure_dataset import is_complete
 from processes.command_line import Options
-from processes.launch import Process, num_gpus, start_torchrun
+from processes.launch import Process, num_gpus
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from run_config import Run, load_run
 from tokens.batches import RunData
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.compilation import CACHE_VARIABLE, keep_compiled_code
-from trainer.losses import Losses, build_training_state
+from trainer.microbatch_search import try_microbatch
 from trainer.models import DOWNLOADED, model_directory
-from trainer.precision import check_attention, resolve_for_device
 from trainer.startup import prepare_run
 
-COMPILES = "DDP_TRAIN_COMPILES"  # environment variable of the processes that compile
-BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
 TOKEN_FILES = ("train.safetensors", "validation.safetensors", TOKENIZER_FILE)
 
 
@@ -70,7 +64,7 @@ def prefetch_run(script: str, options: Options, process: Process) -> None:
         print_line("compiled code: skipped, there is no GPU here, and the run is not compiled on a"
                    " CPU")
     else:
-        _compile(script, process.world_size)
+        _compile(script, run, process.world_size)
     print_line(f"{run.name}: all that a launch needs is on this machine{lacks}")
 
 
@@ -92,48 +86,13 @@ def _verified(files: list[Path]) -> str:
             " digests")
 
 
-def _compile(script: str, num_processes: int) -> None:
-    """Compile the training step as a run's ranks do, under torchrun.
-
-    One process for each GPU: PyTorch keeps code by the index of the device.
-    """
+def _compile(script: str, run: Run, num_processes: int) -> None:
+    """Train a few steps under torchrun, one process for each GPU, so that their code is there."""
     keep_compiled_code()
-    os.environ[COMPILES] = "1"
-    try:
-        status = start_torchrun(script, sys.argv[1:], num_processes=num_processes)
-    finally:
-        del os.environ[COMPILES]
-    if status:
-        sys.exit(status)  # its processes have said why
+    size = run.train.microbatch_size
+    if not try_microbatch([script, *sys.argv[1:]], size, num_processes, prefetches=True).fits:
+        raise UserError(f"{run.train_path}: microbatch_size {size} does not fit into the memory;"
+                        " make it smaller, or set head_chunks 8 (--find-max-microbatch measures"
+                        " what fits)")
     print_line(f"compiled code: {os.environ.get(CACHE_VARIABLE, 'in a temporary directory')},"
                f" of {num_processes} process{'es' if num_processes > 1 else ''}")
-
-
-def compile_step(options: Options, process: Process, agreement: Agreement) -> None:
-    """Compile what a rank of the run does; PyTorch's cache on disk has the code then. Every rank.
-
-    Raises:
-        AgreedError: on every rank, if it cannot be compiled or does not fit, or a GPU is in use.
-    """
-    run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
-    agreement.run("compile", lambda: _compile_here(run, process))
-
-
-def _compile_here(run: Run, process: Process) -> None:
-    if process.device.type == "cuda":
-        torch.cuda.set_device(process.device)
-        free, total = torch.cuda.mem_get_info()
-        if total - free > BUSY_BYTES:  # something else computes, and must not run out of memory
-            raise UserError(f"GPU {process.device.index} is in use, {free / 2**30:.1f} of"
-                            f" {total / 2**30:.1f} GiB are free: the code was not compiled, all"
-                            " else is here", FAILED)
-    train = resolve_for_device(run.train, process.device)
-    try:
-        check_attention(run.model, train, process.device)
-        Losses(build_training_state(run.model, train, process).model, train, process)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"{run.train_path}: microbatch_size {train.microbatch_size} does not fit"
-                        f" into the memory of {process.device}; make it smaller, or set"
-                        " head_chunks 8 (--find-max-microbatch measures what fits)") from None

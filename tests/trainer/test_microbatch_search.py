@@ -224,8 +224,9 @@ def trial_of(workplace: Workplace, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
 
     def trial(microbatch_size: int, process: Process = CPU) -> MicrobatchTrial:
-        monkeypatch.setenv(TRIAL_VARIABLE, json.dumps(
-            {"microbatch_size": microbatch_size, "result_path": str(workplace.root / "result")}))
+        monkeypatch.setenv(TRIAL_VARIABLE, json.dumps({
+            "microbatch_size": microbatch_size, "result_path": str(workplace.root / "result"),
+            "prefetches": False}))
         options = Options("tiny", runs_dir=workplace.runs_dir, memory_limit_gib=1.0)
         return MicrobatchTrial(options, process, Agreement.in_one_process())
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -20,8 +21,7 @@ from basics.directory_lock import lock_directory
 from basics.errors import UserError
 from gpt import GPTModel
 from processes.command_line import Options
-from processes.launch import Process
-from run_config import ModelConfig, load_run
+from run_config import ModelConfig
 from tests.support.checkpoints import ONE_PROCESS
 from tests.support.hub_server import Fault, Hub, serving
 from tests.support.in_process import assert_refused, run_in_process
@@ -29,6 +29,7 @@ from tests.support.models import add_dataset_with_tokenizer, export
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import TINY_MODEL, Workplace, run_command, succeeded, write_tokens
 from trainer import prefetch
+from trainer.microbatch_trial import Trial, check_idle
 
 SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 128, "validation_batches": 1}
 
@@ -119,47 +120,28 @@ def test_what_is_downloaded_is_verified(workplace: Workplace, hub: Hub) -> None:
     assert result.returncode == 2 and "is damaged: its SHA-256 is not" in result.stderr
 
 
+@pytest.mark.parametrize("fits", [True, False])
 def test_the_step_is_compiled_by_as_many_processes_as_train(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    fits: bool
 ) -> None:
-    workplace.add_run(train={"compile": True})
+    run_dir, asked = workplace.add_run(train={"compile": True}), []
     workplace.add_dataset()
-    asked, statuses = [], [0, 3]
-
-    def start(*_: object, num_processes: int) -> int:
-        asked.append((num_processes, prefetch.COMPILES in os.environ))
-        return statuses.pop(0)
-
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "cache")
-    monkeypatch.setattr(prefetch, "start_torchrun", start)
+    monkeypatch.setattr(prefetch, "try_microbatch", lambda *task, **options: (
+        asked.append((*task[1:], options)), Trial(2, fits))[1])
     options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir)
-    process = replace(ONE_PROCESS, world_size=4)
-    prefetch.prefetch_run("ddp_train.py", options, process)
-    with pytest.raises(SystemExit) as ended:  # the processes have said why
-        prefetch.prefetch_run("ddp_train.py", options, process)
-    assert "compiled code: cache, of 4 processes\n" in capsys.readouterr().out
-    assert asked == [(4, True)] * 2 and ended.value.code == 3
+    with nullcontext() if fits else pytest.raises(UserError, match=(
+            f"{run_dir}/train.json: microbatch_size 2 does not fit into the memory; make it")):
+        prefetch.prefetch_run("ddp_train.py", options, replace(ONE_PROCESS, world_size=4))
+    assert ("compiled code: cache, of 4 processes\n" in capsys.readouterr().out) == fits
+    assert asked == [(2, 4, {"prefetches": True})]
 
 
-def test_a_gpu_in_use_and_a_microbatch_that_does_not_fit_are_refused(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    run_dir = workplace.add_run()
-    run = load_run(workplace.runs_dir, "tiny")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 80 * 2**30))
-    with pytest.raises(UserError, match="GPU 0 is in use, 10.0 of 80.0 GiB are free") as caught:
-        prefetch._compile_here(run, Process(0, 0, 1, torch.device("cuda", 0)))
-    assert caught.value.status == 1
-    monkeypatch.setattr(prefetch, "Losses", run_out)
-    with pytest.raises(UserError) as caught:
-        prefetch._compile_here(run, ONE_PROCESS)
-    assert caught.value.status == 2 and re.match(
-        f"{run_dir / 'train.json'}: microbatch_size 2 does not fit into the memory of cpu; make it"
-        " smaller, or set", str(caught.value))
+def test_a_gpu_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * 2**30, 80 * 2**30))
+    with pytest.raises(UserError, match="GPU 0 is in use, 10.0 of 80.0 GiB are free"):
+        check_idle(torch.device("cuda", 0))
 
 
 @pytest.mark.thorough
