@@ -41,7 +41,6 @@ from tests.support.network import environment_of_refusal, refused_network
 from tests.support.preparation import prepare
 from tests.support.workplace import PROJECT_DIR, Workplace, run_command, train_tiny
 
-DOCUMENT = (PROJECT_DIR / "SECURITY.md").read_text()
 TOKEN = "hf_marker0123456789abcdefghijklmnop"
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\r\x9b31m\u202eb\u2066\x00"
 # The version that fixed the last vulnerability of each package that was known when this was
@@ -342,15 +341,3 @@ def test_no_lower_bound_is_below_a_known_fix() -> None:
     assert {"gguf", "wandb"} <= lowest.keys()  # those of the extras too
     for name, fixed in FIXED.items():
         assert lowest[name] >= Version(fixed), name
-
-
-def test_every_test_named_in_the_document_exists() -> None:
-    found = re.findall(r"`(tests/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", DOCUMENT)
-    assert len(found) > 10
-    for path, names in found:
-        functions = {node.name for node in ast.parse((PROJECT_DIR / path).read_text()).body
-                     if isinstance(node, ast.FunctionDef)}
-        for name in re.findall(r"`(\w+)`", names):
-            assert name in functions, f"{path} has no {name}"
-    named = {name for _, names in found for name in re.findall(r"`(\w+)`", names)}
-    assert named == set(re.findall(r"`(test_\w+)`", DOCUMENT))
