@@ -14,13 +14,13 @@ from basics.errors import UserError, cannot_be_written, one_line, print_error, v
 from preparation.cutting import BadShard
 from preparation.source_options import source_options
 
-SMALLEST = 257  # the 256 bytes and the end of text
+SMALLEST, MAX_ENTRIES = 257, 2**16  # the 256 bytes and the end of text; ids have 16 bits
 
 
 @click.command()
 @click.argument("source")
-@click.option("--vocab-size", type=int, required=True, metavar="N",
-              help="Number of entries, 257 to 65,536: all bytes, the end of text, then merges.")
+@click.option("--vocab-size", type=click.IntRange(SMALLEST, MAX_ENTRIES), required=True,
+              help="Number of entries: all bytes, the end of text, then merges.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, metavar="DIR",
               help="Write the tokenizer to this directory.")
 @click.option("--max-megabytes", type=click.IntRange(min=1), default=50, show_default=True,
@@ -36,11 +36,8 @@ def command(source: str, output: Path, **options: Any) -> None:
     # Imported here so that --help is fast.
     from preparation.planning import check_output_dir
     from preparation.sources import SourceOptions, find_source
-    from tokens.tokenizer import MAX_ENTRIES
 
     vocab_size, max_megabytes = options.pop("vocab_size"), options.pop("max_megabytes")
-    if not SMALLEST <= vocab_size <= MAX_ENTRIES:
-        raise UserError(f"--vocab-size is {vocab_size:,}; wanted {SMALLEST} to {MAX_ENTRIES:,}")
     output_dir = check_output_dir(output)
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,19 +198,12 @@ def test_a_redirect_is_refused_and_nothing_is_sent_there(
     assert not other.requests and not other.keys and len(endpoint.requests) < NUM_QUESTIONS
 
 
-def test_an_unreachable_server_is_an_error(files: list[str]) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        base_url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        error = error_line(judge(base_url, *files))
-    assert f"{base_url}: cannot be reached" in error and "refused" in error
-
-
 @pytest.mark.parametrize(("address", "key", "message"), [
     *((address, "", "give an address")
       for address in ("localhost:8000", "ftp://here/v1", "http://", "http://a:b/",
                       "me:secret@here", "ftp://me:se/cret@here/v1")),
-    ("http://me:secret@127.0.0.1:9/v1", "", "127.0.0.1:9/v1: cannot be reached"),
+    ("http://me:secret@127.0.0.1:9/v1", "",
+     "127.0.0.1:9/v1: cannot be reached ([Errno 111] Connection refused)"),
     ("", "", "OPENAI_API_KEY is not set"),
     *(("http://127.0.0.1:9/v1", key, "OPENAI_API_KEY contains")
       for key in ("sk-my secret", "sk-my\nsecret", "sk-my\x1bsecret", "sk-é")),
@@ -236,8 +228,7 @@ def test_the_same_command_asks_only_missing_questions(
     whole = judge(endpoint, *files).stdout
     saved = tmp_path / "judgements.jsonl"
     lines = saved.read_bytes().splitlines(keepends=True)
-    for cut, wanted in ((b"", 5), (lines[7][:9], 5), (lines[7][:-5], 5), (lines[7][:3], 5),
-                        (lines[7][:-1], 4), (b"".join(lines[7:]), 0)):
+    for cut, wanted in ((b"", 5), (lines[7][:9], 5), (lines[7][:-1], 4)):
         saved.write_bytes(b"".join(lines[:7]) + cut)
         endpoint.requests.clear()
         assert judge(endpoint, *reversed(files), "--output", str(saved)).stdout == whole
@@ -368,17 +359,11 @@ def test_an_output_that_cannot_be_used_is_an_error_before_any_request(
     assert not endpoint.requests and (tmp_path / "nowhere").is_symlink()
 
 
-@pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once the command sends no more requests."""
-    event, stop = threading.Event(), Judge.stop
-    monkeypatch.setattr(Judge, "stop", lambda self: (stop(self), event.set()))
-    return event
-
-
 def test_ctrl_c_saves_requests_in_flight_and_sends_no_more(
-    endpoint: Endpoint, files: list[str], tmp_path: Path, stopped: threading.Event
+    endpoint: Endpoint, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stopped, stop = threading.Event(), Judge.stop
+    monkeypatch.setattr(Judge, "stop", lambda self: (stop(self), stopped.set()))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell may ignore it
 
     def interrupt(number: int) -> None:
@@ -394,13 +379,3 @@ def test_ctrl_c_saves_requests_in_flight_and_sends_no_more(
     endpoint.before_reply = lambda _: None
     assert judged(endpoint, *files)["alpha"][0] == "38.33"
     assert len(endpoint.requests) == 3 + NUM_QUESTIONS - 2
-
-
-def test_an_error_saves_requests_in_flight(
-    endpoint: Endpoint, files: list[str], tmp_path: Path, stopped: threading.Event
-) -> None:
-    endpoint.faults = [Fault("401", about="Question 0")]
-    endpoint.before_reply = lambda number: number == 2 and stopped.wait(30)
-    assert "status 401" in error_line(judge(endpoint, *files, "--concurrency", "2"))
-    assert len(endpoint.requests) >= 2
-    assert len(scores_in(tmp_path)) == len(endpoint.requests) - 1
