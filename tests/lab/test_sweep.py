@@ -10,25 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import Result
 from torch.distributed.run import parse_args
 
 from basics.directory_lock import lock_directory
-from checkpointing import renew_links
 from lab.compare import charts as comparison_charts
 from lab.sweep import execution, report
 from lab.sweep.changes import parse_change
 from lab.sweep.execution import Launch
-from processes.signals import torchrun_signals
 from tests.support import stub_trainer
-from tests.support.checkpoints import save
 from tests.support.in_process import contents
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.runs import wait_for
 from tests.support.workplace import PROJECT_DIR, Workplace, draw_bare, read_lines
-from trainer.models import load_model
 
 STUB = Path(stub_trainer.__file__)
 SETTINGS = {"min_train_tokens": 1000, "gradient_accumulation_steps": None, "learning_rate": 0.02}
@@ -92,12 +87,6 @@ def test_each_variant_is_trained_with_each_seed_and_compared(sweeps: Sweeps) -> 
     assert not list(sweeps.tiny.glob("*.png"))
 
 
-def test_several_seeds_of_the_base_alone_are_a_sweep_too(sweeps: Sweeps) -> None:
-    cells = sweeps.cells("--seeds", "2")
-    assert sweeps.launches() == ["baseline-seed-42", "baseline-seed-43"]
-    assert list(cells) == ["baseline"] and cells["baseline"][0] == "2/2"
-
-
 def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
     succeeded(sweeps.run("--change", "weight_decay=0", "--seeds", "2"))
     base, changed, second = map(sweeps.train_json, (
@@ -148,17 +137,16 @@ def test_mistakes_are_one_line_and_nothing_is_written(
     assert contents(sweeps.workplace.root) == before
 
 
-def test_a_base_that_does_not_validate_is_refused(sweeps: Sweeps) -> None:
-    sweeps.workplace.add_run("other", train={"validation_interval": None, "checkpoint_interval": 3,
-                                             "validation_batches": None})
+@pytest.mark.parametrize(("train", "words"), [
+    ({"validation_interval": None, "checkpoint_interval": 3, "validation_batches": None},
+     "a sweep compares validation losses"),
+    ({"max_hours": 1.0}, "drop it from")])
+def test_a_base_that_cannot_be_compared_is_refused(
+    sweeps: Sweeps, train: dict, words: str
+) -> None:
+    sweeps.workplace.add_run("other", train=SETTINGS | train)
     result = run_lab("sweep", "other", *sweeps.command("--change", "drop_rate=0")[2:])
-    assert "a sweep compares validation losses" in error_line(result)
-
-
-def test_a_base_that_cannot_be_trained_as_it_is_is_refused(sweeps: Sweeps) -> None:
-    sweeps.workplace.add_run("limited", train=SETTINGS | {"max_hours": 1.0})
-    result = run_lab("sweep", "limited", *sweeps.command("--change", "drop_rate=0")[2:])
-    assert "drop it from" in error_line(result) and not (sweeps.dir / "limited").exists()
+    assert words in error_line(result) and not (sweeps.dir / "other").exists()
 
 
 @pytest.mark.parametrize(("text", "changes"), [
@@ -172,22 +160,16 @@ def test_commas_separate_changes_only_before_a_key(text: str, changes: dict[str,
 
 
 def test_runs_may_start_from_the_best_weights_of_a_run(sweeps: Sweeps) -> None:
+    best = sweeps.workplace.runs_dir / "tiny/checkpoints/best"
+    best.mkdir(parents=True)
     sweeps.workplace.add_run("tuned", train=SETTINGS | {"init_from": "tiny"})
-    checkpoints_dir = sweeps.workplace.runs_dir / "tiny/checkpoints"
-    for global_step, loss in ((3, 2.0), (4, 3.0)):
-        save(checkpoints_dir, global_step, loss)
-    renew_links(checkpoints_dir)
-    for base in ("tiny", "tuned"):
-        command = sweeps.command("--change", "drop_rate=0,init_from=tiny")[2:]
-        for _ in range(2):  # the second time the files that are there fit
-            succeeded(run_lab("sweep", base, *command))
-    variant = "drop_rate-0_init_from-tiny-seed-42"
-    for run_dir in (sweeps.tiny / variant, *(sweeps.dir / "tuned").glob("*-seed-42")):
-        source = json.loads((run_dir / "train.json").read_text())["init_from"]
-        target = load_model(source, runs_dir=run_dir.parent, device=torch.device("cpu"))
-        assert target.checkpoint.meta.global_step == 3
-    result = succeeded(run_lab("sweep", "tuned", "--change", "init_from=tiny", *command[2:]))
-    assert "init_from=tiny: is the baseline" in result.stdout
+    command = ["sweep", "tuned", *sweeps.command("--change", "drop_rate=0", "--change",
+                                                 "init_from=tiny")[2:]]
+    for _ in range(2):  # the second time the files that are there fit
+        assert "init_from=tiny: is the baseline" in succeeded(run_lab(*command)).stdout
+    for run in ("baseline-seed-42", "drop_rate-0-seed-42"):
+        train = json.loads((sweeps.dir / "tuned" / run / "train.json").read_text())
+        assert train["init_from"] == str(best)
 
 
 def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps: Sweeps) -> None:
@@ -220,25 +202,19 @@ def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for
     assert re.findall(r"!\[.*\]\((.*)\)", text) == charts
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ("0.04,0.08", "learning_rate: the fitted curve has no minimum between 0.02 and 0.08"),
-    ("0.04,0.02", ""),  # the baseline's own value: two points are no range
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["learning_rate=0.04,0.08"],
+     "learning_rate: the fitted curve has no minimum between 0.02 and 0.08"),
+    (["learning_rate=0.04,0.02"], ""),  # the baseline's own value: two points are no range
+    (["global_batch_size=16,32", "--nproc-per-node", "2"],  # the baseline was trained with 16
+     "global_batch_size: no curve is fitted; it needs the losses of 3"),
+    (["drop_rate=0,0.2"], "drop_rate: no curve is fitted"),  # zero has no logarithm
 ])
-def test_a_range_without_a_minimum_says_so(sweeps: Sweeps, values: str, words: str) -> None:
-    succeeded(sweeps.run("--range", f"learning_rate={values}"))
-    text = (sweeps.tiny / "table.md").read_text()
+def test_a_range_without_a_minimum_says_so(
+    sweeps: Sweeps, arguments: list[str], words: str
+) -> None:
+    text = succeeded(sweeps.run("--range", *arguments)).stdout
     assert words in text and ("fitted" in text) == bool(words)
-
-
-def test_a_value_that_the_baseline_has_too_is_one_point(sweeps: Sweeps) -> None:
-    """The baseline was trained with 16 sequences, though it does not set them."""
-    result = succeeded(sweeps.run("--range", "global_batch_size=16,32", "--nproc-per-node", "2"))
-    assert "global_batch_size: no curve is fitted; it needs the losses of 3" in result.stdout
-
-
-def test_zero_has_no_logarithm(sweeps: Sweeps) -> None:
-    result = succeeded(sweeps.run("--range", "drop_rate=0,0.2"))
-    assert "drop_rate: no curve is fitted" in result.stdout
 
 
 def test_the_same_command_trains_nothing_again_and_other_changes_are_added(sweeps: Sweeps) -> None:
@@ -253,12 +229,6 @@ def test_the_same_command_trains_nothing_again_and_other_changes_are_added(sweep
         "weight_decay-0-seed-42", "baseline-seed-43", "drop_rate-0-seed-43",
         "weight_decay-0-seed-43"]
     assert sweeps.cells("--seeds", "1") == cells  # seeds are not taken back
-
-
-def test_a_change_that_is_the_baseline_is_not_trained(sweeps: Sweeps) -> None:
-    result = succeeded(sweeps.run("--change", "learning_rate=0.02"))
-    assert "learning_rate=0.02: is the baseline" in result.stdout
-    assert sweeps.launches() == ["baseline-seed-42"]
 
 
 def test_a_base_that_leaves_keys_to_muons_defaults_is_changed_and_continued(
@@ -292,7 +262,7 @@ def test_a_changed_base_and_edited_runs_are_refused(sweeps: Sweeps) -> None:
     assert "is a sweep of tiny, not of other" in error_line(result)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"base": 1}', "x" * 100])
+@pytest.mark.parametrize("text", ["", "[]", '{"base": 1}'])
 def test_a_damaged_plan_is_one_line(sweeps: Sweeps, text: str) -> None:
     succeeded(sweeps.run("--change", "drop_rate=0"))
     (sweeps.tiny / "sweep.json").write_text(text)
@@ -332,9 +302,8 @@ def test_without_a_baseline_nothing_is_compared(sweeps: Sweeps) -> None:
 
 
 def test_improvements_are_stacked(sweeps: Sweeps) -> None:
-    arguments = ["--change", "drop_rate=0", "--range", "learning_rate=0.005,0.01,0.012",
-                 "--change", "weight_decay=9", "--change", "clipping_max_norm=0.5", "--seeds",
-                 "2", "--stack"]
+    arguments = ["--change", "drop_rate=0", "--range", "learning_rate=0.01,0.012",
+                 "--change", "clipping_max_norm=0.5", "--seeds", "2", "--stack"]
     result = succeeded(sweeps.run(*arguments))
     assert "stack: without learning_rate=0.012: a larger improvement sets the same key" in (
         result.stdout)
@@ -348,18 +317,13 @@ def test_improvements_are_stacked(sweeps: Sweeps) -> None:
 
 
 def test_with_one_seed_the_stack_says_that_noise_is_unknown(sweeps: Sweeps) -> None:
-    result = succeeded(sweeps.run("--change", "drop_rate=0", "--change", "learning_rate=0.01",
-                                  "--change", "drop_rate=0.5", "--stack"))
+    changes = ("--change", "drop_rate=0", "--change", "drop_rate=0.5", "--stack")
+    result = succeeded(sweeps.run(*changes))
+    assert "stack: nothing to train: fewer than two changes" in result.stdout
+    result = succeeded(sweeps.run("--change", "learning_rate=0.01", *changes))
     assert "with one seed the noise is not known" in result.stdout
     assert "noise: not known with one finished seed of each variant; measure" in result.stdout
     assert "all together: drop_rate=0,learning_rate=0.01" in sweeps.table()
-
-
-def test_one_improvement_is_no_stack(sweeps: Sweeps) -> None:
-    result = succeeded(sweeps.run("--change", "drop_rate=0", "--change", "drop_rate=0.5",
-                                  "--stack"))
-    assert "stack: nothing to train: fewer than two changes" in result.stdout
-    assert len(sweeps.table()) == 3
 
 
 def test_changes_that_cannot_be_combined_are_not_stacked(sweeps: Sweeps) -> None:
@@ -382,14 +346,16 @@ def test_no_run_is_started_that_would_pass_the_budget(sweeps: Sweeps, budget: li
     assert sweeps.launches()[2:] == ["weight_decay-0-seed-42"]
 
 
-def test_the_expected_cost_grows_with_the_tokens(sweeps: Sweeps) -> None:
-    result = succeeded(sweeps.run("--change", "min_train_tokens=3000", "--budget-hours", "0.1"))
-    assert "would take about 0.0833 hours, 0.0722 are left" in result.stdout
-
-
-def test_a_spent_budget_is_named(sweeps: Sweeps) -> None:
-    result = succeeded(sweeps.run("--change", "drop_rate=0", "--budget-hours", "0.0277"))
-    assert "sweep stopped: budget: it was spent before drop_rate=0, seed 42; the" in result.stdout
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--change", "min_train_tokens=3000", "--budget-hours", "0.1"],
+     "would take about 0.0833 hours, 0.0722 are left"),
+    (["--change", "drop_rate=0", "--budget-hours", "0.0277"],
+     "budget: it was spent before drop_rate=0, seed 42; the same command with a larger"),
+])
+def test_why_a_budget_stops_a_sweep_is_said(
+    sweeps: Sweeps, arguments: list[str], words: str
+) -> None:
+    assert words in succeeded(sweeps.run(*arguments)).stdout
 
 
 def test_the_running_run_is_stopped_at_the_limit(sweeps: Sweeps) -> None:
@@ -414,7 +380,7 @@ def started(sweeps: Sweeps, *arguments: str) -> subprocess.Popen:
                             cwd=PROJECT_DIR, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(
     sweeps: Sweeps, number: signal.Signals
 ) -> None:
@@ -443,26 +409,16 @@ def test_losses_on_other_validation_tokens_are_not_compared(sweeps: Sweeps) -> N
     assert cells["start_val_token=5"][2:6] == ["-", "-", "other validation tokens", "-"]
 
 
-def test_cells_are_escaped_in_markdown(sweeps: Sweeps) -> None:
-    succeeded(sweeps.run("--change", r'sample_prompts=["a\\b|<c"]'))
-    assert r'sample_prompts=\["a\\\\b\|&lt;c"\]' in (sweeps.tiny / "table.md").read_text()
-
-
-def test_sigusr1_is_passed_on_by_torchrun() -> None:
-    """Without this option torchrun does not handle the signal, which then ends it."""
-    command = Launch(Path(), torchrun=("--nproc_per_node=1",)).command(Path("runs/tiny"))
-    options = parse_args(command[command.index("torch.distributed.run") + 1:])
-    assert "SIGUSR1" in options.signals_to_handle.split(",")
-
-
 def test_the_command_of_a_run(tmp_path: Path) -> None:
     own = Launch(Path("data"), nproc_per_node=2, usd_per_hour=3.5).command(Path("sweeps/x/run"))
     assert own[1:] == [str(execution.SCRIPT), "run", "--runs-dir", "sweeps/x", "--datasets-dir",
                        "data", "--nproc-per-node", "2", "--usd-per-hour", "3.5"]
     assert execution.SCRIPT == PROJECT_DIR / "ddp_train.py"
     by_torchrun = Launch(Path("data"), torchrun=("--nproc_per_node=8",)).command(tmp_path)
-    assert by_torchrun[1:7] == ["-m", "torch.distributed.run", torchrun_signals(), "--standalone",
-                                "--nproc_per_node=8", str(execution.SCRIPT)]
+    assert by_torchrun[1:3] == ["-m", "torch.distributed.run"]
+    assert by_torchrun[4:7] == ["--standalone", "--nproc_per_node=8", str(execution.SCRIPT)]
+    # Without this option torchrun does not handle the signal, which then ends it.
+    assert "SIGUSR1" in parse_args(by_torchrun[3:]).signals_to_handle.split(",")
     placed = Launch(Path("data"), torchrun=("--rdzv-backend=c10d",)).command(tmp_path)
     assert "--standalone" not in placed
 
