@@ -152,9 +152,8 @@ class Chart {
 
   select(plot) {
     const { left, width } = plot.select;
-    if (width < 5) return;
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    this.onZoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+    if (width >= 5) this.onZoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
   }
 
   range(low, high) {

@@ -16,7 +16,8 @@
   const charts = [...document.querySelectorAll(".chart")].map((card) => new Chart(card, zoomTo));
 
   let runs = [];
-  let hidden = null; // names of the runs that are not drawn; null for all but the newest ones
+  // Names of the runs that are not drawn; null for all but the newest ones.
+  let hidden = address.has("hide") ? new Set(address.get("hide").split(",")) : null;
   let zoom = null; // smallest and largest x
   let rows = new Map(); // by run: its row
   const loaded = new Map(); // by run: what was answered, and the key of its version and range
@@ -47,6 +48,7 @@
 
   const swatch = (name) => make("span", { className: "swatch", style: `background: var(${colors.get(name) ?? "--muted"})` });
 
+  // Draw the charts, and show the samples.
   function draw() {
     const [shown, axis] = [shownRuns(), controls.axis.value];
     const drawn = shown.filter(({ name }) => loaded.has(name)).map(({ name }) => {
@@ -61,6 +63,7 @@
     byId("nothing").hidden = !runs.length || low <= high || (shown.length > 0 && !drawn.length);
     byId("nothing").textContent = !shown.length ? "No run is selected: select one in the table."
       : axis === "dollars" ? "These runs have no price: set usd_per_hour." : "These runs have no records yet.";
+    showSamples();
   }
 
   // A range, or null for all of x; again, for all losses.
@@ -72,7 +75,8 @@
 
   // The table. Of each column after the first one: its label, a value, and what is below.
 
-  const clock = { weekday: "short", day: "numeric", hour: "2-digit", minute: "2-digit" };
+  const clock = (seconds) => new Date(Date.now() + 1000 * seconds).toLocaleString(
+    "en-GB", { hour: "2-digit", minute: "2-digit", ...(seconds > 12 * 3600 && { weekday: "short", day: "numeric" }) });
   const text = (value, show) => (value == null ? "" : show(value));
 
   const COLUMNS = {
@@ -86,12 +90,13 @@
     MFU: (run) => [text(run.mfu, (mfu) => format.percent(100 * mfu))],
     Memory: (run) => [text(run.memory_gib, (gib) => `${gib.toFixed(1)} GiB`)],
     Time: (run) => [text(run.seconds, format.duration)],
-    Left: (run) => [text(run.seconds_left, format.duration), run.seconds_left && !exported && `until ${new Date(Date.now() + 1000 * run.seconds_left).toLocaleString("en-GB", clock)}`],
+    Left: (run) => [text(run.seconds_left, format.duration), run.seconds_left && !exported && `until ${clock(run.seconds_left)}`],
     Dollars: (run) => [text(run.usd, format.dollars), text(run.usd_at_end, (usd) => `of about ${format.dollars(usd)}`),
       text(run.usd_per_hour, (usd) => `at $${usd.toFixed(2)}/h`)],
   };
 
   function showTable() {
+    chooseColors();
     const [shown, body] = [shownRuns(), byId("runs").tBodies[0]];
     rows = new Map(runs.map(({ name }) => [name, rows.get(name) ?? newRow(name)]));
     const elements = [...rows.values()];
@@ -139,13 +144,10 @@
     byId("samples").replaceChildren(...cards);
   }
 
-  // Following the runs.
-
   let [drawnKey, updates, timer] = ["", Promise.resolve(), 0];
 
   async function update() {
     runs = (await ask("runs", {})).runs;
-    chooseColors();
     showTable();
     const shown = shownRuns();
     for (const [index, { name, version }] of shown.entries()) {
@@ -156,10 +158,8 @@
       if (answer) loaded.set(name, { ...answer, key });
     }
     const key = JSON.stringify(shown.map(({ name }) => [name, loaded.get(name)?.key]));
-    if (key === drawnKey) return;
+    if (key !== drawnKey) draw();
     drawnKey = key;
-    draw();
-    showSamples();
   }
 
   function refresh() {
@@ -182,10 +182,8 @@
     if (address.has("token")) choices.set("token", address.get("token"));
     if (hidden) choices.set("hide", [...hidden].join(","));
     history.replaceState(null, "", `#${choices}`);
-    chooseColors();
     showTable();
     draw();
-    showSamples();
     refresh();
   }
 
@@ -198,7 +196,6 @@
 
   if (Object.hasOwn(AXES, address.get("axis") ?? "")) controls.axis.value = address.get("axis");
   for (const name of ["log", "whole"]) controls[name].checked = address.has(name);
-  if (address.has("hide")) hidden = new Set(address.get("hide").split(","));
   byId("all").addEventListener("change", ({ target }) => select(runs.map(({ name }) => name), target.checked));
   controls.addEventListener("change", ({ target }) => {
     if (target.name === "axis") zoom = null;
