@@ -1,18 +1,16 @@
-"""Locks on a directory and on a file, which end with the process that holds them."""
+"""Locks on a directory, which end with the process that holds them."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from basics.errors import UserError, cannot_be_written
 
-WRITER_SECONDS, POLL_SECONDS = 5.0, 0.05  # for the lock on a file that is being written
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
@@ -76,30 +74,6 @@ def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterato
                     (directory / LOCK_NAME).unlink(missing_ok=True)
                     directory.rmdir()
         os.close(descriptor)
-
-
-@contextmanager
-def only_writer(path: Path) -> Iterator[None]:
-    """Keep other processes that call this from appending to a file, or replacing it, meanwhile.
-
-    A missing file is made. Where the file system has no locks, nobody is kept, and nobody waits for
-    longer than `WRITER_SECONDS`.
-    """
-    until, descriptor = time.monotonic() + WRITER_SECONDS, None
-    with suppress(OSError):
-        while descriptor is None and time.monotonic() < until:
-            try:
-                descriptor = _lock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, fcntl.LOCK_EX)
-                if not os.path.samestat(path.stat(), os.fstat(descriptor)):  # replaced meanwhile
-                    os.close(descriptor)
-                    descriptor = None
-            except BlockingIOError:
-                time.sleep(POLL_SECONDS)
-    try:
-        yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def _lock(path: Path, flags: int, kind: int) -> int:

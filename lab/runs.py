@@ -17,7 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from basics.directory_lock import only_writer
 from basics.errors import UserError, one_line, print_error
 from basics.files import append_whole, check_inside, open_regular
 from basics.json_files import found_object, to_json
@@ -140,8 +139,7 @@ def append_evaluation(path: Path, record: Record) -> None:
     """Add a line with the time to a run's evaluations.jsonl; a failure is only a warning."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     try:
-        with only_writer(path):  # a launch may replace it meanwhile
-            append_whole(path, to_json(record | {"time": now}) + "\n")
+        append_whole(path, to_json(record | {"time": now}) + "\n")
     except OSError as error:
         print_error(f"warning: result not saved: {path}: {error.strerror or error}")
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from basics.directory_lock import only_writer
 from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError
 from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
 from basics.json_files import to_json
@@ -211,11 +210,10 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
     """
     if not path.exists():
         return
-    with only_writer(path):  # `lab evaluate` may append meanwhile
-        kept = [record for record in read_metrics(path) if record["global_step"] < first_step
-                and not (lacks_validation and record["global_step"] == first_step - 1
-                         and record.keys() & {"validation_loss", "prompt"})]
-        write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
+    kept = [record for record in read_metrics(path) if record["global_step"] < first_step
+            and not (lacks_validation and record["global_step"] == first_step - 1
+                     and record.keys() & {"validation_loss", "prompt"})]
+    write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
 
 
 def fsync_records(run_dir: Path) -> None:

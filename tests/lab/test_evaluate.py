@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +17,6 @@ from checkpointing import list_checkpoints
 from lab import __main__
 from lab.evaluate import held_out, results
 from lab.evaluate.held_out import choose_slice, evaluate
-from lab.runs import append_evaluation
-from reporting import metrics_file
 from tests.support.hub_server import Hub, serving
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.lm_eval_tasks import write_records
@@ -273,22 +269,3 @@ def test_a_late_error_loses_no_result(trained: Workplace, tmp_path: Path) -> Non
     result = lab_evaluate(trained, "tiny", str(broken))
     assert isinstance(result.exception, UserError) and "broken" in result.exception.line()
     assert "tiny (" in result.stdout and str(broken) not in result.stdout
-
-
-def test_a_result_that_comes_while_a_launch_replaces_the_file_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "evaluations.jsonl"
-    path.write_text('{"global_step": 4}\n{"global_step": 9}\n')
-    evaluation = threading.Thread(target=append_evaluation, args=(path, {"global_step": 3}))
-    write = metrics_file.write_atomically
-
-    def write_late(*arguments: Any, **options: Any) -> None:
-        evaluation.start()
-        evaluation.join(0.3)  # it has opened the old file, and waits if it is to
-        write(*arguments, **options)
-
-    monkeypatch.setattr(metrics_file, "write_atomically", write_late)
-    metrics_file.remove_metrics_from(path, 5)
-    evaluation.join()
-    assert [record["global_step"] for record in read_lines(path)] == [4, 3]
