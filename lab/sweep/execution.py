@@ -18,41 +18,28 @@ from basics.errors import NON_FINITE, STOP_SIGNALS, print_line
 from lab.compare.results import Result, read_result
 from lab.runs import RunFiles
 from lab.sweep.plan import PlannedRun, Sweep
-from processes.signals import end_with_parent, stop_signals, torchrun_signals
+from processes.signals import end_with_parent, stop_signals
 from reporting.summary import FINISHED
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
-OWN_RENDEZVOUS = ("--standalone", "--rdzv", "--master")  # torchrun's options that name one
 DIVERGED, NOT_STARTED = "diverged", "not started"
 NOT_FINITE = "were not finite"  # in the reason of a run whose gradients were not
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How each run is started, and what all of them together may spend, over all launches.
-
-    Attributes:
-        nproc_per_node: of ddp_train.py's own launcher.
-        torchrun: arguments of torchrun; it is used if there are any.
-    """
+    """How each run is started, and what all of them together may spend, over all launches."""
 
     datasets_dir: Path
     nproc_per_node: int | None = None
     usd_per_hour: float | None = None
-    torchrun: tuple[str, ...] = ()
     budget_hours: float | None = None
     budget_usd: float | None = None
 
     def command(self, run_dir: Path) -> list[str]:
         """Return the command that trains a run, or resumes it."""
-        command = [sys.executable]
-        if self.torchrun:
-            command += ["-m", "torch.distributed.run", torchrun_signals()]
-            if not any(text.startswith(OWN_RENDEZVOUS) for text in self.torchrun):
-                command.append("--standalone")  # a free port
-            command += self.torchrun
-        command += [str(SCRIPT), run_dir.name, "--runs-dir", str(run_dir.parent),
-                    "--datasets-dir", str(self.datasets_dir)]
+        command = [sys.executable, str(SCRIPT), run_dir.name, "--runs-dir", str(run_dir.parent),
+                   "--datasets-dir", str(self.datasets_dir)]
         for name, value in (("--nproc-per-node", self.nproc_per_node),
                             ("--usd-per-hour", self.usd_per_hour)):
             command += [] if value is None else [name, str(value)]

@@ -13,14 +13,14 @@ from basics.errors import UserError, cannot_be_written, visible
 from basics.files import write_atomically
 
 if TYPE_CHECKING:
-    from lab.sweep.execution import Execution, Launch
+    from lab.sweep.execution import Execution
     from lab.sweep.plan import Sweep
     from lab.sweep.results import Entry
 
 
 @click.command()
 @click.argument("base")
-@click.argument("torchrun_arguments", nargs=-1, metavar="[-- TORCHRUN_ARGUMENT...]")
+@click.argument("others", nargs=-1, metavar="")
 @click.option("--change", "changes", multiple=True, metavar="KEY=VALUE[,KEY=VALUE...]",
               help="One variant: keys of model.json or train.json. null takes a key out.")
 @click.option("--range", "ranges", multiple=True, metavar="KEY=VALUE,VALUE...",
@@ -49,12 +49,11 @@ if TYPE_CHECKING:
 @click.option("--charts", is_flag=True, help="Draw charts into the directory of the sweep.")
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON document on standard output, and all else on standard error.")
-def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], name: str | None,
-            **options: Any) -> None:
+def command(base: str, others: tuple[str, ...], changes: tuple[str, ...],
+            ranges: tuple[str, ...], **options: Any) -> None:
     """Train BASE and changes to it, one after the other, and compare them in one table.
 
-    The same command goes on where it was stopped; other changes are added to the sweep. Arguments
-    after -- go to torchrun, as in: lab sweep demo --seeds 3 -- --nproc_per_node=8
+    The same command goes on where it was stopped; other changes are added to the sweep.
     """
     # Imported here so that --help is fast.
     from lab.sweep.changes import parse_change, parse_range
@@ -63,13 +62,18 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], name: 
     from lab.sweep.report import document_of
     from run_config import load_run
 
+    if others:
+        raise UserError(f"{others[0][:60]!r}: one BASE is changed; torchrun's arguments are not"
+                        " taken, but the number of processes: --nproc-per-node N")
     wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
     loaded = load_run(options["runs_dir"], base)
     launch = Launch(options["datasets_dir"], options["nproc_per_node"],
                     options["usd_per_hour"] or loaded.train.usd_per_hour,
-                    options["torchrun_arguments"], options["budget_hours"], options["budget_usd"])
-    _check_launch(launch)
-    new = Sweep(Plan(base=base), loaded, _directory(options["sweeps_dir"], name or base))
+                    options["budget_hours"], options["budget_usd"])
+    if launch.budget_usd is not None and launch.usd_per_hour is None:
+        raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
+                        " usd_per_hour in BASE's train.json")
+    new = Sweep(Plan(base=base), loaded, _directory(options["sweeps_dir"], options["name"] or base))
     execution = Execution(launch)
     with (stdout_to_stderr(options["as_json"]),
           open_sweep(new, wanted, options["seeds"]) as sweep, execution.handling_signals()):
@@ -78,19 +82,6 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], name: 
     if options["as_json"]:
         print_json(document_of(sweep, entries, execution.stop_reason))
     sys.exit(execution.exit_status)
-
-
-def _check_launch(launch: Launch) -> None:
-    """Refuse options that contradict each other. Raises: UserError."""
-    if launch.torchrun and not launch.torchrun[0].startswith("-"):
-        raise UserError(f"{launch.torchrun[0][:60]!r}: one BASE is changed; arguments of torchrun"
-                        " begin with -, after --")
-    if launch.torchrun and launch.nproc_per_node:
-        raise UserError("--nproc-per-node and arguments of torchrun exclude each other: pass"
-                        " --nproc_per_node after --")
-    if launch.budget_usd is not None and launch.usd_per_hour is None:
-        raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
-                        " usd_per_hour in BASE's train.json")
 
 
 def _directory(sweeps_dir: Path, name: str) -> Path:

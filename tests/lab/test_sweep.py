@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from torch.distributed.run import parse_args
 
 from basics.directory_lock import lock_directory
 from lab.compare import charts as comparison_charts
@@ -123,8 +122,7 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
     (["--change", "drop_rate=0", "--name", "../x"], "is not a plain name"),
     (["--change", "drop_rate=0", "--budget-usd", "3"], "needs the machine's price"),
     (["--change", "drop_rate=0", "other"], "one BASE is changed"),
-    (["--change", "drop_rate=0", "--nproc-per-node", "2", "--", "--nproc_per_node=2"],
-     "exclude each other"),
+    (["--change", "drop_rate=0", "--", "--nproc_per_node=2"], "--nproc-per-node N"),
 ])
 def test_mistakes_are_one_line_and_nothing_is_written(
     sweeps: Sweeps, arguments: list[str], words: str
@@ -409,18 +407,12 @@ def test_losses_on_other_validation_tokens_are_not_compared(sweeps: Sweeps) -> N
     assert cells["start_val_token=5"][2:6] == ["-", "-", "other validation tokens", "-"]
 
 
-def test_the_command_of_a_run(tmp_path: Path) -> None:
-    own = Launch(Path("data"), nproc_per_node=2, usd_per_hour=3.5).command(Path("sweeps/x/run"))
-    assert own[1:] == [str(execution.SCRIPT), "run", "--runs-dir", "sweeps/x", "--datasets-dir",
-                       "data", "--nproc-per-node", "2", "--usd-per-hour", "3.5"]
+def test_the_command_of_a_run() -> None:
+    command = Launch(Path("data"), nproc_per_node=2, usd_per_hour=3.5).command(Path("sweeps/x/run"))
+    assert command[1:] == [str(execution.SCRIPT), "run", "--runs-dir", "sweeps/x",
+                           "--datasets-dir", "data", "--nproc-per-node", "2", "--usd-per-hour",
+                           "3.5"]
     assert execution.SCRIPT == PROJECT_DIR / "ddp_train.py"
-    by_torchrun = Launch(Path("data"), torchrun=("--nproc_per_node=8",)).command(tmp_path)
-    assert by_torchrun[1:3] == ["-m", "torch.distributed.run"]
-    assert by_torchrun[4:7] == ["--standalone", "--nproc_per_node=8", str(execution.SCRIPT)]
-    # Without this option torchrun does not handle the signal, which then ends it.
-    assert "SIGUSR1" in parse_args(by_torchrun[3:]).signals_to_handle.split(",")
-    placed = Launch(Path("data"), torchrun=("--rdzv-backend=c10d",)).command(tmp_path)
-    assert "--standalone" not in placed
 
 
 def test_the_result_is_a_json_document_and_all_else_goes_to_stderr(
