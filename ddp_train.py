@@ -254,9 +254,7 @@ class Trainer:
         microbatches = read_microbatches(self.prepared, self.watchdog, self.clock)
         losses = self.reports.window
         global_step = self.prepared.first_step - 1
-        ends = self.stop.is_over
-        while not ends:
-            global_step += 1
+        for global_step in range(self.prepared.first_step, self.stop.last_step + 1):
             self.watchdog.heartbeat(global_step)
             learning_rate = learning_rate_at(self.config, global_step,
                                              num_steps=self.plan.num_steps)
@@ -274,6 +272,8 @@ class Trainer:
             if saves:
                 self.save_and_validate(global_step)
                 ends = self.stop.is_asked() or ends  # perhaps during the validation
+            if ends:
+                break
         microbatches.close()
         del self.step.parallel_loss  # its threads must be gone before its process group
         return global_step
@@ -294,12 +294,11 @@ class Trainer:
 
     def end(self, global_step: int) -> None:
         """Write what is left; wait for what works beside training. Rank 0, without the group."""
-        if self.prepared.is_trained:  # an earlier launch was killed before it came to this
-            self.saver.wait()
-            self.saver.tidy()
-            self.reports.draw_charts()
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()
+        if self.prepared.is_trained:  # an earlier launch was killed before it came to this
+            self.saver.tidy()
+            self.reports.draw_charts()
         is_due = self.stop.is_validation_due(global_step)
         self.reports.end(global_step, stop_reason=self.stop.reason,
                          lacks_validation=is_due and self.saver.validation is None)

@@ -140,7 +140,7 @@ def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
                   summary["best"]["checkpoint"],
                   f"checkpoints: 3 in this launch; they stalled training for {stalled:.2f} s; "):
         assert words in output
-    assert output.count("sample:") == 1 and "energy:" not in output
+    assert output.count("sample:") == 1 and "energy:" not in output and "speed:" not in output
     assert re.search(r"step \d+/12 \| loss \d\.\d+ .* tok/s", output)
 
 

@@ -50,19 +50,21 @@ class Stop:
         self.reason = StopReason(MAX_STEPS, MAX_STEPS) if prepared.options.max_steps else None
 
     @property
-    def is_over(self) -> bool:
-        """Whether all steps of the launch are done before it begins. Not a collective.
+    def last_step(self) -> int:
+        """The last step of this launch, if nothing ends it before; it may be taken already.
 
-        Earlier launches may have trained them all, or this one, before torchrun's restart.
+        Earlier launches may have taken it, or this one, before torchrun's restart.
         """
-        return self._prepared.first_step > self._last_step()
+        options, num_steps = self._prepared.options, self._plan.num_steps
+        began_at = self._prepared.first_step if options.began_at is None else options.began_at
+        return min(num_steps, began_at + (options.max_steps or num_steps)) - 1
 
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
         """Return whether the launch ends with this step. Budgets are checked at reports."""
         is_spent, checks_budget = False, is_report_due or self.is_save_due(global_step)
-        if checks_budget and global_step < self._last_step():
+        if checks_budget and global_step < self.last_step:
             is_spent = self._watchdog.process.is_main and self._is_spent_after(global_step)
-        return self.is_asked(is_spent=is_spent) or global_step >= self._last_step()
+        return self.is_asked(is_spent=is_spent) or global_step >= self.last_step
 
     def is_asked(self, *, is_spent: bool = False) -> bool:
         """Return whether a signal to any process, or rank 0's budget, ends the launch here.
@@ -91,11 +93,6 @@ class Stop:
         return self.is_validation_due(global_step) or is_due(
             global_step, self._config.checkpoint_interval, num_steps=self._plan.num_steps)
 
-    def _last_step(self) -> int:
-        options, num_steps = self._prepared.options, self._plan.num_steps
-        began_at = self._prepared.first_step if options.began_at is None else options.began_at
-        return min(num_steps, began_at + (options.max_steps or num_steps)) - 1
-
     def _is_spent_after(self, global_step: int) -> bool:
         """Return whether the steps up to the next report would exceed the budget. Rank 0.
 
@@ -113,7 +110,7 @@ class Stop:
             step / plan.gradient_accumulation_steps / 3 * num_batches)
         save = clock.longest[CHECKPOINT] + clock.longest[CHART] or (
             self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND)
-        last_step = self._last_step()
+        last_step = self.last_step
         ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, last_step) + 1)
         due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
         num_saves = 1 + sum(self.is_save_due(step) for step in due if step != last_step)

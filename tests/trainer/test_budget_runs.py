@@ -105,7 +105,6 @@ def test_a_limit_stops_inside_it_with_a_checkpoint(workplace: Workplace) -> None
 def test_speed_is_judged_once_after_fifty_steps(workplace: Workplace) -> None:
     workplace.add_run(train=LONG)
     workplace.add_dataset(num_tokens=300_000)
-    assert "speed: " not in succeeded(workplace.torchrun(2, "tiny", "--max-steps", "40")).stdout
     output = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "110")).stdout
     lines = re.findall(r"^speed: ([\d,]+) tokens/s, .* \(no MFU: the peak speed of ", output,
                        re.MULTILINE)
