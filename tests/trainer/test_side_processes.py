@@ -61,57 +61,37 @@ def run_after(workplace: Workplace, summary: dict, command: str | None, *, stop_
     return run
 
 
-@pytest.mark.parametrize(("status", "reason", "stopped_by", "stop_signal", "said"), [
-    ("finished", None, None, 0, ""),
-    ("stopped", "max_hours 2 is spent", "budget", 0, ""),
-    ("stopped", "--max-steps", "--max-steps", 0, "not run: --max-steps ended the launch"),
-    ("finished", None, None, signal.SIGINT, "not run: SIGINT ended the launch"),
-    ("running", None, None, 0, "not run: the run has not ended"),
-    ("failed", "rank 1 has ended", None, 0, "not run: rank 1 has ended ended the launch"),
+BEFORE = {"has_trained": False}  # the run was finished before this launch
+
+
+@pytest.mark.parametrize(("changes", "launch", "why_not"), [
+    ({}, {}, ""),
+    ({"status": "stopped", "reason": "max_hours 2 is spent", "stopped_by": "budget"}, {}, ""),
+    ({"status": "stopped", "reason": "--max-steps", "stopped_by": "--max-steps"}, {},
+     "--max-steps ended the launch"),
+    ({}, {"stop_signal": signal.SIGINT}, "SIGINT ended the launch"),
+    ({"status": "running"}, {}, "the run has not ended"),
+    ({"status": "failed", "reason": "rank 1 has ended"}, {}, "rank 1 has ended ended the launch"),
+    ({"when_done": {"status": 1}}, BEFORE, ""),
+    ({"when_done": {"status": None}}, BEFORE, ""),  # killed, or the machine was
+    ({}, BEFORE, ""),  # the same, before the command began
+    ({"when_done": "damaged"}, BEFORE, ""),
+    ({"when_done": {"status": 0}}, BEFORE, "it has succeeded after an earlier launch"),
 ])
-def test_it_runs_after_the_end_of_the_run_or_its_budget_on_rank_0_only(
-    workplace: Workplace, capfd: pytest.CaptureFixture, status: str, reason: str | None,
-    stopped_by: str | None, stop_signal: int, said: str,
+def test_it_runs_after_the_end_of_the_run_or_its_budget_until_it_succeeds_on_rank_0_only(
+    workplace: Workplace, capfd: pytest.CaptureFixture, changes: dict, launch: dict, why_not: str
 ) -> None:
-    ended = ENDED | {"status": status, "reason": reason, "stopped_by": stopped_by}
+    ended = ENDED | changes
     run_after(workplace, ended, "echo", process=replace(ONE_PROCESS, rank=1))
     assert capfd.readouterr().out == ""
-    run = run_after(workplace, ended, "echo hello", stop_signal=stop_signal)
+    run = run_after(workplace, ended, "echo hello", **launch)
     lines = capfd.readouterr().out.splitlines()
-    if said:
-        assert lines == [f"when-done: {said}"] and "when_done" not in summary_of(run.run_dir)
+    if why_not:
+        assert lines == [f"when-done: not run: {why_not}"] and summary_of(run.run_dir) == ended
         return
     assert lines[:2] == ["when-done: running echo hello", "hello"]
     assert lines[2].startswith("when-done: ended with status 0 after ")
     assert summary_of(run.run_dir) == ended | {"when_done": {"status": 0}}
-
-
-@pytest.mark.parametrize(("earlier", "runs"), [
-    ({"when_done": {"status": 1}}, True),
-    ({"when_done": {"status": None}}, True),  # killed, or the machine was
-    ({}, True),  # the same, before the command began
-    ({"when_done": "damaged"}, True),
-    ({"when_done": {"status": 0}}, False),
-])
-def test_a_launch_of_a_finished_run_repeats_it_until_it_succeeds(
-    workplace: Workplace, capsys: pytest.CaptureFixture, earlier: dict, runs: bool
-) -> None:
-    run_after(workplace, ENDED | earlier, "true", has_trained=False)
-    assert capsys.readouterr().out.startswith(
-        "when-done: running true\n" if runs else
-        "when-done: not run: it has succeeded after an earlier launch\n")
-
-
-def test_what_began_is_on_disk_before_the_machine_may_go(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def shut_down(command: str, environment: dict[str, str]) -> tuple[int, int]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(side_processes, "run_command", shut_down)
-    with pytest.raises(KeyboardInterrupt):
-        run_after(workplace, ENDED, "poweroff")
-    assert summary_of(workplace.runs_dir / "tiny")["when_done"] == {"status": None}
 
 
 def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
@@ -222,7 +202,8 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Wor
     assert facts["DDP_TRAIN_STATUS"] == "finished" and facts["DDP_TRAIN_STEP"] == "5"
     assert Path(facts["DDP_TRAIN_CHECKPOINT"]).name.endswith("-iteration-4")
     assert not facts.keys() & {"RANK", "WORLD_SIZE"}
-    assert json.loads(Path(f"{said}.json").read_text())["status"] == "finished"
+    summary = json.loads(Path(f"{said}.json").read_text())  # the machine may go now
+    assert summary["status"] == "finished" and summary["when_done"] == {"status": None}
     assert summary_of(run_dir)["when_done"] == {"status": 3}
     again = run_in_process(*workplace.arguments("tiny", *two_processes, "--when-done", "exit 4"))
     assert again.returncode == 1 and "--when-done ended with status 4" in again.stderr
