@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, str]:
         "tiny", "--nproc-per-node", "2")))
     assert "Warning" not in result.stderr
     return workplace, result.stdout
+
+
+@pytest.fixture
+def copied(finished: tuple[Workplace, str], tmp_path: Path) -> Workplace:
+    """A copy of the finished run and its dataset."""
+    shutil.copytree(finished[0].root, tmp_path / "copied", symlinks=True)
+    return Workplace(tmp_path / "copied")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -163,35 +171,32 @@ def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Workplace, s
     assert workplace.files() == before
 
 
-def test_fresh_sets_earlier_checkpoints_aside(
-    finished: tuple[Workplace, str], workplace: Workplace
-) -> None:
-    run_dir, reference = workplace.add_run(), finished[0].runs_dir / "tiny"
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "6"))
-    old = checkpoint_bytes(run_dir)
-    change(workplace, "train", validate_on="all")
-    output = succeeded(workplace.torchrun(2, "tiny", "--fresh")).stdout
-    assert checkpoint_bytes(run_dir) == checkpoint_bytes(reference)
+def test_fresh_sets_earlier_checkpoints_aside(copied: Workplace) -> None:
+    run_dir = copied.runs_dir / "tiny"
+    old, validations = checkpoint_bytes(run_dir), validations_of(run_dir)
+    change(copied, "train", validate_on="all")
+    output = succeeded(copied.torchrun(2, "tiny", "--fresh", "--max-steps", "10")).stdout
     assert [record["validation_loss"] for record in validations_of(run_dir)] == pytest.approx(
-        [record["validation_loss"] for record in validations_of(reference)], rel=1e-6)
+        [record["validation_loss"] for record in validations[:2]], rel=1e-6)
     aside = next((run_dir / "set-aside").iterdir())
     assert str(aside) in output
-    kept = {p.name.split("-")[-1]: p for p in (aside / "checkpoints").iterdir()}
-    assert set(kept) == {"4", "5"}
-    assert {n: (kept["5"] / n).read_bytes() for n in old} == old
+    kept = {path.name.split("-")[-1]: path for path in (aside / "checkpoints").iterdir()}
+    assert set(kept) == {"4", "9", "11"}
+    assert {name: (kept["11"] / name).read_bytes() for name in old} == old
     assert (aside / "metrics.jsonl").exists() and (aside / "loss-chart.png").exists()
+    succeeded(copied.torchrun(2, "tiny"))
+    assert checkpoint_bytes(run_dir) == old
 
 
-def test_a_run_can_resume_from_an_earlier_checkpoint(
-    finished: tuple[Workplace, str], workplace: Workplace
-) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(2, "tiny"))
-    name = next(p.name for p in run_dir.glob("checkpoints/*-iteration-4"))
-    succeeded(workplace.torchrun(2, "tiny", name))
-    assert checkpoint_bytes(run_dir) == checkpoint_bytes(finished[0].runs_dir / "tiny")
+def checkpoint_after_five_steps(workplace: Workplace) -> str:
+    return next(path.name for path in workplace.runs_dir.glob("tiny/checkpoints/*-iteration-4"))
+
+
+def test_a_run_can_resume_from_an_earlier_checkpoint(copied: Workplace) -> None:
+    run_dir = copied.runs_dir / "tiny"
+    wanted = checkpoint_bytes(run_dir)
+    succeeded(copied.torchrun(2, "tiny", checkpoint_after_five_steps(copied)))
+    assert checkpoint_bytes(run_dir) == wanted
     steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
     assert steps == [4, 9, 11]
     assert len(list(run_dir.glob("set-aside/*/checkpoints/*"))) == 2
@@ -285,18 +290,17 @@ def test_prefetch_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
-    finished: tuple[Workplace, str], workplace: Workplace
+    finished: tuple[Workplace, str], copied: Workplace
 ) -> None:
-    run_dir = workplace.add_run()
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "6"))
-    before = workplace.files()
-    for result in (workplace.torchrun(1, "tiny"), workplace.ddp_train("tiny")):
-        assert "was trained with 128 tokens per step, this launch has 64" in result.stderr
-    assert workplace.files() == before
-    change(workplace, "train", gradient_accumulation_steps=4)
-    succeeded(workplace.torchrun(1, "tiny"))
-    assert_close(run_dir, finished[0].runs_dir / "tiny")
+    name = checkpoint_after_five_steps(copied)
+    message = "was trained with 128 tokens per step, this launch has 64"
+    before = copied.files()
+    for result in (copied.torchrun(1, "tiny", name), copied.ddp_train("tiny", name)):
+        assert message in result.stderr
+    assert copied.files() == before
+    change(copied, "train", gradient_accumulation_steps=4)
+    succeeded(copied.torchrun(1, "tiny", name))
+    assert_close(copied.runs_dir / "tiny", finished[0].runs_dir / "tiny")
 
 
 @pytest.mark.parametrize(("words", "datasets_dir", "checkpoint"), [
