@@ -80,8 +80,8 @@ class Beside:
     def tell_end(self) -> None:
         """Tell the process on standard input that nothing more comes; it is the last one."""
         self._nothing_more = True
-        if self._process is not None:
-            self._write_end(self._process)
+        if process := self._process:
+            self._write_end(process)
 
     def finish(self, until: Callable[[], float], *,
                heartbeat: Callable[[], None] = lambda: None) -> str:
@@ -95,8 +95,8 @@ class Beside:
         while self._requests.unfinished_tasks:
             if time.monotonic() >= until():
                 self._launch = None
-                if self._process is not None:
-                    end_group(self._process)
+                if process := self._process:
+                    end_group(process)
                 return f"it was ended after {time.monotonic() - began:.0f} s{self._advice}"
             heartbeat()
             time.sleep(POLL_SECONDS)
@@ -127,6 +127,8 @@ class Beside:
                     has_said_why = True
         except Exception as error:  # it must not end training
             return describe(error)
+        finally:
+            self._process = None  # its id may soon be another process's
         status = process.returncode
         if status == 0 or status == TOLD and has_said_why:
             return ""
