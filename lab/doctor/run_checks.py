@@ -6,7 +6,6 @@ import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from basics.errors import UserError, first_line
 from basics.files import check_inside
@@ -259,16 +258,11 @@ def check_token(subject: Subject) -> Finding | None:
         return warning("the hub refuses it", "store another one: uv run hf auth login")
     except Exception as error:  # its message may repeat the request
         return unknown(f"the hub does not answer ({type(error).__name__})")
-    return ok(f"of {about.get('name', 'an unknown user')}: {scope_of(about)}")
-
-
-def scope_of(about: dict[str, Any]) -> str:
-    """Say what a token may do, from the answer of whoami."""
     token = (about.get("auth") or {}).get("accessToken") or {}
-    if token.get("role") == "write" or "repo.write" in json.dumps(token.get("fineGrained")):
-        return "may write" + (" to some places" if token.get("role") == "fineGrained" else "")
-    return ("may read only, so lab publish would fail"
-            if token.get("role") in ("read", "fineGrained") else "what it may do is not known")
+    may_write = token.get("role") == "write" or "repo.write" in json.dumps(token)
+    return ok(f"of {about.get('name', 'an unknown user')}: "
+              + ("may write" if may_write else "may not write, as lab publish must, or does not say"
+                 " so"))
 
 
 CHECKS = {"RAM": check_ram, "configs": check_configs, "hub": check_hub, "hub token": check_token}

@@ -18,7 +18,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from basics.errors import one_line, visible
-from lab.runs import chosen_runs, launched_runs
+from lab.runs import launched_runs
 from lab.table import dollars, short_count
 from lab.watch.answers import Answer, Watched
 from lab.watch.run_state import RunState, read_state
@@ -33,12 +33,7 @@ STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat
 
 
 def watch_text(runs_dir: Path, names: tuple[str, ...]) -> None:
-    """Show runs until Ctrl-C; once, if standard output is no terminal.
-
-    Raises:
-        UserError: a run does not exist or has not been launched.
-    """
-    chosen_runs(runs_dir, names)
+    """Show runs until Ctrl-C; once, if standard output is no terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.print(screen(runs_dir, names, console.width))
@@ -86,8 +81,14 @@ def _panel(runs_dir: Path, state: RunState, width: int) -> Panel:
     rows = Grid.grid(padding=(0, 2))
     rows.add_column(width=LABEL_WIDTH, style="dim")
     rows.add_column(overflow="fold")
+    speed = [f"{state.tokens_per_second:,.0f} tokens/s" if state.tokens_per_second else "",
+             f"{state.mfu:.1%} MFU" if state.mfu else "",
+             f"{state.memory_gib:.1f} GiB" if state.memory_gib else "",
+             f"{short_count(state.tokens)} tokens" if state.tokens else ""]
+    spent = [duration(state.seconds) if state.seconds else "", _dollars(state)]
     for label, content in [("progress", _progress(state)), *_loss_rows(answer, state, width),
-                           ("speed", _speed(state)), ("spent", _spent(state))]:
+                           ("speed", ", ".join(filter(None, speed))),
+                           ("spent", ", ".join(filter(None, spent)))]:
         if content:
             rows.add_row(label, content)
     for warning in state.warnings:
@@ -148,21 +149,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[round(level * (len(BLOCKS) - 1))] for level in scaled.clip(0, 1))
 
 
-def _speed(state: RunState) -> str:
-    words = [f"{state.tokens_per_second:,.0f} tokens/s" if state.tokens_per_second else "",
-             f"{state.mfu:.1%} MFU" if state.mfu else "",
-             f"{state.memory_gib:.1f} GiB" if state.memory_gib else "",
-             f"{short_count(state.tokens)} tokens" if state.tokens else ""]
-    return ", ".join(filter(None, words))
-
-
-def _spent(state: RunState) -> str:
-    words = [duration(state.seconds) if state.seconds else ""]
-    if state.usd is not None:
-        words.append(f"${dollars(state.usd)}"
-                     + (f" of about ${dollars(state.usd_at_end)}" if state.usd_at_end else "")
-                     + (f" at ${state.usd_per_hour:,.2f}/h" if state.usd_per_hour else ""))
-    return ", ".join(filter(None, words))
+def _dollars(state: RunState) -> str:
+    """Return what was spent, what it will be at the end, and the price."""
+    if state.usd is None:
+        return ""
+    return (f"${dollars(state.usd)}"
+            + (f" of about ${dollars(state.usd_at_end)}" if state.usd_at_end else "")
+            + (f" at ${state.usd_per_hour:,.2f}/h" if state.usd_per_hour else ""))
 
 
 def _table(states: list[RunState], width: int) -> Grid:

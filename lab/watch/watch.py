@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from basics.errors import cannot_be_written, visible
-
-if TYPE_CHECKING:
-    from lab.watch.answers import Watched
 
 
 @click.command()
@@ -32,40 +28,27 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
     The page is served to this machine only. It may be open while they train: it changes nothing.
     """
     # Imported here so that --help is fast.
+    from basics.files import write_atomically
     from lab.runs import chosen_runs
     from lab.watch.answers import Watched
-
-    if as_text:
-        from lab.watch.text import watch_text
-
-        return watch_text(runs_dir, tuple(dict.fromkeys(runs)))
-    chosen_runs(runs_dir, runs)
-    watched = Watched(runs_dir, tuple(dict.fromkeys(runs)))
-    if export_path:
-        _export(watched, export_path)
-    else:
-        _serve(watched, port)
-
-
-def _export(watched: Watched, path: Path) -> None:
-    from basics.files import write_atomically
     from lab.watch.export import exported_page
-
-    try:
-        write_atomically(path, exported_page(watched))
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
-    click.echo(visible(f"written: {path}"))
-
-
-def _serve(watched: Watched, port: int) -> None:
-    """Serve until Ctrl-C."""
     from lab.watch.server import Server
+    from lab.watch.text import watch_text
 
-    with Server(watched, port) as server:
+    runs = tuple(dict.fromkeys(runs))
+    chosen_runs(runs_dir, runs)
+    if as_text:
+        return watch_text(runs_dir, runs)
+    if export_path:
+        try:
+            write_atomically(export_path, exported_page(Watched(runs_dir, runs)))
+        except OSError as error:
+            raise cannot_be_written(export_path, error) from None
+        return click.echo(visible(f"written: {export_path}"))
+    with Server(Watched(runs_dir, runs), port) as server:
         number = server.server_port
         click.echo(visible(
-            f"{watched.runs_dir} at {server.address} (Ctrl-C ends it)\n"
+            f"{runs_dir} at {server.address} (Ctrl-C ends it)\n"
             f"from another machine: ssh -N -L {number}:127.0.0.1:{number} HOST"))
         with suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -32,7 +32,6 @@ from tests.support.network import refused_network
 from tests.support.workplace import Workplace
 
 GPUS = (GpuReading(name="NVIDIA A100-SXM4-40GB", memory_total_gib=40.0),) * 8
-READS_ONLY = "may read only, so lab publish would fail"
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -287,15 +286,20 @@ def test_a_hub_that_does_not_answer_is_no_hang(place: Workplace, tmp_path: Path)
 
 def token(role: str, *permissions: str) -> dict[str, Any]:
     scoped = [{"entity": {"name": "me"}, "permissions": permissions}]
-    return {"auth": {"accessToken": {"role": role, "fineGrained": {"scoped": scoped}}}}
+    return {"name": "me", "auth": {"accessToken": {
+        "role": role, "fineGrained": {"scoped": scoped}}}}
 
 
-@pytest.mark.parametrize(("answer", "scope"), [
-    (token("write"), "may write"), (token("fineGrained", "repo.write"), "may write to some places"),
-    (token("read"), READS_ONLY), (token("fineGrained", "repo.content.read"), READS_ONLY),
-    ({}, "what it may do is not known")])
-def test_what_a_token_may_do_is_told(answer: dict[str, Any], scope: str) -> None:
-    assert run_checks.scope_of(answer) == scope
+@pytest.mark.parametrize(("answer", "may_write"), [
+    (token("write"), True), (token("fineGrained", "repo.write"), True), (token("read"), False),
+    (token("fineGrained", "repo.content.read"), False), ({}, False)])
+def test_what_a_token_may_do_is_told(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], may_write: bool
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda _: answer)
+    found = run_checks.check_token(Subject(place.runs_dir, place.datasets_dir, is_online=True))
+    assert found.verdict == OK and ("may not write" in found.text) == (not may_write)
 
 
 def test_a_token_is_never_shown(place: Workplace, tmp_path: Path,
