@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,39 +136,32 @@ def draw_over_tokens(results: list[Result]) -> list[Path]:
 
 def _plot(figure: Chart, results: list[Result]) -> None:
     """Plot losses and accuracies side by side, or the one of them that was measured."""
-    panels: dict[str, dict[str, list[Measurement]]] = {}
-    if results[0].loss:
-        panels["loss (nats per token)"] = {
-            "held-out loss, 95% intervals": [result.loss for result in results if result.loss]}
-    if results[0].tasks:
-        panels["accuracy"] = {
-            found.facts["benchmark"] + ", by length" * (found.main_key != "accuracy"):
-                [result.tasks[place] for result in results]
-            for place, found in enumerate(results[0].tasks)}
+    from matplotlib.ticker import EngFormatter
+
+    losses = [result.loss for result in results if result.loss]
+    curves = {"loss (nats per token)": [losses] if losses else [],
+              "accuracy": list(zip(*(result.tasks for result in results), strict=True))}
+    curves = {label: found for label, found in curves.items() if found}
+    tokens = [result.trained_tokens or 0 for result in results]
     figure.suptitle(results[0].name.replace("$", r"\$"))
-    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (label, curves) in zip(all_axes, panels.items(), strict=True):
-        for place, (name, points) in enumerate(curves.items()):
-            color = "tab:red" if label.startswith("loss") else f"C{place % 10}"
-            _plot_curve(axes, [result.trained_tokens or 0 for result in results],
-                        [point.figures[point.main_key] for point in points],
-                        color=color, label=name)
-        _label(axes, label)
+    all_axes = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axes, (label, found) in zip(all_axes, curves.items(), strict=True):
+        for place, points in enumerate(found):
+            _plot_curve(axes, tokens, points, color="tab:red" if points is losses else f"C{place}")
+        axes.set_xlabel("tokens of training")
+        axes.set_ylabel(label)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.legend(frameon=False, fontsize="small")
 
 
-def _plot_curve(axes: Axes, tokens: list[int], figures: list[Any], *, color: str,
-                label: str) -> None:
+def _plot_curve(axes: Axes, tokens: list[int], points: Sequence[Measurement], *,
+                color: str) -> None:
+    """Plot the main figure of measurements, and its intervals as vertical lines."""
+    key = points[0].main_key
+    name = points[0].facts.get("benchmark", "held-out loss, 95% intervals")
+    figures: list[Any] = [point.figures[key] for point in points]
     axes.plot(tokens, [figure.value for figure in figures], color=color, marker="o", markersize=5,
-              label=label)
+              label=f"{name}, by length" if key == "normalised_accuracy" else name)
     for x, figure in zip(tokens, figures, strict=True):
         if figure.interval is not None:
             axes.plot([x, x], figure.interval, color=color, linewidth=1.5, path_effects=[])
-
-
-def _label(axes: Axes, ylabel: str) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    axes.set_xlabel("tokens of training")
-    axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.legend(frameon=False, fontsize="small")

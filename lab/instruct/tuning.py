@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
 
@@ -83,10 +84,10 @@ def collate(examples: list[Example], *, pad_id: int) -> tuple[Tensor, Tensor]:
 
     Padding targets are ignored, and causal attention hides padding from earlier tokens.
     """
-    length = max(len(example.token_ids) for example in examples)
-    token_ids = [e.token_ids + [pad_id] * (length - len(e.token_ids)) for e in examples]
-    targets = [e.targets + [IGNORED] * (length - len(e.targets)) for e in examples]
-    return torch.tensor(token_ids), torch.tensor(targets)
+    token_ids, targets = zip(*((torch.tensor(one), torch.tensor(other))
+                               for one, other in examples), strict=True)
+    return (pad_sequence(token_ids, batch_first=True, padding_value=pad_id),
+            pad_sequence(targets, batch_first=True, padding_value=IGNORED))
 
 
 class Tuner:
