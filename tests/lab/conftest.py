@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.shared import made_once
 from tests.support.workplace import Workplace, train_tiny
 
 
 @pytest.fixture(scope="session")
 def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    return train_tiny(tmp_path_factory.mktemp("trained"), validation_batches=15,
-                      usd_per_hour=36.0)
+    return Workplace(made_once(tmp_path_factory, "trained", lambda root: train_tiny(
+        root, validation_batches=15, usd_per_hour=36.0)))
 
 
 @pytest.fixture

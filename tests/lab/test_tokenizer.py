@@ -22,6 +22,7 @@ from preparation.planning import PrepareOptions
 from tests.support.in_process import refused
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.preparation import corrupt, write_parquet, write_source
+from tests.support.shared import made_once
 from tests.support.tokenizers import TEXTS
 from tests.support.workplace import Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
@@ -125,10 +126,9 @@ def test_a_tokenizer_is_trained_on_the_split_that_is_asked_for(tmp_path: Path) -
     assert found == [[["a", "b"]], [["x", "y"]]]
 
 
-@pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """Two tiny runs on the same text: one in tokens of its own, one in bytes."""
-    workplace = Workplace(tmp_path_factory.mktemp("own"))
+def train_both(root: Path) -> None:
+    """Train two tiny runs on the same text: one in tokens of its own, one in bytes."""
+    workplace = Workplace(root)
     documents = workplace.root / "documents"
     documents.mkdir()
     for number in range(100):
@@ -143,12 +143,12 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
             "dataset": name, "min_train_tokens": 20 * 64, "validation_interval": 10,
             "sample_prompts": ["the naïve"] if name == "own" else None})
         process_succeeded(workplace.torchrun(1, name))
-    return workplace
 
 
 @pytest.fixture
-def trained(trained_once: Workplace, tmp_path: Path) -> Workplace:
-    return Workplace(shutil.copytree(trained_once.root, tmp_path / "workplace", symlinks=True))
+def trained(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Workplace:
+    root = made_once(tmp_path_factory, "own-tokenizer", train_both)
+    return Workplace(shutil.copytree(root, tmp_path / "workplace", symlinks=True))
 
 
 def tokenizer_of(workplace: Workplace) -> FileTokenizer:
