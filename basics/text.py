@@ -1,7 +1,8 @@
-"""Values as text: sizes of memory and files, and text from outside in Markdown."""
+"""Values as text: sizes, numbers and sums of money, and text from outside in Markdown."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from basics.errors import one_line, visible
@@ -26,6 +27,19 @@ def _with_unit(size: float, units: tuple[tuple[float, str], ...]) -> str:
     value = abs(size) / factor
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{size / factor:,.{digits}f} {name}"
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """Return "1 step", "2 steps"."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def dollars(value: float) -> str:
+    """Format US dollars: small sums with two digits that say something."""
+    if value >= 1:
+        return f"{value:,.2f}"
+    digits = max(4, 1 - math.floor(math.log10(value))) if value > 0 else 4
+    return f"{value:.{digits}f}"
 
 
 def escaped(text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from basics.errors import FAILED, UserError, describe, print_error
-from lab.table import counted
+from basics.text import counted
 from processes.run_lock import lock_run, release_run
 from reporting.tracker import TrackedRun, check_tracker, send_records
 from run_config import Run, load_run

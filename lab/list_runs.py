@@ -24,8 +24,9 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     It may be run while they train.
     """
     # Imported here so that --help is fast.
+    from basics.text import dollars
     from lab.runs import NEW, chosen_runs, new_runs
-    from lab.table import Column, Table, dollars, terminal_width
+    from lab.table import Column, Table, terminal_width
     from lab.watch.run_state import RunState, read_state
     from lab.watch.text import HEADS, figures
     from reporting.summary import duration

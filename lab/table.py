@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import io
-import math
 import shutil
 from dataclasses import dataclass, field
 
@@ -118,16 +117,3 @@ def short_count(value: float) -> str:
         if value >= size:
             return f"{value / size:.2f}{letter}"
     return f"{value:.0f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return "1 step", "2 steps"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def dollars(value: float) -> str:
-    """Format US dollars: small sums with two digits that say something."""
-    if value >= 1:
-        return f"{value:,.2f}"
-    digits = max(4, 1 - math.floor(math.log10(value))) if value > 0 else 4
-    return f"{value:.{digits}f}"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from basics.machine import seconds_since_process_start
+from basics.text import dollars
 from run_config import TrainConfig
 
 STARTUP, DOWNLOAD, COMPILE, TRAINING = "startup", "download", "compile", "training"
@@ -84,10 +85,10 @@ class PhaseClock:
         if usd_per_hour and hours and not usd:
             self._price_earlier(usd_per_hour)
             return (f"earlier launches had no price: their {hours:.3g} hours are counted at"
-                    f" US${usd_per_hour:,.2f} an hour too")
+                    f" US${dollars(usd_per_hour)} an hour too")
         if self.usd_per_hour and not usd_per_hour:
             return ("this launch has no price: it is counted at that of the earlier ones,"
-                    f" US${self.usd_per_hour:,.2f} an hour; set --usd-per-hour if it differs")
+                    f" US${dollars(self.usd_per_hour)} an hour; set --usd-per-hour if it differs")
         return ""
 
     def _price_earlier(self, usd_per_hour: float) -> None:

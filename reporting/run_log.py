@@ -15,6 +15,7 @@ from basics.errors import visible, why_not_written
 from basics.failpoints import failpoint
 from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
+from basics.text import counted, dollars
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import ClosedWindow, WindowSummary
 from reporting.speed import shared_validation
@@ -92,7 +93,7 @@ class RunLog:
         if self.clock.usd_per_hour is not None:
             usd = sum(closed.usd.values())
             at_end = usd + seconds_left / 3600 * self.clock.usd_per_hour
-            said += f" | ${usd:,.2f} of ${at_end:,.2f}"
+            said += f" | ${dollars(usd)} of ${dollars(at_end)}"
         with suppress(OSError):
             self._bar.set_postfix_str(f"loss {window.train_loss:.4f} | {said}")
         plain = self._bar.disable or not sys.stdout.isatty()  # a log file gets lines
@@ -185,10 +186,10 @@ class RunLog:
 
 def batch_arithmetic(plan: BatchPlan) -> list[str]:
     """Return the sizes of a global batch and of the whole run as text."""
-    processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     return [
-        f"microbatch {plan.microbatch_size} x accumulation {plan.gradient_accumulation_steps}"
-        f" x {processes} = global batch {plan.global_batch_size} sequences"
+        f"microbatch {plan.microbatch_size} x accumulation {plan.gradient_accumulation_steps} x"
+        f" {counted(plan.world_size, 'process', 'processes')} = global batch"
+        f" {plan.global_batch_size} sequences"
         f" x {plan.context_length:,} tokens = {plan.tokens_per_step:,} tokens per step",
         f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens" + (
             f", {plan.num_tokens / plan.epoch_tokens:.2f} times the dataset's"

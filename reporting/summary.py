@@ -10,6 +10,7 @@ from typing import Any
 from basics.errors import STOP_SIGNALS
 from basics.files import write_atomically
 from basics.json_files import found_object, to_json
+from basics.text import dollars
 from reporting.clock import (
     CHART,
     CHECKPOINT,
@@ -116,8 +117,7 @@ def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None
     """Write a `summary.json` with a run's status, its reason, its length and what it has spent."""
     state = {"run": run.name, "status": status, "reason": reason, "num_steps": num_steps,
              **_spent(clock.read(), clock.usd())}
-    with suppress(OSError):
-        write_atomically(run.summary_path, to_json(state, indent=2) + "\n")
+    _write(run, state)
 
 
 def read_summary(run: Run) -> dict[str, Any]:
@@ -131,16 +131,7 @@ def record_when_done(run: Run, status: int | None) -> None:
     The command itself is not recorded: it may hold a token.
     """
     if summary := read_summary(run):  # else it cannot be read now: it stays as it is
-        summary["when_done"] = {"status": status}
-        with suppress(OSError):  # a full disk: the command is run all the same
-            write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=True)
-
-
-def when_done_status(summary: dict[str, Any]) -> int | None:
-    """Return how the command after the end of a run ended; None if it has not."""
-    recorded = summary.get("when_done")
-    status = recorded.get("status") if isinstance(recorded, dict) else None
-    return status if isinstance(status, int) else None
+        _write(run, summary | {"when_done": {"status": status}}, durable=True)
 
 
 def final_figures(summary: dict[str, Any]) -> dict[str, float]:
@@ -155,6 +146,11 @@ def final_figures(summary: dict[str, Any]) -> dict[str, float]:
         figures["usd"] = summary["usd"]["total"]
     return {f"final/{key}": float(value) for key, value in figures.items()
             if is_number(value, -LARGEST, LARGEST)}
+
+
+def _write(run: Run, summary: dict[str, Any], *, durable: bool = False) -> None:
+    with suppress(OSError):  # a full disk ends neither the run nor what follows it
+        write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=durable)
 
 
 def _spent(seconds: dict[str, float], usd: dict[str, float]) -> dict[str, Any]:
@@ -174,14 +170,14 @@ def final_status(run: Run, status: int) -> int:
         signal_name = STOP_SIGNALS.get(status - 128)  # a second signal: they exited at once
         summary |= {"status": "stopped", "reason": signal_name} if signal_name else {
             "status": "failed", "reason": f"ended with status {status}"}
-        with suppress(OSError):
-            write_atomically(run.summary_path, to_json(summary, indent=2) + "\n")
+        _write(run, summary)
     return status or stopped_by
 
 
 def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     """Return a summary as lines of text."""
     best, saved, price = summary["best"], summary["checkpoints"], run.train.usd_per_hour
+    up = summary["machine"]["up_seconds"]  # also set-up, searches and downloads before the run
     losses = f"training loss {_loss(summary['train_loss'])}"
     if summary["validation_loss"] is not None:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
@@ -190,8 +186,9 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f"{run.name} {summary['status']} at step {summary['global_step'] + 1:,} of"
         f" {summary['num_steps']:,}{because}: {losses} (nats per token)",
         _split("time", summary["seconds"], duration),
-        *([_split("cost", summary["usd"], "${:,.2f}".format)] if summary["usd"] else []),
-        *([_up(summary["machine"]["up_seconds"], price)] if price else []),
+        *([_split("cost", summary["usd"], lambda usd: f"${dollars(usd)}")]
+          if summary["usd"] else []),
+        *([f"machine up {duration(up)}, US${dollars(up / 3600 * price)}"] if price else []),
         *([f"energy: {summary['energy_kwh']:,.3f} kWh, of the GPUs of rank 0's machine"]
           if summary["energy_kwh"] is not None else []),
         f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} per second while"
@@ -205,11 +202,6 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})"
         if best else "no checkpoint could be written",
     ]
-
-
-def _up(seconds: float, usd_per_hour: float) -> str:
-    """Return what the machine has cost: also the set-up, searches and downloads before the run."""
-    return f"machine up {duration(seconds)}, US${seconds / 3600 * usd_per_hour:,.2f}"
 
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:

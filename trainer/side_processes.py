@@ -32,7 +32,6 @@ from reporting.summary import (
     duration,
     read_summary,
     record_when_done,
-    when_done_status,
 )
 from reporting.tracker import begin_tracking, tracker_process
 from run_config import Run
@@ -198,7 +197,7 @@ def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) ->
     if stop_signal:
         return f"{STOP_SIGNALS[stop_signal]} ended the launch"
     if summary.get("status") == FINISHED:
-        has_succeeded = not has_trained and when_done_status(summary) == 0
+        has_succeeded = not has_trained and summary.get("when_done") == {"status": 0}
         return "it has succeeded after an earlier launch" if has_succeeded else ""
     if summary.get("stopped_by") == BUDGET:
         return ""

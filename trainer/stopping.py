@@ -80,7 +80,9 @@ class Stop:
             self.reason = StopReason(SIGNAL, STOP_SIGNALS[number])
             self._watchdog.note_stop(number)  # it may not have heard of it yet
         elif is_spent:
-            self.reason = StopReason(BUDGET, nearest_limit(self._config, self._clock)[1])
+            _, spent = nearest_limit(self._config, self._clock)
+            self.reason = StopReason(BUDGET, f"{spent}; the rest is a reserve, too small for the"
+                                             " next steps and a checkpoint")
         return bool(number or is_spent)
 
     def is_validation_due(self, global_step: int) -> bool:

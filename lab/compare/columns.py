@@ -7,9 +7,10 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+from basics.text import dollars
 from lab.compare.comparison import Comparison
 from lab.compare.rows import BITS_PER_BYTE, LOSS_NAMES, Row
-from lab.table import UNKNOWN, Column, Table, dollars, short_count
+from lab.table import UNKNOWN, Column, Table, short_count
 
 HIDDEN_FIRST = (  # in a terminal that is too narrow
     "model", "machine", "microbatch_size", "usd_per_megatoken_without_validation", "ift_score",

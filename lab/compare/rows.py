@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from basics.errors import UserError
+from basics.text import counted
 from lab.compare.results import FIGURES, PUBLISHED, Figures, Result, ratio, shown
 from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
 from lab.runs import number
 from lab.stats import pooled_deviation, t_95
-from lab.table import counted
 from reporting.summary import FINISHED
 
 SEED = "random_seed"

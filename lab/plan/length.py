@@ -10,9 +10,9 @@ from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import UserError, one_line
 from basics.gpu_readings import read_gpus
 from basics.json_files import found_object, set_number
+from basics.text import counted
 from lab.plan.estimate import UNLIMITED_TOKENS, flops_of
 from lab.plan.tables import amount
-from lab.table import counted
 from processes.run_lock import lock_run
 from reporting.speed import SPEED_CHECK_STEPS, flops_per_token
 from run_config import Run

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from basics.text import counted, dollars
 from lab.compare.charts import draw_comparison, plot_fit, without_formulas
 from lab.compare.comparison import compare
 from lab.stats import pooled_deviation, seeds_needed
 from lab.sweep.plan import Sweep
 from lab.sweep.results import Entry, Range, ranges_of
-from lab.table import UNKNOWN, Column, Table, counted, dollars, short_count
+from lab.table import UNKNOWN, Column, Table, short_count
 from reporting.charts import draw_by_hand
 from reporting.summary import duration
 

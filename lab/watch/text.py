@@ -18,8 +18,9 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from basics.errors import one_line, visible
+from basics.text import dollars
 from lab.runs import launched_runs
-from lab.table import dollars, short_count
+from lab.table import short_count
 from lab.watch.answers import Answer, Watched
 from lab.watch.run_state import RunState, read_state
 from reporting.summary import duration

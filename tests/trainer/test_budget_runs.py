@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from basics.text import dollars
 from tests.support.in_process import run_in_process
 from tests.support.runs import summary_of
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
@@ -35,7 +36,7 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
     assert sum(summary["usd"].values()) == pytest.approx(total)
     assert {phase for phase, usd in summary["usd"].items() if usd} >= {
         "training", "validation", "checkpoint", "compile", "waiting", "startup"}
-    assert re.search(rf"^cost: \${total:,.2f} = \$[\d.,]+ training, ", output, re.MULTILINE)
+    assert re.search(rf"^cost: \${dollars(total)} = \$[\d.,]+ training, ", output, re.MULTILINE)
     assert re.search(r"^machine up \d+:\d\d:\d\d, US\$[\d.,]+$", output, re.MULTILINE)
     assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
 
