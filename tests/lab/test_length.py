@@ -18,7 +18,6 @@ from tests.support.workplace import TINY_TRAIN, Workplace
 
 STEP = 2 * 2 * 2 * 16  # tokens of a step on two processes
 LAUNCH = {"steps": 49, "tokens": 49 * STEP, "seconds": 4.9}  # 10 steps a second
-CHECKPOINT = "checkpoints/20261123Z120000-iteration-4"
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +124,9 @@ def test_a_run_that_has_begun_keeps_its_length(workplace: Workplace) -> None:
     run_dir = add_run(workplace, train={"min_train_tokens": 100 * STEP - 5, "usd_per_hour": 3600.0,
                                         "validation_interval": None, "validation_batches": None,
                                         "checkpoint_interval": 5})
-    (run_dir / CHECKPOINT).mkdir(parents=True)
-    (run_dir / CHECKPOINT / "manifest.json").touch()
+    checkpoint = run_dir / "checkpoints/20261123Z120000-iteration-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
     before = workplace.files()
     assert ("has checkpoints, so its length cannot become 200 steps; to start over with that, move"
             " checkpoints/ away") in error_line(save(workplace, "--budget", "20.01"))

@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
+
+Number, Interval = float | None, list[float] | None
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Low(_Part):
-    low: float
-    expected: float
-    high: float
+def _part(name: str, **types: str) -> type[_Part]:
+    """Return a part without methods: the names of its keys by what they hold."""
+    kinds = {"text": str, "texts": list[str], "text_or_none": str | None, "whole": int,
+             "whole_or_none": int | None, "number": float, "number_or_none": Number,
+             "interval": Interval, "flag": bool}
+    return create_model(name, __base__=_Part, **{
+        key: (kinds[kind], ...) for kind, keys in types.items() for key in keys.split()})
+
+
+Low = _part("Low", number="low expected high")
 
 
 class Machine(_Part):
@@ -53,26 +61,11 @@ class Plan(_Part):
     machines: list[Machine]
 
 
-class State(_Part):
-    name: str
-    status: str
-    reason: str | None
-    phase: str | None
-    heartbeat_seconds: float | None
-    global_step: int | None
-    num_steps: int | None
-    tokens: float | None
-    train_loss: float | None
-    validation_loss: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    seconds: float | None
-    usd: float | None
-    seconds_left: float | None
-    usd_per_hour: float | None
-    usd_at_end: float | None
-    memory_gib: float | None
-    warnings: list[str]
+State = _part(
+    "State", text="name status", texts="warnings", text_or_none="reason phase",
+    whole_or_none="global_step num_steps",
+    number_or_none="heartbeat_seconds tokens train_loss validation_loss tokens_per_second mfu"
+                   " seconds usd seconds_left usd_per_hour usd_at_end memory_gib")
 
 
 class List(_Part):
@@ -80,43 +73,15 @@ class List(_Part):
     runs: list[State]
 
 
-class Compared(_Part):
-    run: str
-    status: str
-    differs: str
-    model: str
-    num_seeds: int
-    global_batch_size: float | None
-    microbatch_size: float | None
-    tokens: float | None
-    steps: float | None
-    train_loss: float | None
-    validation_loss: float | None
-    test_loss: float | None
-    validation_bits_per_byte: float | None
-    test_bits_per_byte: float | None
-    ift_score: float | None
-    seconds: float | None
-    seconds_without_validation: float | None
-    tokens_per_second: float | None
-    num_gpus: float | None
-    usd_per_hour: float | None
-    usd: float | None
-    usd_without_validation: float | None
-    usd_per_megatoken: float | None
-    usd_per_megatoken_without_validation: float | None
-    ift_low: float | None
-    ift_high: float | None
-    ift_judge: str
-    machine: str | None
-    test_loss_spread: float | None
-    validation_loss_spread: float | None
-    train_loss_spread: float | None
-    sorted_by: str
-    is_within_spread: bool
-    test_slice: str
-    tokens_to_loss: float | None
-    usd_to_loss: float | None
+Compared = _part(
+    "Compared", text="run status differs model ift_judge sorted_by test_slice", whole="num_seeds",
+    text_or_none="machine", flag="is_within_spread",
+    number_or_none="global_batch_size microbatch_size tokens steps train_loss validation_loss"
+                   " test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
+                   " ift_high seconds seconds_without_validation tokens_per_second num_gpus"
+                   " usd_per_hour usd usd_without_validation usd_per_megatoken"
+                   " usd_per_megatoken_without_validation test_loss_spread validation_loss_spread"
+                   " train_loss_spread tokens_to_loss usd_to_loss")
 
 
 class Compare(_Part):
@@ -125,10 +90,7 @@ class Compare(_Part):
     notes: list[str]
 
 
-class SweptRun(_Part):
-    run: str
-    state: str
-    loss: float | None
+SweptRun = _part("SweptRun", text="run state", number_or_none="loss")
 
 
 class Variant(_Part):
@@ -153,15 +115,9 @@ class Sweep(_Part):
     notes: list[str]
 
 
-class TrialOf(_Part):
-    microbatch_size: int
-    fits: bool
-    allocated_gib: float | None
-    reserved_gib: float | None
-    demand_gib: float | None
-    capacity_gib: float | None
-    tokens_per_second: float | None
-    device: str
+TrialOf = _part("TrialOf", whole="microbatch_size", flag="fits", text="device",
+                number_or_none="allocated_gib reserved_gib demand_gib capacity_gib"
+                               " tokens_per_second")
 
 
 class Search(_Part):
