@@ -8,9 +8,10 @@ if __name__ == "__main__":
     begin_command()
 
 import multiprocessing.forkserver
+import os
+import re
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,42 +22,13 @@ from basics.cli import FiniteRange, run_and_exit
 from basics.entry_points import INTERRUPTED
 from basics.errors import UserError, print_error, print_line
 from basics.machine import num_cpu_cores
-from preparation.source_options import source_options
+from preparation.source_options import SourceOptions, find_source, source_options
 
 if TYPE_CHECKING:
     from preparation.journal import Progress
+    from preparation.pipeline import PrepareOptions
 
 MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of memory
-
-
-@dataclass(frozen=True)
-class Options:
-    """The parsed command line."""
-
-    sources: tuple[str, ...]
-    output: Path
-    subset: str
-    split: str
-    revision: str
-    tokenizer: str
-    text_column: str
-    validation_fraction: float
-    max_documents: int | None
-    workers: int | None
-    skip_bad_shards: bool
-    keep_raw: Path | None
-    is_import: bool
-    part: str | None
-    is_join: bool
-    share: tuple[float, ...]
-
-    @property
-    def source(self) -> str:
-        """The only SOURCE. Raises: UserError, if there are more."""
-        if len(self.sources) > 1:
-            raise UserError(f"{self.sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
-                            " around a pattern of files, or join parts with --join")
-        return self.sources[0]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -80,7 +52,7 @@ class Options:
               help="Download files from the hub to DIR and keep them.")
 @click.option("--import", "is_import", is_flag=True,
               help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
-                   " llm.c, or with --share prepared datasets.")
+                   " llm.c, a single .bin file, or with --share prepared datasets.")
 @click.option("--share", type=FiniteRange(0, 100, min_open=True), multiple=True,
               help="With --import, once for each SOURCE: mix the documents of prepared datasets, in"
                    " these shares of the tokens, until one of them has no more.")
@@ -89,7 +61,10 @@ class Options:
 @click.option("--join", "is_join", is_flag=True,
               help="Each SOURCE is a part: join all of them to the dataset that one machine would"
                    " have made.")
-def main(**options: Any) -> None:
+def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool, part: str | None,
+         tokenizer: str, share: tuple[float, ...], validation_fraction: float,
+         max_documents: int | None, workers: int | None, skip_bad_shards: bool,
+         **source_options: Any) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
 
@@ -103,48 +78,82 @@ def main(**options: Any) -> None:
     On several machines, run the same command everywhere with --part 1/N to N/N, and then once:
     prepare_dataset.py --join PART... OUTPUT.
     """
-    command = Options(**options)
     try:
-        progress = (import_token_files(command) if command.is_import else join(command)
-                    if command.is_join else prepare(command))
+        if part is None:
+            check_name(output)
+        if is_import:
+            progress = import_token_files(sources, output, tokenizer, share)
+        elif is_join:
+            progress = join(sources, output, skip_bad_shards=skip_bad_shards)
+        elif share:
+            raise UserError("--share mixes datasets that are prepared already; add --import")
+        else:
+            start_fork_server(tokenizer)
+            # Imported here, and below, so that --help does not wait for it.
+            from preparation.parts import Part
+            from preparation.pipeline import PrepareOptions
+
+            preparation = PrepareOptions(
+                tokenizer, validation_fraction, max_documents,
+                num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS),
+                skip_bad_shards=skip_bad_shards,
+                part=None if part is None else Part.parse(part))
+            source = SourceOptions(only(sources), **source_options)
+            progress = prepare(source, output, preparation)
         from preparation.progress_display import summary
 
-        print_line(summary(command.output, progress))
+        print_line(summary(output, progress))
     except OSError as error:  # while reading the source or examining the output directory
-        place = error.filename or command.sources[0]
+        place = error.filename or sources[0]
         raise UserError(f"{place}: {error.strerror or error}") from None
     except KeyboardInterrupt:
-        advice = ("no files were left behind" if command.is_import or command.is_join
+        advice = ("no files were left behind" if is_import or is_join
                   else "run the same command again to continue")
         print_error(f"\n{INTERRUPTED}; {advice}")
         sys.exit(128 + signal.SIGINT)
 
 
-def import_token_files(command: Options) -> Progress:
+def check_name(output: Path) -> None:
+    """Refuse a directory that train.json could not name. Raises: UserError."""
+    from run_config import DATASET_NAME
+
+    name = os.path.basename(os.path.abspath(output))
+    if name and not re.fullmatch(DATASET_NAME, name):
+        raise UserError(f"{output}: its name may have only a-z, A-Z, 0-9, '.', '-' and '_', a"
+                        " letter or digit first: train.json must be able to name it")
+
+
+def only(sources: tuple[str, ...]) -> str:
+    """Return the only SOURCE. Raises: UserError, if there are more."""
+    if len(sources) > 1:
+        raise UserError(f"{sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
+                        " around a pattern of files, or join parts with --join")
+    return sources[0]
+
+
+def import_token_files(sources: tuple[str, ...], output: Path, tokenizer: str,
+                       shares: tuple[float, ...]) -> Progress:
     """Convert token files of nanoGPT or llm.c. Raises: UserError."""
     if given_options() - {"is_import", "tokenizer", "share"}:
         raise UserError("--import copies tokens unchanged; the only other options that it accepts"
                         " are --tokenizer and --share")
-    if command.share and len(command.sources) != len(command.share):
-        raise UserError(f"{len(command.share)} times --share for {len(command.sources)} SOURCEs;"
+    if shares and len(sources) != len(shares):
+        raise UserError(f"{len(shares)} times --share for {len(sources)} SOURCEs;"
                         " wanted one for each")
-    # Imported here, and below, so that --help does not wait for it.
     from preparation.import_bin import import_tokens
 
-    sources = command.sources if command.share else [command.source]
-    return import_tokens([Path(source) for source in sources], command.output, command.tokenizer,
-                         command.share)
+    paths = [Path(source) for source in (sources if shares else [only(sources)])]
+    return import_tokens(paths, output, tokenizer, shares)
 
 
-def join(command: Options) -> Progress:
+def join(parts: tuple[str, ...], output: Path, *, skip_bad_shards: bool) -> Progress:
     """Join the parts of a preparation. Raises: UserError."""
     if given_options() - {"is_join", "skip_bad_shards"}:
         raise UserError("--join takes all but the parts from them; the only other option that it"
                         " accepts is --skip-bad-shards")
-    from preparation.joining import join_parts
+    from preparation.parts import join_parts
 
-    return join_parts([Path(source) for source in command.sources], command.output,
-                      skip_bad_shards=command.skip_bad_shards)
+    return join_parts([Path(part) for part in parts], output, skip_bad_shards=skip_bad_shards)
 
 
 def given_options() -> set[str]:
@@ -154,39 +163,23 @@ def given_options() -> set[str]:
             and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT}
 
 
-def prepare(command: Options) -> Progress:
+def prepare(source: SourceOptions, output: Path, options: PrepareOptions) -> Progress:
     """Find the documents and tokenise them. Raises: UserError."""
-    if command.share:
-        raise UserError("--share mixes datasets that are prepared already; add --import")
-    source = command.source
-    from preparation.parts import Part
-
-    part = Part.parse(command.part) if command.part is not None else None
-    start_fork_server(command.tokenizer)
-    from preparation.journal import Journal, unfinished_request
+    from preparation.journal import Journal, check_output_dir
     from preparation.pipeline import prepare_dataset
-    from preparation.planning import PrepareOptions, check_output_dir
-    from preparation.sources import SourceOptions, find_source
 
-    output = check_output_dir(command.output)
-    documents = find_source(
-        SourceOptions(source, command.subset, command.text_column, command.keep_raw,
-                      command.split, command.revision),
-        raw_dir=Journal(output).raw_dir, unfinished=unfinished_request(output))
-    if part is not None and documents.hub_name and documents.revision != command.revision:
+    journal = Journal(check_output_dir(output))
+    journal.read()
+    documents = find_source(source, raw_dir=journal.raw_dir, unfinished=journal.request)
+    if options.part and documents.hub_name and documents.revision != source.revision:
         print_line(f"use --revision {documents.revision} on the other machines")
-    return prepare_dataset(documents, command.output, PrepareOptions(
-        tokenizer=command.tokenizer, validation_fraction=command.validation_fraction,
-        max_documents=command.max_documents,
-        num_workers=command.workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS),
-        skip_bad_shards=command.skip_bad_shards, part=part,
-    ))
+    return prepare_dataset(documents, output, options)
 
 
 def start_fork_server(tokenizer: str) -> None:
     """Start the process that workers are forked from; it imports while this process does too."""
     multiprocessing.set_forkserver_preload(
-        ["preparation.fork_server", *["preparation.gpt2_workers"] * (tokenizer == "gpt2")])
+        ["preparation.encoding", *["preparation.gpt2_workers"] * (tokenizer == "gpt2")])
     # The fork server inherits SIG_IGN: only this process handles Ctrl-C.
     previous_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.forkserver.ensure_running()

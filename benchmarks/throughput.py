@@ -34,7 +34,7 @@ from basics.files import append_whole
 from basics.machine import code_version
 from benchmarks.systems import Task
 from lab.plan.setting import GPT2_SMALL, size_name
-from preparation.token_file_writer import TokenFileWriter
+from preparation.token_stream import TokenFileWriter
 from reporting.metrics_file import read_metrics
 from reporting.speed import find_gpu, flops_per_token
 

@@ -34,8 +34,8 @@ def command(source: str, output: Path, **options: Any) -> None:
     that is trained on its dataset. The same source gives the same file.
     """
     # Imported here so that --help is fast.
-    from preparation.planning import check_output_dir
-    from preparation.sources import SourceOptions, find_source
+    from preparation.journal import check_output_dir
+    from preparation.source_options import SourceOptions, find_source
 
     vocab_size, max_megabytes = options.pop("vocab_size"), options.pop("max_megabytes")
     output_dir = check_output_dir(output)
@@ -99,9 +99,9 @@ class Texts:
             try:
                 for task in shard.tasks():
                     for piece in task.pieces():
-                        if piece.bad_file is not None:
-                            self._leave_out(piece.bad_file.reason)
                         yield piece.text
+                    for file in task.bad_files:
+                        self._leave_out(file.reason)
             except BadShard as error:  # what could be read of it has been
                 self._leave_out(str(error))
             shard.release()

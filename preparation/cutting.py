@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from basics.errors import UserError
 
@@ -14,17 +14,12 @@ LARGE_DOCUMENT = 2**18
 # Before merging, GPT-2's tokenizer always splits text between a character that is not white space
 # and a space or newline that follows it. (No Unicode white space ends in a byte of B0 to BF.)
 SAFE_CUT = re.compile(rb"[!-~\xb0-\xbf][ \n]")
+MAX_UNCUT = 2**24  # characters that are encoded at once: a tokenizer's file needs 80 bytes for each
+Cuts = Literal["any", "safe", "none"]  # where a tokenizer allows a document to be cut
 
 
 class BadShard(UserError):
     """A shard that is damaged or does not contain what was expected."""
-
-
-class BadFile(NamedTuple):
-    """A text file that cannot be read."""
-
-    name: str  # relative to the source
-    reason: str
 
 
 class Piece(NamedTuple):
@@ -33,7 +28,6 @@ class Piece(NamedTuple):
     text: str
     ends_document: bool
     ends_safely: bool = True  # where GPT-2's tokenizer is certain to split the text
-    bad_file: BadFile | None = None  # instead of a document
 
 
 def cut_document(data: bytes | memoryview) -> Iterator[Piece]:
@@ -74,20 +68,22 @@ def last_piece(data: memoryview) -> Piece:
     return Piece(str(data, "utf-8", "replace"), True)
 
 
-def joined(pieces: Iterable[Piece], *, at_safe_cuts: bool) -> Iterator[Piece]:
-    """Join pieces of a document again: those that were not cut safely, or all of them.
+def joined(pieces: Iterable[Piece], cuts: Cuts, *, name: str = "") -> Iterator[Piece]:
+    """Join the pieces that a tokenizer needs as one text.
 
-    Args:
-        at_safe_cuts: join at safe cuts too.
+    Raises:
+        BadShard: a document, of the file `name`, is too long for that.
     """
+    if cuts == "any":
+        yield from pieces
+        return
     waiting: list[str] = []
-    for piece in pieces:
-        text, ends_document, ends_safely, bad_file = piece
-        if bad_file is not None:
-            yield piece
-            continue
+    for text, ends_document, ends_safely in pieces:
         waiting.append(text)
-        if ends_document or (ends_safely and not at_safe_cuts):
+        if sum(map(len, waiting)) > MAX_UNCUT:
+            raise BadShard(f"{name}: a document of more than {MAX_UNCUT >> 20} million characters"
+                           " in which the tokenizer allows no cut")
+        if ends_document or (ends_safely and cuts == "safe"):
             yield Piece("".join(waiting), ends_document, ends_safely)
             waiting = []
     if waiting:  # the document continues in the next task

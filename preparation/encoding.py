@@ -20,8 +20,8 @@ import numpy as np
 import tiktoken
 
 from basics.errors import UserError
-from preparation.cutting import BadFile, BadShard, Piece, joined
-from preparation.tasks import Task
+from preparation.cutting import BadShard, Cuts, Piece, joined
+from preparation.reading import BadFile, Task
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
@@ -39,13 +39,12 @@ class Encoded:
     tokens: np.ndarray  # (num_tokens,) uint16
     ends: np.ndarray  # (num_documents, 3) int64: tokens, bytes, characters until its end
     sizes: np.ndarray  # (3,) int64: the same for the whole task
-    bad_files: Sequence[tuple[int, BadFile]] = ()  # with their places in `ends`, as empty documents
+    bad_files: Sequence[BadFile] = ()
 
     def first_documents(self, num_documents: int) -> Encoded:
         """Return the part up to the end of the given number of documents."""
         sizes = self.ends[num_documents - 1]
-        bad_files = [(place, file) for place, file in self.bad_files if place < num_documents]
-        return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes, bad_files)
+        return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes, self.bad_files)
 
 
 def encode_task(task: Task, load: LoadTokenizer) -> Encoded | BadShard:
@@ -54,31 +53,34 @@ def encode_task(task: Task, load: LoadTokenizer) -> Encoded | BadShard:
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
     ends: list[tuple[int, int, int]] = []
-    bad_files: list[tuple[int, BadFile]] = []
     num_tokens = num_bytes = num_characters = 0
     try:
-        for (text, ends_document, _, bad_file), ids in encoded_pieces(task, tokenizer):
+        for (text, ends_document, _), ids in encoded_pieces(task, tokenizer):
             pieces.append(ids)
-            num_tokens += len(pieces[-1])
+            num_tokens += len(ids)
             num_bytes += len(text) if text.isascii() else len(text.encode())
             num_characters += len(text)
             if ends_document:
-                if bad_file is None:
-                    pieces.append(end_of_text)
-                    num_tokens += 1
-                else:
-                    bad_files.append((len(ends), bad_file))
+                pieces.append(end_of_text)
+                num_tokens += 1
                 ends.append((num_tokens, num_bytes, num_characters))
     except BadShard as error:
         return error
     return Encoded(np.concatenate(pieces), np.array(ends, dtype=np.int64).reshape(-1, 3),
-                   np.array([num_tokens, num_bytes, num_characters]), bad_files)
+                   np.array([num_tokens, num_bytes, num_characters]), task.bad_files)
+
+
+def cuts_of(tokenizer: Tokenizer) -> Cuts:
+    """Return where a document may be cut without a change of its tokens."""
+    if not isinstance(tokenizer, FileTokenizer):
+        return "any"
+    return "safe" if tokenizer.splits_like_gpt2 else "none"
 
 
 def encoded_pieces(task: Task, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield the pieces of a task's text with their tokens, (n,) uint16. Raises: BadShard."""
     if isinstance(tokenizer, FileTokenizer):
-        for piece in joined(task.pieces(), at_safe_cuts=not tokenizer.splits_like_gpt2):
+        for piece in joined(task.pieces(), cuts_of(tokenizer)):
             yield piece, np.array(tokenizer.encode_ordinary(piece.text), dtype=np.uint16)
         return
     for batch in _batches(task.pieces()):
@@ -115,9 +117,13 @@ def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.
 
 @dataclass(frozen=True)
 class EndOfShard:
-    """Marks the end of a shard, both between tasks and between their results."""
+    """Marks the end of a shard between its tasks and those of the next one."""
 
     number: int
+
+
+Item = Task | BadShard | EndOfShard  # BadShard: its tasks could not be read
+Result = Encoded | BadShard | EndOfShard
 
 
 class Encoder:
@@ -153,41 +159,50 @@ class Encoder:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def encode(
-        self, tasks: Iterable[Task | EndOfShard | None]
-    ) -> Iterator[Encoded | BadShard | EndOfShard]:
-        """Yield the results of tasks in their order; None waits for all tasks submitted so far.
+    def encode(self, items: Iterable[Item | None]) -> Iterator[tuple[Item, Result]]:
+        """Yield all items in their order, tasks with their results, others with themselves.
+
+        Args:
+            items: None waits for all tasks submitted so far.
 
         Raises:
             UserError: a worker was killed.
         """
-        waiting: deque[tuple[int, Future[Encoded | BadShard | EndOfShard]]] = deque()
+        waiting: deque[tuple[Item, Future[Result]]] = deque()
         num_bytes = 0  # of text in the waiting tasks
+
+        def first() -> tuple[Item, Result]:
+            nonlocal num_bytes
+            item, future = waiting.popleft()
+            num_bytes -= _size(item)
+            return item, future.result()
+
         try:
-            for task in itertools.chain(tasks, [None]):
-                size = task.num_bytes if isinstance(task, Task) else 0
-                while waiting and (task is None
+            for item in itertools.chain(items, [None]):
+                while waiting and (item is None
                                    or len(waiting) >= TASKS_PER_WORKER * self._num_workers
-                                   or num_bytes + size > self._max_bytes):
-                    num_bytes -= waiting[0][0]
-                    yield waiting.popleft()[1].result()
-                num_bytes += size
-                if task is not None:
-                    waiting.append((size, self._submit(task)))
+                                   or num_bytes + _size(item) > self._max_bytes):
+                    yield first()
+                if item is not None:
+                    num_bytes += _size(item)
+                    waiting.append((item, self._submit(item)))
                 while waiting and waiting[0][1].done():
-                    num_bytes -= waiting[0][0]
-                    yield waiting.popleft()[1].result()
+                    yield first()
         except BrokenProcessPool:
             raise UserError("a worker process was killed, perhaps because memory ran out; run the"
                             " same command again to continue, perhaps with fewer"
                             " --workers") from None
 
-    def _submit(self, task: Task | EndOfShard) -> Future[Encoded | BadShard | EndOfShard]:
-        if self._pool is not None and isinstance(task, Task):
-            return self._pool.submit(encode_task, task, self._load)
-        future: Future[Encoded | BadShard | EndOfShard] = Future()
-        future.set_result(encode_task(task, self._load) if isinstance(task, Task) else task)
+    def _submit(self, item: Item) -> Future[Result]:
+        if self._pool is not None and isinstance(item, Task):
+            return self._pool.submit(encode_task, item, self._load)
+        future: Future[Result] = Future()
+        future.set_result(encode_task(item, self._load) if isinstance(item, Task) else item)
         return future
+
+
+def _size(item: Item | None) -> int:
+    return item.num_bytes if isinstance(item, Task) else 0
 
 
 def _start_worker(load: LoadTokenizer) -> None:

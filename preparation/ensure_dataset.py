@@ -46,8 +46,7 @@ def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
 
 
 def _prepare_stdlib(dataset_dir: Path) -> None:
-    from preparation.pipeline import prepare_dataset
-    from preparation.planning import PrepareOptions
+    from preparation.pipeline import PrepareOptions, prepare_dataset
     from preparation.standard_library import python_stdlib
 
     # In a directory of this process: nodes may share the parent directory and prepare at once.

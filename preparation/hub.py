@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock
-from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_download
+from huggingface_hub import HfApi, get_token, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -33,10 +32,9 @@ from tqdm import tqdm
 
 from basics.errors import FAILED, UserError, as_os_error, cannot_be_written, first_line, one_line
 from preparation.choosing import Choice, config_patterns
-from preparation.documents import FileShard, Shard, Source, kind_of
-from preparation.journal import ShardFacts
-from preparation.parquet import count_rows, text_bytes
-from preparation.tasks import Task
+from preparation.cutting import Cuts
+from preparation.reading import Task
+from preparation.sources import FileShard, Shard, Source, kind_of
 from tokens.tokenizer import TOKENIZER_FILE
 
 QUERY_PAUSES = (1, 5)  # seconds before each further attempt
@@ -148,18 +146,6 @@ class HubShard(Shard):
     text_column: str
     raw_files: RawFiles
 
-    def facts(self) -> ShardFacts:
-        if kind_of(self.name) == "parquet":
-            footer = ask_hub(self.repository, self._read_footer)
-            name = f"{self.repository} on the hub: {self.name}"
-            return ShardFacts(
-                name=self.name, identity=self.identity,
-                num_documents=count_rows(io.BytesIO(footer), name=name),
-                num_text_bytes=sum(text_bytes(io.BytesIO(footer), self.text_column, name=name)),
-            )
-        # Counting lines would download the file, and reading them would download it again.
-        return ShardFacts(name=self.name, identity=self.identity, num_documents=None)
-
     def fetch(self) -> None:
         hide_progress_bars()  # there is one already
         if not (self.raw_files.dir / self.name).exists():
@@ -167,8 +153,9 @@ class HubShard(Shard):
                        file=sys.stderr)
         _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_files.dir)
 
-    def tasks(self) -> Iterator[Task]:
-        return self._file().tasks()
+    def tasks(self, cuts: Cuts = "any") -> Iterator[Task]:
+        path = self.raw_files.dir / self.name
+        return FileShard.of(path, self.name, self.text_column).tasks(cuts)
 
     def missing_bytes(self) -> int:
         return 0 if (self.raw_files.dir / self.name).exists() else self.num_bytes
@@ -176,18 +163,6 @@ class HubShard(Shard):
     def release(self) -> None:
         if not self.raw_files.are_kept:
             (self.raw_files.dir / self.name).unlink(missing_ok=True)
-
-    def _file(self) -> FileShard:
-        return FileShard.of(self.raw_files.dir / self.name, self.name, self.text_column)
-
-    def _read_footer(self) -> bytes:
-        """Read the end of a parquet file: the footer, its length (4 bytes), the magic (4 bytes)."""
-        path = f"datasets/{self.repository}@{self.revision}/{self.name}"
-        with HfFileSystem().open(path, "rb", block_size=2**18) as file:
-            file.seek(max(self.num_bytes - 8, 0))
-            length = int.from_bytes(file.read(4), "little") + 8
-            file.seek(max(self.num_bytes - length, 0))
-            return file.read()
 
 
 def ask_hub(subject: str, action: Callable[[], T], *,

@@ -3,26 +3,67 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import truediv
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from basics.errors import UserError, cannot_be_written
 from basics.files import write_atomically
-from preparation.dataset_card import write_import_card
-from preparation.documents import without_links_out
-from preparation.journal import Journal, Progress, SplitCount
-from preparation.planning import check_disk_space, check_output_dir
-from preparation.token_file_writer import TokenFileWriter
+from preparation.card import write_card
+from preparation.journal import (
+    Journal,
+    Origin,
+    Progress,
+    Request,
+    SplitCount,
+    check_disk_space,
+    check_output_dir,
+)
+from preparation.sources import without_links_out
+from preparation.token_stream import TokenFileWriter, num_training_documents
 from tokens.token_file import TokenFile
-from tokens.tokenizer import ChosenTokenizer, choose_tokenizer, file_beside
+from tokens.tokenizer import Tokenizer, choose_tokenizer, file_beside
 
 LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
 LLM_C_HEADER = 256  # int32 values: magic, version, number of tokens, zeros
 CHUNK_TOKENS = 2**24
 CHUNK_DOCUMENTS = 2**12  # of a mix
+VALIDATION_FRACTION = 0.01  # of a single file
+NAMES = {"train": "train", "validation": "val"}  # in the names of files
+
+
+class Chunk(NamedTuple):
+    """Tokens of a file, (n,) uint16, and the place of the first one."""
+
+    path: Path
+    first: int
+    tokens: np.ndarray
+
+
+class Tokens(NamedTuple):
+    """What becomes one token file."""
+
+    chunks: Iterable[Chunk]
+    num_bytes: float
+    origin: str  # for the metadata
+
+
+class Slice(NamedTuple):
+    """The tokens of a file from `first` up to `stop` (not included)."""
+
+    path: Path
+    data_start: int  # in bytes
+    first: int
+    stop: int
+
+    def chunks(self) -> Iterator[Chunk]:
+        for first in range(self.first, self.stop, CHUNK_TOKENS):
+            count = min(CHUNK_TOKENS, self.stop - first)
+            yield Chunk(self.path, first, np.fromfile(
+                self.path, dtype="<u2", count=count, offset=self.data_start + 2 * first))
 
 
 def import_tokens(sources: Sequence[Path], output_dir: Path, tokenizer_choice: str,
@@ -32,118 +73,80 @@ def import_tokens(sources: Sequence[Path], output_dir: Path, tokenizer_choice: s
     nanoGPT's files contain nothing but uint16 tokens, llm.c's start with a header.
 
     Args:
-        sources: one directory; with shares prepared datasets, one for each share of the tokens.
+        sources: one directory, or one file, whose last tokens are for validation; with shares
+            prepared datasets, one for each share of the tokens.
 
     Raises:
         UserError: files are missing, their sizes do not match their headers, or a token id is
             outside the tokenizer's vocabulary.
     """
     output_dir = check_output_dir(output_dir)
-    tokenizer = choose_tokenizer(tokenizer_choice)
-    source, names = sources[0], {"train": "train", "validation": "val"}
-    paths = {split: [source / f"{split}.safetensors" for source in sources] if shares
-             else _files(source, name) for split, name in names.items()}
-    if (source / "meta.pkl").exists():
-        raise UserError(f"{source}: meta.pkl defines another vocabulary, so the tokens are not"
-                        f" those of {tokenizer_choice}; prepare the original text instead")
-    num_bytes = 0.0
-    for found in paths.values():
-        if shares:  # all are opened before anything is written
-            sizes = [2 * TokenFile(path).num_tokens for path in found]
-            num_bytes += sum(shares) * min(map(truediv, sizes, shares))
-        else:
-            num_bytes += sum(path.stat().st_size for path in found if path.exists())
+    chosen = choose_tokenizer(tokenizer_choice)
+    tokenizer = chosen.load()
+    found = {split: _of_datasets(sources, split, shares, chosen.name, tokenizer.eot_token)
+             if shares else _of_files(sources[0], split) for split in NAMES}
     try:
         with Journal(output_dir) as journal:  # used as a lock: an import is not resumed
             journal.begin_anew()
-            check_disk_space(journal.dir, num_bytes, "tokens")
-            counts = {split: _import_split(paths[split],
-                                           journal.dataset_dir / f"{split}.safetensors",
-                                           tokenizer, tokenizer_choice, shares) for split in paths}
-            if path := file_beside(journal.dataset_dir, tokenizer.name):
-                write_atomically(path, tokenizer.content, durable=True)
+            check_disk_space(journal.dir, sum(part.num_bytes for part in found.values()), "tokens")
+            counts = {}
+            for split, part in found.items():
+                writer = TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")
+                counts[split] = _write(part.chunks, writer, tokenizer, tokenizer_choice)
+                writer.finish(counts[split].metadata() | {
+                    "tokenizer": chosen.name, "source": part.origin[:400]})
+            if path := file_beside(journal.dataset_dir, chosen.name):
+                write_atomically(path, chosen.content, durable=True)
             progress = Progress(**counts)
-            title = Path(" and ".join(source.name for source in sources))
-            write_import_card(journal.dataset_dir, title, tokenizer.name, progress)
+            title = " and ".join(source.resolve().name for source in sources)
+            write_card(journal.dataset_dir,
+                       Origin(title=title, licence="unknown", languages=["en"]),
+                       Request(source=title, tokenizer=chosen.name), progress)
             journal.publish(output_dir)
     except OSError as error:
         raise cannot_be_written(output_dir, error) from None
     return progress
 
 
-def _files(source: Path, split: str) -> list[Path]:
-    """Find files such as val.bin or fineweb_val_000000.bin."""
+def _of_datasets(sources: Sequence[Path], split: str, shares: Sequence[float], tokenizer: str,
+                 end_of_text: int) -> Tokens:
+    files = [TokenFile(source / f"{split}.safetensors") for source in sources]
+    sizes = [2 * file.num_tokens for file in files]
+    return Tokens(_mixed(files, shares, tokenizer, end_of_text),
+                  sum(shares) * min(map(truediv, sizes, shares)),
+                  ", ".join(f"{file.path.parent.name} {share:g}"
+                            for file, share in zip(files, shares, strict=True)))
+
+
+def _of_files(source: Path, split: str) -> Tokens:
+    slices = _slices(source, split)
+    return Tokens(itertools.chain.from_iterable(part.chunks() for part in slices),
+                  2 * sum(part.stop - part.first for part in slices),
+                  ", ".join(part.path.name for part in slices))
+
+
+def _slices(source: Path, split: str) -> list[Slice]:
+    """Find files such as val.bin or fineweb_val_000000.bin, or the part of a single file."""
+    folder = source.parent if source.is_file() else source
+    if (folder / "meta.pkl").exists():
+        raise UserError(f"{folder}: meta.pkl defines another vocabulary than that of --tokenizer;"
+                        " prepare the original text instead")
+    if source.is_file():
+        whole = _whole_file(source)
+        cut = num_training_documents(whole.stop, VALIDATION_FRACTION)
+        return [whole._replace(stop=cut) if split == "train" else whole._replace(first=cut)]
+    name = NAMES[split]
     named = (path for path in source.glob("*.bin")
-             if split in path.stem.replace("-", "_").split("_"))
+             if name in path.stem.replace("-", "_").split("_"))
     paths = sorted(without_links_out(named, source))
     if not paths:
-        raise UserError(f"{source}: no {split}.bin or *_{split}_*.bin; wanted the token files of"
+        raise UserError(f"{source}: no {name}.bin or *_{name}_*.bin; wanted the token files of"
                         " nanoGPT or llm.c")
-    return paths
+    return [_whole_file(path) for path in paths]
 
 
-def _import_split(paths: list[Path], output: Path, tokenizer: ChosenTokenizer,
-                  choice: str, shares: Sequence[float]) -> SplitCount:
-    loaded = tokenizer.load()
-    vocab_size, end_of_text = loaded.n_vocab, loaded.eot_token
-    count = SplitCount()
-    writer = TokenFileWriter(output)
-    try:
-        chunks = (_mixed(paths, shares, tokenizer.name, end_of_text) if shares
-                  else itertools.chain.from_iterable(map(_chunks, paths)))
-        for path, first, tokens in chunks:
-            largest = int(tokens.max(initial=0))
-            if largest >= vocab_size:
-                offset = int(np.argmax(tokens >= vocab_size))
-                raise UserError(f"{path}: token {first + offset} has id {tokens[offset]},"
-                                f" outside the vocabulary of --tokenizer {choice}"
-                                f" ({vocab_size}); name the right tokenizer")
-            writer.add(tokens)
-            count = count.with_more(
-                tokens, num_documents=int(np.count_nonzero(tokens == end_of_text)))
-        writer.finish(count.metadata() | {
-            "tokenizer": tokenizer.name,
-            "source": ", ".join(
-                f"{path.parent.name} {share:g}" if share else path.name
-                for path, share in itertools.zip_longest(paths, shares))[:400],
-        })
-    finally:
-        writer.close()
-    return count
-
-
-def _mixed(paths: list[Path], shares: Sequence[float], tokenizer: str,
-           end_of_text: int) -> Iterator[tuple[Path, int, np.ndarray]]:
-    """Yield documents in turn until one dataset has no more; as `_chunks`. Raises: UserError.
-
-    A document comes where the position of its end in its dataset, divided by the share, puts it.
-    """
-    files = [TokenFile(path) for path in paths]
-    for file in files:
-        if (name := file.metadata.get("tokenizer", tokenizer)) != tokenizer:
-            raise UserError(f"{file.path}: its tokenizer is {name}; set --tokenizer to that of all"
-                            " SOURCEs")
-    ends = [np.concatenate([
-        first + 1 + np.flatnonzero(file.read(first, min(first + CHUNK_TOKENS, file.num_tokens))
-                                   == end_of_text)
-        for first in range(0, file.num_tokens or 1, CHUNK_TOKENS)]) for file in files]
-    for path, end in zip(paths, ends, strict=True):
-        if not end.size:
-            raise UserError(f"{path}: no token ends a document; prepare it from its text")
-    places = [end / share for end, share in zip(ends, shares, strict=True)]
-    last = min(place[-1] for place in places)
-    documents = np.concatenate([
-        np.stack([np.full(end.size, number), np.append(0, end[:-1]), end], axis=1)
-        [place <= last] for number, (end, place) in enumerate(zip(ends, places, strict=True))])
-    order = np.argsort(np.concatenate([place[place <= last] for place in places]), kind="stable")
-    for first in range(0, order.size, CHUNK_DOCUMENTS):
-        yield Path("the mix"), 0, np.concatenate([
-            files[number].read(start, stop)
-            for number, start, stop in documents[order[first:first + CHUNK_DOCUMENTS]].tolist()])
-
-
-def _chunks(path: Path) -> Iterator[tuple[Path, int, np.ndarray]]:
-    """Yield a file's tokens, each chunk with the file and its first token. Raises: UserError."""
+def _whole_file(path: Path) -> Slice:
+    """Read the header of a file, if it has one. Raises: UserError."""
     try:
         size = path.stat().st_size
         path.open("rb").close()
@@ -159,8 +162,48 @@ def _chunks(path: Path) -> Iterator[tuple[Path, int, np.ndarray]]:
     if not size or size != start + 2 * num_tokens:
         raise UserError(f"{path}: {size} bytes; wanted {start + 2 * num_tokens} for {num_tokens}"
                         " tokens; it is damaged or in another format: replace it")
-    with path.open("rb") as file:
-        file.seek(start)
-        for first in range(0, num_tokens, CHUNK_TOKENS):
-            yield path, first, np.fromfile(file, dtype="<u2",
-                                           count=min(CHUNK_TOKENS, num_tokens - first))
+    return Slice(path, start, 0, num_tokens)
+
+
+def _write(chunks: Iterable[Chunk], writer: TokenFileWriter, tokenizer: Tokenizer,
+           choice: str) -> SplitCount:
+    count = SplitCount()
+    for path, first, tokens in chunks:
+        if int(tokens.max(initial=0)) >= tokenizer.n_vocab:
+            offset = int(np.argmax(tokens >= tokenizer.n_vocab))
+            raise UserError(f"{path}: token {first + offset} has id {tokens[offset]},"
+                            f" outside the vocabulary of --tokenizer {choice}"
+                            f" ({tokenizer.n_vocab}); name the right tokenizer")
+        writer.add(tokens)
+        count = count.with_more(
+            tokens, num_documents=int(np.count_nonzero(tokens == tokenizer.eot_token)))
+    return count
+
+
+def _mixed(files: list[TokenFile], shares: Sequence[float], tokenizer: str,
+           end_of_text: int) -> Iterator[Chunk]:
+    """Yield documents in turn until one dataset has no more. Raises: UserError.
+
+    A document comes where the position of its end in its dataset, divided by the share, puts it.
+    """
+    for file in files:
+        if (name := file.metadata.get("tokenizer", tokenizer)) != tokenizer:
+            raise UserError(f"{file.path}: its tokenizer is {name}; set --tokenizer to that of all"
+                            " SOURCEs")
+    ends = [np.concatenate([
+        first + 1 + np.flatnonzero(file.read(first, min(first + CHUNK_TOKENS, file.num_tokens))
+                                   == end_of_text)
+        for first in range(0, file.num_tokens or 1, CHUNK_TOKENS)]) for file in files]
+    for file, end in zip(files, ends, strict=True):
+        if not end.size:
+            raise UserError(f"{file.path}: no token ends a document; prepare it from its text")
+    places = [end / share for end, share in zip(ends, shares, strict=True)]
+    last = min(place[-1] for place in places)
+    documents = np.concatenate([
+        np.stack([np.full(end.size, number), np.append(0, end[:-1]), end], axis=1)
+        [place <= last] for number, (end, place) in enumerate(zip(ends, places, strict=True))])
+    order = np.argsort(np.concatenate([place[place <= last] for place in places]), kind="stable")
+    for first in range(0, order.size, CHUNK_DOCUMENTS):
+        yield Chunk(Path("the mix"), 0, np.concatenate([
+            files[number].read(start, stop)
+            for number, start, stop in documents[order[first:first + CHUNK_DOCUMENTS]].tolist()]))

@@ -1,52 +1,45 @@
-"""The progress of a preparation on disk: the request, then one line per finished shard."""
+"""The progress of a preparation on disk: what was asked, then a line for each finished shard."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from basics.directory_lock import lock_directory
-from basics.errors import UserError
+from basics.errors import DISK_FULL, UserError
 from basics.files import append_whole, fsync, write_atomically
-from preparation.token_file_writer import DATA_START
+from basics.text import gb
 
 MAX_BAD_NAMES = 10  # kept of files that were left out
+HEADER_BYTES = 4096  # reserved in token files for the header, which is known only at the end
+DATA_START = 8 + HEADER_BYTES
 DOCUMENT_BYTES = 24  # of a row in the table of documents
+TOKENS, TABLE, PART_FILE = "train.safetensors", "documents.bin", "part.json"
 
 
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ShardFacts(_Line):
-    """The identity of a shard, and how much it contains."""
-
-    name: str
-    identity: str
-    num_documents: int | None  # None if only reading all of it could tell
-    num_text_bytes: int | None = None  # the same
-    is_bad: bool = False  # could not be counted and is skipped
-
-
 class Request(_Line):
-    """Everything that determines the bytes of the output."""
+    """What a preparation was asked for, besides the files of its source."""
 
     source: str
-    revision: str
-    text_column: str
     tokenizer: str
-    validation_fraction: float
-    max_documents: int | None
-    num_documents: int | None  # of all shards together, at most max_documents
-    shards: list[ShardFacts]
-    part: str = ""  # such as 2/4, of a preparation that several machines share
+    revision: str = ""
     asked_revision: str = ""  # what --revision said, perhaps a branch; `revision` is its commit
+    text_column: str = ""
+    validation_fraction: float = 0.01
+    max_documents: int | None = None
+    part: str = ""  # such as 2/4, of a preparation that several machines share
 
 
 class SplitCount(_Line):
@@ -73,24 +66,38 @@ class SplitCount(_Line):
 
 
 class Progress(_Line):
-    """The sums over all shards finished so far."""
+    """The sums over all finished shards. Before the documents are split, all are in `train`."""
 
-    num_shards: int = 0
-    num_documents: int = 0  # with those of the files that were left out
     train: SplitCount = SplitCount(num_text_bytes=0)
     validation: SplitCount = SplitCount(num_text_bytes=0)
-    num_bytes: int = 0  # of text, as UTF-8
     num_characters: int = 0
+    num_empty: int = 0  # documents without text, counted at the end
     num_bad_files: int = 0  # left out because they could not be read
     bad_files: list[str] = []  # the first of them
+
+    @property
+    def num_documents(self) -> int:
+        return self.train.num_documents + self.validation.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        return self.train.num_tokens + self.validation.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of text; 0 if unknown."""
+        return (self.train.num_text_bytes or 0) + (self.validation.num_text_bytes or 0)
 
     def of(self, split: str) -> SplitCount:
         return self.train if split == "train" else self.validation
 
+    def changed(self, **values: object) -> Progress:
+        return self.model_copy(update=values)
+
     def without(self, *names: str) -> Progress:
         """Return the progress with files that were left out."""
-        return self.model_copy(update={"num_bad_files": self.num_bad_files + len(names),
-                                       "bad_files": [*self.bad_files, *names][:MAX_BAD_NAMES]})
+        return self.changed(num_bad_files=self.num_bad_files + len(names),
+                            bad_files=[*self.bad_files, *names][:MAX_BAD_NAMES])
 
 
 class Origin(_Line):
@@ -102,6 +109,19 @@ class Origin(_Line):
     hub_name: str | None = None
 
 
+class Named(Protocol):
+    """A shard, as far as the journal knows it."""
+
+    name: str
+    identity: str
+
+
+class _Finished(_Line):
+    name: str  # of a shard; empty when the documents have been split
+    identity: str
+    progress: Progress
+
+
 class Journal:
     """The directory of an unfinished preparation, next to its output, and its progress file.
 
@@ -111,13 +131,10 @@ class Journal:
 
     def __init__(self, output_dir: Path) -> None:
         self.dir = output_dir.parent / f".{output_dir.name}.partial"
-        self.dataset_dir = self.dir / "dataset"
-        self.raw_dir = self.dir / "raw"
+        self.dataset_dir, self.raw_dir = self.dir / "dataset", self.dir / "raw"
         self.path = self.dir / "journal.jsonl"
-        self._counts_path = self.dir / "counts.jsonl"
         self.request: Request | None = None  # of the earlier launch
-        self.counted: list[ShardFacts] = []  # by an earlier launch, before it had a request
-        self.progress = Progress()
+        self._lines: list[_Finished] = []
 
     def __enter__(self) -> Journal:
         """Create and lock the directory, and read the progress of an earlier launch.
@@ -132,45 +149,45 @@ class Journal:
         except BlockingIOError:
             raise UserError(f"{self.dir}: another process is preparing this dataset; wait for it,"
                             " or name another output") from None
-        self._read()
+        self.read()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if self.request is None and not self.counted:  # no work to resume
+        if self.request is None:  # no work to resume
             shutil.rmtree(self.dir, ignore_errors=True)
         os.close(self._lock)
 
-    def begin(self, request: Request) -> None:
-        """Start or continue with a request.
+    @property
+    def progress(self) -> Progress:
+        return self._lines[-1].progress if self._lines else Progress()
 
-        Raises:
-            UserError: an earlier launch finished shards of another request.
-        """
-        if self.request is not None and self.progress.num_shards:
-            if changes := differences(self.request, request, self.progress.num_shards):
-                raise UserError(
-                    f"{self.dir}: an unfinished preparation differs: {changes}; repeat its command"
-                    " to finish it, or delete that directory to begin again"
-                )
-        if not self.progress.num_shards and self.dataset_dir.exists():  # files of another request
-            shutil.rmtree(self.dataset_dir, ignore_errors=True)
-        self.dataset_dir.mkdir(exist_ok=True)
-        lines = [request, *([self.progress] if self.progress.num_shards else [])]
-        write_atomically(self.path, "".join(map(_line, lines)), durable=True)
-        self._counts_path.unlink(missing_ok=True)  # the request contains them
-        self.request = request
-
-    def token_path(self, split: str) -> Path:
-        """Return the path of a split's tokens; all tokens of a part are in one file."""
-        name = "tokens" if self.request is not None and self.request.part else split
-        return self.dataset_dir / f"{name}.safetensors"
+    @property
+    def num_finished(self) -> int:
+        """The number of finished shards."""
+        return sum(1 for line in self._lines if line.name)
 
     @property
     def table_path(self) -> Path:
         """The table of documents, which belongs to the output if that is a part."""
         is_part = self.request is not None and self.request.part
-        return (self.dataset_dir if is_part else self.dir) / "documents.bin"
+        return (self.dataset_dir if is_part else self.dir) / TABLE
+
+    def begin(self, request: Request, shards: Sequence[Named]) -> None:
+        """Start or continue with a request.
+
+        Raises:
+            UserError: an earlier launch finished shards of another request, or of other files.
+        """
+        if self._lines and (changes := self._differences(request, shards)):
+            raise UserError(f"{self.dir}: an unfinished preparation differs: {changes}; repeat its"
+                            " command to finish it, or delete that directory to begin again")
+        if not self._lines and self.dataset_dir.exists():  # files of another request
+            shutil.rmtree(self.dataset_dir, ignore_errors=True)
+        self.dataset_dir.mkdir(exist_ok=True)
+        # A kill may have cut the last line.
+        write_atomically(self.path, "".join(map(_line, [request, *self._lines])), durable=True)
+        self.request = request
 
     def begin_anew(self) -> None:
         """Make an empty directory for a dataset whose work is not continued after a kill.
@@ -178,23 +195,18 @@ class Journal:
         Raises:
             UserError: there is a preparation here that can be continued.
         """
-        if self.request is not None or self.counted:
+        if self.request is not None:
             raise UserError(f"{self.dir}: contains an unfinished preparation; name another"
                             " output, or delete that directory")
         shutil.rmtree(self.dataset_dir, ignore_errors=True)
         self.dataset_dir.mkdir()
 
-    def note_count(self, facts: ShardFacts) -> None:
-        """Record the counts of one shard, before there is a request with all of them."""
-        append_whole(self._counts_path, "\n" + _line(facts))  # a kill may have cut the line before
-        fsync(self._counts_path)
-        self.counted.append(facts)
-
-    def add(self, progress: Progress) -> None:
+    def add(self, progress: Progress, *, name: str = "", identity: str = "") -> None:
         """Record that a shard is finished. Its tokens must have been fsynced."""
-        append_whole(self.path, _line(progress))
+        line = _Finished(name=name, identity=identity, progress=progress)
+        append_whole(self.path, _line(line))
         fsync(self.path)
-        self.progress = progress
+        self._lines.append(line)
 
     def publish(self, output_dir: Path) -> None:
         """Rename the finished dataset to its final name, and delete the journal."""
@@ -202,60 +214,39 @@ class Journal:
         fsync(output_dir.parent)
         shutil.rmtree(self.dir, ignore_errors=True)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read what an earlier launch has left. Begins again if its files are too short."""
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         with contextlib.suppress(IndexError, ValidationError):  # the last line was cut by a kill
             self.request = Request.model_validate_json(lines[0])
             for line in lines[1:]:
-                self.progress = Progress.model_validate_json(line)
-        if self._counts_path.exists():
-            for line in self._counts_path.read_bytes().splitlines():
-                with contextlib.suppress(ValidationError):  # a line cut by a kill
-                    self.counted.append(ShardFacts.model_validate_json(line))
-        self._check_token_files()
+                self._lines.append(_Finished.model_validate_json(line))
+        wanted = {self.dataset_dir / f"{split}.safetensors": DATA_START + 2 * count.num_tokens
+                  for split in ("train", "validation")
+                  if (count := self.progress.of(split)).num_tokens}
+        wanted[self.table_path] = DOCUMENT_BYTES * self.progress.train.num_documents
+        if any(size and (not path.exists() or path.stat().st_size < size)
+               for path, size in wanted.items()):
+            self._lines = []
 
-    def _check_token_files(self) -> None:
-        """Begin again if the files are shorter than the journal says."""
-        counts = {split: self.progress.of(split).num_tokens for split in ("train", "validation")}
-        wanted = {self.token_path(split): DATA_START + 2 * num_tokens
-                  for split, num_tokens in counts.items() if num_tokens}
-        if self.progress.num_documents:
-            wanted[self.table_path] = DOCUMENT_BYTES * self.progress.num_documents
-        if any(not path.exists() or path.stat().st_size < size for path, size in wanted.items()):
-            self.progress = Progress()
+    def _differences(self, request: Request, shards: Sequence[Named]) -> str:
+        """Describe the changes that matter; empty if there are none.
 
-
-def unfinished_request(output_dir: Path) -> Request | None:
-    """Return the request of an unfinished preparation; None if there is none."""
-    journal = Journal(output_dir)
-    journal._read()
-    return journal.request
-
-
-def differences(before: Request, now: Request, num_shards: int) -> str:
-    """Describe the changes between two requests that matter; empty if there are none.
-
-    The content of a shard that is not finished yet may change if its number of documents does not:
-    a damaged file may have been replaced.
-    """
-    changes = [f"{key.replace('_', ' ')} was {shown(getattr(before, key))}, is"
-               f" {shown(getattr(now, key))}"
-               for key in Request.model_fields
-               if key not in ("shards", "num_documents", "asked_revision")
-               and getattr(before, key) != getattr(now, key)]
-    facts_before, facts_now = ({shard.name: shard for shard in request.shards}
-                               for request in (before, now))
-    unfinished = {shard.name for shard in before.shards[num_shards:]}
-    for name in facts_before | facts_now:
-        if name not in facts_now:
-            changes.append(f"{name} is missing")
-        elif name not in facts_before:
-            changes.append(f"{name} is new")
-        elif facts_before[name].num_documents != facts_now[name].num_documents or (
-                name not in unfinished
-                and facts_before[name].identity != facts_now[name].identity):
-            changes.append(f"{name} has changed")
-    return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+        Files that are not finished yet may change: a damaged one may have been replaced.
+        """
+        assert self.request is not None
+        changes = [f"{key.replace('_', ' ')} was {shown(getattr(self.request, key))}, is"
+                   f" {shown(getattr(request, key))}"
+                   for key in Request.model_fields
+                   if key != "asked_revision"
+                   and getattr(self.request, key) != getattr(request, key)]
+        for number, line in enumerate(self._lines[:self.num_finished]):
+            if number >= len(shards) or shards[number].name != line.name:
+                changes.append(f"{line.name} is missing, or there are new files before it")
+                break
+            if shards[number].identity != line.identity:
+                changes.append(f"{line.name} has changed")
+        return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if changes[3:] else "")
 
 
 def shown(value: object) -> str:
@@ -265,3 +256,29 @@ def shown(value: object) -> str:
 
 def _line(line: BaseModel) -> str:
     return line.model_dump_json() + "\n"
+
+
+def check_output_dir(output_dir: Path) -> Path:
+    """Return the output directory with links resolved; it must be empty or missing.
+
+    Raises:
+        UserError: it is not empty, or it cannot be replaced.
+    """
+    try:
+        output_dir = output_dir.resolve()
+    except RuntimeError:  # raised by Python 3.11
+        raise UserError(f"{output_dir}: is a loop of links; name another output") from None
+    if output_dir.is_mount() or output_dir == Path.cwd():
+        raise UserError(f"{output_dir}: is a mount point or the current directory; name a directory"
+                        " in it")
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise UserError(f"{output_dir}: is not empty; name another output, or delete it yourself")
+    return output_dir
+
+
+def check_disk_space(directory: Path, num_bytes: float, content: str) -> None:
+    """Raise UserError if the disk has less free space than this."""
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise UserError(f"{directory.parent}: {gb(free)} free; {content} need {gb(num_bytes)} or"
+                        " more: free some space, or name an output on another disk", DISK_FULL)

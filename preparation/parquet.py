@@ -19,22 +19,22 @@ MAX_ROWS = 64  # of a parquet file read at a time; fewer if the rows are large
 BATCH_BYTES = 2**22  # of those rows, roughly
 
 
-def text_bytes(file: Path | Any, text_column: str, *, name: str = "") -> list[int]:
+def text_bytes(path: Path, text_column: str) -> list[int]:
     """Return the uncompressed bytes of the text in each row group, as stated by the footer.
 
     Raises:
         BadShard: the file is not a complete parquet file.
         UserError: there is no such column.
     """
-    with _naming(name or file):
-        footer = pyarrow.parquet.read_metadata(file)
+    with _naming(path):
+        footer = pyarrow.parquet.read_metadata(path)
         schema = footer.schema.to_arrow_schema()
         if text_column not in schema.names:
-            raise UserError(f"{name or file}: has no column {text_column!r}; name one of its"
+            raise UserError(f"{path}: has no column {text_column!r}; name one of its"
                             f" columns with --text-column: {', '.join(schema.names)[:80]}")
         kind = schema.field(text_column).type
         if not _is_text(kind):
-            raise UserError(f"{name or file}: column {text_column!r} is of type {kind}; name"
+            raise UserError(f"{path}: column {text_column!r} is of type {kind}; name"
                             " a column of text with --text-column")
         paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
         index = paths.index(text_column)
@@ -42,14 +42,16 @@ def text_bytes(file: Path | Any, text_column: str, *, name: str = "") -> list[in
                 for i in range(footer.num_row_groups)]
 
 
-def count_rows(file: Path | Any, *, name: str = "") -> int:
-    """Read the number of rows from the footer of a parquet file. Raises: BadShard."""
-    with _naming(name or file):
-        return pyarrow.parquet.read_metadata(file).num_rows
+def _is_text(kind: pyarrow.DataType) -> bool:
+    kinds = pyarrow.types
+    if kinds.is_dictionary(kind):
+        kind = kind.value_type
+    return any(is_kind(kind) for is_kind in (
+        kinds.is_string, kinds.is_large_string, kinds.is_string_view, kinds.is_null))
 
 
 @contextlib.contextmanager
-def _naming(name: Path | str) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Replace pyarrow's errors for a damaged file by a BadShard that names the file."""
     try:
         yield
@@ -57,7 +59,7 @@ def _naming(name: Path | str) -> Iterator[None]:
         raise
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:100]
-        raise BadShard(f"{name}: not a complete parquet file: {reason}") from None
+        raise BadShard(f"{path}: not a complete parquet file: {reason}") from None
 
 
 @functools.lru_cache(maxsize=2)  # a worker gets many tasks of the same file
@@ -79,14 +81,6 @@ def parquet_pieces(path: Path, groups: list[int], text_column: str) -> Iterator[
             for batch in file.iter_batches(num_rows, row_groups=groups,
                                            columns=[text_column], use_threads=False):
                 yield from _column_pieces(batch.column(0))
-
-
-def _is_text(kind: pyarrow.DataType) -> bool:
-    kinds = pyarrow.types
-    if kinds.is_dictionary(kind):
-        kind = kind.value_type
-    return any(is_kind(kind) for is_kind in (
-        kinds.is_string, kinds.is_large_string, kinds.is_string_view, kinds.is_null))
 
 
 def _column_pieces(column: pyarrow.Array) -> Iterator[Piece]:

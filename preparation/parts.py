@@ -1,4 +1,4 @@
-"""A preparation that several machines share: the parts, and what is known of each."""
+"""A preparation that several machines share: its parts, and their join to one dataset."""
 
 from __future__ import annotations
 
@@ -10,15 +10,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from basics.errors import UserError
-from basics.files import write_atomically
-from preparation.documents import Source
-from preparation.journal import Origin, Progress, Request
+from basics.errors import UserError, cannot_be_written
+from basics.files import read_regular_file, write_atomically
+from preparation.card import token_metadata, write_card
+from preparation.journal import (
+    PART_FILE,
+    TABLE,
+    TOKENS,
+    Journal,
+    Origin,
+    Progress,
+    Request,
+    check_disk_space,
+    check_output_dir,
+    shown,
+)
+from preparation.sources import Source
+from preparation.token_stream import (
+    TokenFileWriter,
+    TokenStream,
+    check_documents,
+    copy_documents,
+    num_training_documents,
+)
+from tokens.tokenizer import file_beside, read_named_tokenizer
 
-PART_FILE = "part.json"
-TOKENS, TABLE = DIGESTED = "tokens.safetensors", "documents.bin"
+SAME = ("source", "revision", "text_column", "tokenizer", "validation_fraction", "max_documents")
 
 
 @dataclass(frozen=True)
@@ -45,26 +64,12 @@ class PartFile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    request: Request  # without its shards
+    request: Request
     progress: Progress
     origin: Origin
     listing: str  # digest of the names and sizes of all files of the source
-    max_bad_files: int = Field(ge=0)  # of all parts together
-    digests: dict[str, str]  # SHA-256 of DIGESTED
-
-    @model_validator(mode="after")
-    def check(self) -> PartFile:
-        """Refuse numbers that no preparation writes: a part comes from another machine."""
-        request, progress = self.request, self.progress
-        if not 0 < request.validation_fraction < 1:  # nor NaN
-            raise ValueError("validation_fraction")
-        if request.max_documents is not None and request.max_documents < 2:
-            raise ValueError("max_documents")
-        counts = (progress.num_documents, progress.train.num_tokens,
-                  progress.num_bad_files - len(progress.bad_files))
-        if min(counts) < 0:
-            raise ValueError("progress")
-        return self
+    max_bad_files: int  # of all parts together
+    digests: dict[str, str]  # SHA-256 of TOKENS and TABLE
 
     @property
     def part(self) -> Part:
@@ -80,32 +85,12 @@ def share_of(source: Source, part: Part) -> Source:
     if part.total > len(source.shards):
         raise UserError(f"--part {part}: {source.name} has only {len(source.shards)} shards, which"
                         " are files or groups of 1,000 text files; use fewer parts")
-    cuts = _cuts([shard.num_bytes for shard in source.shards], part.total)
+    cuts = part_cuts([shard.num_bytes for shard in source.shards], part.total)
     return replace(source, shards=source.shards[cuts[part.number - 1]:cuts[part.number]],
                    whole=source)
 
 
-def write_part(part_dir: Path, source: Source, request: Request, progress: Progress) -> None:
-    """Write part.json next to the tokens, which must be complete."""
-    assert source.whole is not None
-    files = [(shard.name, shard.num_bytes, shard.num_files) for shard in source.whole.shards]
-    content = PartFile(
-        request=request.model_copy(update={"shards": []}), progress=progress,
-        origin=source.origin(), listing=hashlib.sha256(repr(files).encode()).hexdigest(),
-        max_bad_files=source.max_bad_files(), digests=digests_of(part_dir))
-    write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
-
-
-def digests_of(part_dir: Path) -> dict[str, str]:
-    """Read the files of a part; return their digests by name. Takes about a second per GB."""
-    found = {}
-    for name in DIGESTED:
-        with (part_dir / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
-def _cuts(sizes: Sequence[int], num_parts: int) -> list[int]:
+def part_cuts(sizes: Sequence[int], num_parts: int) -> list[int]:
     """Return where each part begins, and the end; no part is empty."""
     sums = [0, *itertools.accumulate(sizes)]
     cuts = [0]
@@ -116,3 +101,137 @@ def _cuts(sizes: Sequence[int], num_parts: int) -> list[int]:
             cut -= 1
         cuts.append(min(max(cut, cuts[-1] + 1), len(sizes) - num_parts + number))
     return [*cuts, len(sizes)]
+
+
+def write_part(part_dir: Path, source: Source, request: Request, progress: Progress) -> None:
+    """Write part.json next to the tokens, which must be complete."""
+    assert source.whole is not None
+    files = [(shard.name, shard.num_bytes, shard.num_files) for shard in source.whole.shards]
+    content = PartFile(
+        request=request, progress=progress, origin=source.origin(),
+        listing=hashlib.sha256(repr(files).encode()).hexdigest(),
+        max_bad_files=source.max_bad_files(), digests=_digests_of(part_dir))
+    write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
+
+
+def _digests_of(part_dir: Path) -> dict[str, str]:
+    """Read the files of a part; return their digests by name. Takes about a second per GB."""
+    found = {}
+    for name in (TOKENS, TABLE):
+        with (part_dir / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
+               skip_bad_shards: bool = False) -> Progress:
+    """Write the dataset of all parts; they are left as they are. May be repeated after a kill.
+
+    Raises:
+        UserError: a part is missing, damaged, or of another preparation; `output_dir` is not
+            empty; the disk is full.
+    """
+    output_dir = check_output_dir(output_dir)
+    parts = _read_parts(part_dirs)
+    try:
+        with Journal(output_dir) as journal:  # used as a lock: a join is not resumed
+            journal.begin_anew()
+            check_disk_space(journal.dir, 2 * sum(file.progress.num_tokens
+                                                  for file in parts.values()), "tokens")
+            progress = _join(parts, journal.dataset_dir, skip_bad_shards=skip_bad_shards)
+            journal.publish(output_dir)
+    except OSError as error:
+        raise cannot_be_written(output_dir, error) from None
+    return progress
+
+
+def _read_parts(part_dirs: Sequence[Path]) -> dict[Path, PartFile]:
+    """Read all parts, in their order. Raises: UserError."""
+    found = sorted(((path, _read(path)) for path in part_dirs),
+                   key=lambda item: item[1].part.number)
+    total = found[0][1].part.total
+    for path, file in found[1:]:
+        _check_same(found[0], (path, file))
+    for (path, file), (other, other_file) in itertools.pairwise(found):
+        if file.part == other_file.part:
+            raise UserError(f"{path} and {other} are both part {file.part}; name each part once")
+    numbers = {file.part.number for _, file in found}
+    if missing := [str(number) for number in range(1, total + 1) if number not in numbers]:
+        more = f" and {len(missing) - 5} more" * (len(missing) > 5)
+        raise UserError(f"part {', '.join(missing[:5])}{more} of {total} missing; prepare it with"
+                        f" --part {missing[0]}/{total}, or name its directory")
+    return dict(found)
+
+
+def _read(path: Path) -> PartFile:
+    try:
+        file = PartFile.model_validate_json(read_regular_file(path / PART_FILE))
+        is_whole = _digests_of(path) == file.digests and file.part
+    except FileNotFoundError as error:
+        if Path(error.filename).name != PART_FILE:
+            raise UserError(f"{error.filename}: is missing; copy or prepare the part again"
+                            ) from None
+        unfinished = path.resolve()
+        unfinished = unfinished.parent / f".{unfinished.name}.partial"
+        raise UserError(f"{path}: is an unfinished part; run its command again" if
+                        unfinished.exists() else f"{path}: is not a part (it has no {PART_FILE});"
+                        " name an OUTPUT of --part") from None
+    except (OSError, ValidationError, UserError):
+        raise UserError(f"{path / PART_FILE}: cannot be read, or is damaged; copy or prepare the"
+                        " part again") from None
+    if not is_whole:
+        raise UserError(f"{path}: {TOKENS} or {TABLE} is not whole; copy or prepare the part again")
+    return file
+
+
+def _check_same(one: tuple[Path, PartFile], other: tuple[Path, PartFile]) -> None:
+    """Refuse parts of different preparations. Raises: UserError."""
+    (path, file), (other_path, other_file) = one, other
+    pair = f"{path} and {other_path} do not belong together"
+    for key in SAME:
+        value, other_value = getattr(file.request, key), getattr(other_file.request, key)
+        if value != other_value:
+            raise UserError(f"{pair}: {key.replace('_', ' ')} is {shown(value)}, and"
+                            f" {shown(other_value)}")
+    if file.part.total != other_file.part.total:
+        raise UserError(f"{pair}: they are parts {file.part} and {other_file.part}")
+    if file.listing != other_file.listing:
+        raise UserError(f"{pair}: the names or sizes of the source's files differed")
+
+
+def _join(parts: dict[Path, PartFile], dataset_dir: Path, *, skip_bad_shards: bool) -> Progress:
+    """Write the files of the dataset; return the counts. Raises: UserError."""
+    first_dir, first = next(iter(parts.items()))
+    request, left = first.request, first.request.max_documents
+    streams, progress = [], Progress()
+    for part_dir, file in parts.items():
+        if left == 0:  # one machine would not have read this part
+            break
+        stream, bad = TokenStream(part_dir / TOKENS, part_dir / TABLE), file.progress
+        count = stream.num_documents if left is None else min(stream.num_documents, left)
+        left = None if left is None else left - count
+        streams.append(stream)
+        progress = progress.without(*bad.bad_files).changed(
+            num_bad_files=progress.num_bad_files + bad.num_bad_files,
+            num_characters=progress.num_characters + stream.end(count)[2],
+            num_empty=progress.num_empty + stream.num_empty(count))
+    if progress.num_bad_files > first.max_bad_files and not skip_bad_shards:
+        raise UserError(f"{progress.num_bad_files} files of all parts could not be read, more than"
+                        f" {first.max_bad_files}; replace them, or skip them with"
+                        " --skip-bad-shards")
+    num_documents = sum(stream.num_documents for stream in streams)
+    num_documents = min(num_documents, request.max_documents or num_documents)
+    check_documents(progress, num_documents, request.source)
+    if path := file_beside(dataset_dir, request.tokenizer):
+        content = read_named_tokenizer(first_dir / path.name, request.tokenizer)
+        write_atomically(path, content, durable=True)
+    num_train = num_training_documents(num_documents, request.validation_fraction)
+    writers = [TokenFileWriter(dataset_dir / f"{split}.safetensors")
+               for split in ("train", "validation")]
+    progress = progress.changed(
+        train=copy_documents(streams, 0, num_train, writers[0]),
+        validation=copy_documents(streams, num_train, num_documents, writers[1]))
+    for writer, count in zip(writers, (progress.train, progress.validation), strict=True):
+        writer.finish(count.metadata() | token_metadata(request, progress))
+    write_card(dataset_dir, first.origin, request, progress)
+    return progress

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from tqdm import tqdm
 
 from basics.errors import one_line, print_error
-from preparation.journal import Progress, Request
-from preparation.parts import PART_FILE
+from basics.text import gb
+from preparation.encoding import EndOfShard, Item
+from preparation.journal import PART_FILE, Progress
+from preparation.reading import Task
 
-BAR = "{percentage:3.0f}%|{bar}| {n_fmt} documents [{elapsed}<{remaining}{postfix}]"
-BAR_WITHOUT_TOTAL = "{n_fmt} documents [{elapsed}{postfix}]"
+BAR = ("{percentage:3.0f}%|{bar}| {n_fmt}{unit} of {total_fmt}{unit}"
+       " [{elapsed}<{remaining}{postfix}]")
 LINE_INTERVAL = 30  # seconds between plain lines
 
 
 class ProgressDisplay:
-    """A progress bar over documents, with tokens, tokens per second and the time left."""
+    """A progress bar over the bytes of a source, or up to a number of documents.
 
-    def __init__(self, request: Request, num_documents: int) -> None:
-        self._total, self._first_document = request.num_documents, num_documents
-        self._num_shards = len(request.shards)
+    Args:
+        sizes: bytes of each shard.
+        num_finished: shards of an earlier launch.
+        limit: documents that are wanted; None for all.
+    """
+
+    def __init__(self, sizes: Sequence[int], num_finished: int, progress: Progress,
+                 limit: int | None) -> None:
+        self._sizes, self._shard, self._limit = sizes, num_finished, limit
+        self._done = self._before = sum(sizes[:num_finished])  # bytes so far, of finished shards
         self._first_tokens: int | None = None
         self._started = self._last_line = time.monotonic()
-        if num_documents:
-            of_all = "" if self._total is None else f" of {self._total:,}"
-            print_error(f"continuing after document {num_documents:,}{of_all}")
-        self._bar = tqdm(total=request.num_documents, initial=num_documents, disable=None,
-                         dynamic_ncols=True,
-                         bar_format=BAR if self._total else BAR_WITHOUT_TOTAL)
+        if num_finished:
+            print_error(f"continuing after document {progress.num_documents:,}")
+        self._first = progress.num_documents if limit else self._done
+        self._bar = tqdm(total=limit or sum(sizes), initial=self._first, disable=None,
+                         bar_format=BAR, unit=" documents" if limit else "B",
+                         unit_scale=not limit, dynamic_ncols=True)
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -39,29 +49,28 @@ class ProgressDisplay:
                  traceback: TracebackType | None) -> None:
         self._bar.close()
 
-    def show(self, progress: Progress) -> None:
-        """Update the bar, or print a line every LINE_INTERVAL seconds."""
-        now, num_documents = time.monotonic(), progress.num_documents
-        num_tokens = progress.train.num_tokens + progress.validation.num_tokens
+    def show(self, item: Item, progress: Progress) -> None:
+        """Update the bar after an item of work, or print a line every LINE_INTERVAL seconds."""
+        if isinstance(item, EndOfShard):
+            self._before += self._sizes[self._shard]
+            self._done, self._shard = self._before, self._shard + 1
+        elif isinstance(item, Task):
+            self._done = min(self._done + item.source_bytes,
+                             self._before + self._sizes[self._shard])
+        now, done = time.monotonic(), progress.num_documents if self._limit else self._done
         if self._first_tokens is None:  # the first tasks ended while workers still started
-            self._first_tokens, self._started = num_tokens, now
-        rate = (num_tokens - self._first_tokens) / max(now - self._started, 1e-3)
-        text = f"{num_tokens / 1e6:,.0f} M tokens, {rate / 1e6:.2f} M tokens/s"
-        if self._total is None:
-            text += f", {progress.num_shards} of {self._num_shards} files"
+            self._first_tokens, self._started = progress.num_tokens, now
+        rate = (progress.num_tokens - self._first_tokens) / max(now - self._started, 1e-3)
+        text = f"{progress.num_tokens / 1e6:,.0f} M tokens, {rate / 1e6:.2f} M tokens/s"
         self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(num_documents - self._bar.n)
+        self._bar.update(done - self._bar.n)
         if self._bar.disable and now - self._last_line > LINE_INTERVAL:
             self._last_line = now
-            print_error(self._done(num_documents, now, text))
-
-    def _done(self, num_documents: int, now: float, text: str) -> str:
-        if self._total is None:
-            return f"{num_documents:,} documents, {text}"
-        done = num_documents - self._first_document
-        left = (now - self._started) / max(done, 1) * (self._total - num_documents)
-        return (f"{num_documents:,} of {self._total:,} documents, {text},"
-                f" {tqdm.format_interval(left)} left")
+            total = self._bar.total
+            left = (now - self._started) / max(done - self._first, 1) * (total - done)
+            ratio = f"{done:,} of {total:,} documents" if self._limit else (
+                f"{gb(done)} of {gb(total)}")
+            print_error(f"{ratio}, {text}, {tqdm.format_interval(left)} left")
 
 
 def left_out(progress: Progress) -> str:
@@ -74,26 +83,20 @@ def left_out(progress: Progress) -> str:
 
 def summary(output_dir: Path, progress: Progress) -> str:
     """Describe the finished dataset in a few lines."""
-    num_documents = progress.train.num_documents + progress.validation.num_documents
-    num_tokens = progress.train.num_tokens + progress.validation.num_tokens
-    lines = [f"{num_documents:,} documents, {num_tokens:,} tokens"]
+    lines = [f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens"]
     if progress.num_bytes:  # unknown for imported tokens
         lines[0] += (f", {progress.num_bytes:,} bytes of text,"
-                     f" {progress.num_characters / num_tokens:.2f} characters per token")
+                     f" {progress.num_characters / progress.num_tokens:.2f} characters per token")
+    if progress.num_empty:
+        lines.append(f"documents without text: {progress.num_empty:,}")
     if (output_dir / PART_FILE).exists():
         lines.append(f"{output_dir}: a part; when all are ready, join them with prepare_dataset.py"
                      " --join PART... OUTPUT")
     else:
-        lines += _files(output_dir, progress)
+        for split in ("train", "validation"):
+            path, count = output_dir / f"{split}.safetensors", progress.of(split)
+            lines.append(f"{path}: {count.num_documents:,} documents, {count.num_tokens:,} tokens,"
+                         f" {path.stat().st_size:,} bytes")
     if progress.num_bad_files:
         lines.append(f"files {left_out(progress)}")
     return "\n".join(lines)
-
-
-def _files(output_dir: Path, progress: Progress) -> list[str]:
-    lines = []
-    for split in ("train", "validation"):
-        path, count = output_dir / f"{split}.safetensors", progress.of(split)
-        lines.append(f"{path}: {count.num_documents:,} documents, {count.num_tokens:,} tokens,"
-                     f" {path.stat().st_size:,} bytes")
-    return lines

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from basics.errors import UserError
-from preparation.documents import Source, TextsShard
+from preparation.sources import Source, TextsShard
 
 STDLIB_PIECE_CHARACTERS = 3000
 

@@ -163,7 +163,7 @@ def test_the_traceback_of_a_command_is_inert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     fail = Mock(side_effect=RuntimeError(HOSTILE))
-    monkeypatch.setattr("preparation.sources.find_source", fail)
+    monkeypatch.setattr("prepare_dataset.find_source", fail)
     monkeypatch.setattr(ddp_train, "launch", fail)
     monkeypatch.setattr(prepare_dataset, "start_fork_server", lambda _: None)
     monkeypatch.setattr("sys.argv", ["ddp_train.py", "tiny"])

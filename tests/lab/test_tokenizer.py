@@ -16,9 +16,8 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from lab.tokenizer import train_tokenizer
-from preparation.documents import find_documents
-from preparation.pipeline import prepare_dataset
-from preparation.planning import PrepareOptions
+from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.sources import find_documents
 from tests.support.in_process import refused
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.preparation import corrupt, write_parquet, write_source

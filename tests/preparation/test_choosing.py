@@ -9,7 +9,7 @@ import pytest
 
 from basics.errors import UserError
 from preparation.choosing import Choice, config_patterns, listed, split_of
-from preparation.documents import find_documents
+from preparation.sources import find_documents
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.preparation import DOCUMENTS, prepare, write_source
 from tests.support.workplace import succeeded

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from basics.errors import UserError
-from preparation import readers
-from preparation.documents import find_documents
+from preparation import reading
 from preparation.pipeline import prepare_dataset
+from preparation.sources import find_documents
 from preparation.standard_library import python_stdlib
 from tests.support.preparation import (
     BYTES,
@@ -47,8 +47,8 @@ def test_only_txt_files_of_a_directory_are_documents(tmp_path: Path) -> None:
     for name in ("a.txt", "b.TXT", "README.md", "convert.py"):
         (tmp_path / name).write_text("x")
     os.mkfifo(tmp_path / "c.txt")
-    assert find_documents(tmp_path).shards[0].facts().num_documents == 2
-    assert find_documents(f"{tmp_path}/*.py").shards[0].facts().num_documents == 1
+    assert find_documents(tmp_path).shards[0].num_files == 2
+    assert find_documents(f"{tmp_path}/*.py").shards[0].num_files == 1
 
 
 def test_hidden_directories_and_token_datasets_are_skipped(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_hidden_directories_and_token_datasets_are_skipped(tmp_path: Path) -> No
     for path in ("a.txt", "b.TXT", ".git/c.txt"):
         (tmp_path / path).write_text("text")
     prepare_dataset(find_documents(tmp_path), tmp_path / "out", BYTES)  # writes a README.md
-    assert find_documents(tmp_path).shards[0].facts().num_documents == 2
+    assert find_documents(tmp_path).shards[0].num_files == 2
 
 
 def test_file_names_of_any_bytes_and_broken_links(tmp_path: Path) -> None:
@@ -70,6 +70,22 @@ def test_file_names_of_any_bytes_and_broken_links(tmp_path: Path) -> None:
         find_documents(folder)
 
 
+def test_linked_directories_are_read_unless_they_lead_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    for folder in (source / "a/b", tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+        (folder / "x.txt").write_text("text")
+    (source / "inner").symlink_to("a/b")
+    (source / "outer").symlink_to(tmp_path / "elsewhere")
+    (source / "a/loop").symlink_to("..")
+    (shard,) = find_documents(source).shards
+    assert [str(path.relative_to(source)) for path in shard.paths] == ["a/b/x.txt", "inner/x.txt"]
+    warning = capsys.readouterr().err
+    assert f"{source}/outer: leads out of the directory" in warning and "(1 such links)" in warning
+
+
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_single_text_file_is_divided_by_its_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
@@ -77,8 +93,8 @@ def test_a_single_text_file_is_divided_by_its_tokens(
     text = "naïve words, " * 300
     (tmp_path / "one.txt").write_text(text)
     if is_cut:  # into several tasks, as a large file is; and killed before its end
-        monkeypatch.setattr(readers, "WHOLE_BYTES", 100)
-        monkeypatch.setattr(readers, "TASK_BYTES", 1000)
+        monkeypatch.setattr(reading, "WHOLE_BYTES", 100)
+        monkeypatch.setattr(reading, "TASK_BYTES", 1000)
     for num_writes in [*range(12), None] if is_cut else [None]:
         if not (tmp_path / "out").exists():
             with stopping_after(num_writes):
@@ -93,6 +109,7 @@ def test_a_single_text_file_is_divided_by_its_tokens(
     (lambda d: None, "no documents; wanted files ending in"),
     (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
     (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
+    (lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3), "no text: all of its 3 docu"),
     (lambda d: (d / "a.parquet").write_bytes(b"PAR1 no"), "a.parquet: not a complete parquet file"),
     (lambda d: pyarrow.parquet.write_table(pyarrow.table({"body": ["a", "b"]}), d / "a.parquet"),
      "has no column 'text'; name one of its columns .*: body"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import preparation.encoding
 from preparation.cutting import Piece
 from preparation.encoding import encode_batch, encode_task
-from preparation.tasks import Texts
+from preparation.reading import Texts
 from tokens.tokenizer import END_OF_TEXT, load_tokenizer
 
 PARTS = ["a", " ", "\n", "Don't", "é", "字", "\U0001f600",

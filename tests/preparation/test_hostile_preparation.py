@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from preparation import readers
+from preparation import reading
 from tests.support.preparation import prepare, tokens_in
 
 LONGEST = 200  # characters of an error line
@@ -74,8 +74,8 @@ def refused(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("case", SOURCES)
 def test_a_malformed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setattr(readers, "LONGEST_LINE", 2**20)
-    monkeypatch.setattr(readers, "TASK_BYTES", 2**18)
+    monkeypatch.setattr(reading, "LONGEST_LINE", 2**20)
+    monkeypatch.setattr(reading, "TASK_BYTES", 2**18)
     name, content = SOURCES[case]
     source = tmp_path / "source"
     source.mkdir()

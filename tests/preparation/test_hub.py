@@ -23,10 +23,9 @@ from safetensors.numpy import save
 
 from basics.errors import UserError
 from preparation import hub
-from preparation.documents import find_documents
 from preparation.ensure_dataset import is_complete, provide_dataset
-from preparation.pipeline import prepare_dataset
-from preparation.planning import PrepareOptions
+from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.sources import find_documents
 from tests.support.hub_server import (
     Fault,
     Hub,

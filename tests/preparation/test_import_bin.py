@@ -104,6 +104,15 @@ def test_an_import_that_was_killed_leaves_nothing_to_the_next_one(tmp_path: Path
         "README.md", "train.safetensors", "validation.safetensors"]
 
 
+def test_a_single_file_is_divided_by_its_tokens(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"all.bin": llm_c(TOKENS)})
+    succeeded(prepare("--import", str(source / "all.bin"), str(tmp_path / "out"),
+                      "--tokenizer", "bytes"))
+    tokens = tokens_in(tmp_path / "out")
+    assert tokens["train"].tolist() == TOKENS[:990].tolist()
+    assert tokens["validation"].tolist() == TOKENS[990:].tolist()
+
+
 def test_two_imports_to_one_output_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
                                          "val.bin": TOKENS.tobytes()})
@@ -126,8 +135,10 @@ def test_a_full_disk_is_reported_before_anything_is_copied(
     source = write(tmp_path / "source", {
         "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes()})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
-    with pytest.raises(UserError, match="0.0 GB free; tokens need 0.0 GB or more"):
+    with pytest.raises(UserError, match="4.00 kB free; tokens need 4.00 kB or more"
+                       ) as caught:
         import_tokens([source], tmp_path / "out", "gpt2")
+    assert caught.value.status == 4
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
     import_tokens([source], tmp_path / "out", "gpt2")

@@ -11,23 +11,18 @@ from pathlib import Path
 import pytest
 
 from basics.errors import UserError
-from preparation import documents, pipeline
-from preparation.documents import TextsShard, find_documents
+from preparation import pipeline
 from preparation.journal import Journal
-from preparation.pipeline import prepare_dataset
-from preparation.planning import PrepareOptions
+from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.sources import TextsShard, find_documents
 from tests.support.preparation import (
     BYTES,
-    DOCUMENTS,
-    Stopped,
     contents,
     corrupt,
     decoded,
     leave_unfinished,
     texts_source,
-    uncounted_source,
     write_parquet,
-    write_source,
 )
 
 
@@ -66,7 +61,7 @@ def test_token_files_shorter_than_the_journal_says_are_written_again(
 def test_a_table_of_other_documents_than_the_journal_says_is_corrected(
     tmp_path: Path, num_documents: int
 ) -> None:
-    source = uncounted_source(["a", "b"], ["c"], ["d"])
+    source = texts_source(["a", "b"], ["c"], ["d"])
     leave_unfinished(source, tmp_path / "out")
     os.truncate(tmp_path / ".out.partial" / "documents.bin", 24 * num_documents)
     prepare_dataset(source, tmp_path / "out", BYTES)
@@ -76,7 +71,7 @@ def test_a_table_of_other_documents_than_the_journal_says_is_corrected(
 def test_documents_that_were_divided_into_splits_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = uncounted_source(["a", "b"], ["c"], ["d"])
+    source = texts_source(["a", "b"], ["c"], ["d"])
     monkeypatch.setattr(Journal, "publish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare_dataset(source, tmp_path / "out", BYTES)
@@ -110,18 +105,6 @@ def test_a_damaged_shard_can_be_replaced_before_continuing(tmp_path: Path) -> No
     assert progress.bad_files == [] and progress.train.num_documents == 148
 
 
-def test_a_shard_is_skipped_again_only_with_the_option(tmp_path: Path) -> None:
-    folder = write_parquet(tmp_path / "source", ["a", "b"], ["c"], ["d"])
-    corrupt(folder / "001.parquet", footer=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "publish", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            prepare_dataset(find_documents(folder), tmp_path / "out",
-                            replace(BYTES, skip_bad_shards=True))
-    with pytest.raises(UserError, match="001.parquet: not a complete parquet file"):
-        prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
-
-
 @pytest.mark.parametrize(("options", "message"), [
     (replace(BYTES, tokenizer="gpt2"), "tokenizer was bytes, is gpt2"),
     (replace(BYTES, validation_fraction=0.5), "validation fraction was 0.01, is 0.5"),
@@ -149,33 +132,10 @@ def test_options_may_change_before_a_shard_is_finished(tmp_path: Path) -> None:
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a"]
 
 
-def test_counts_are_stored_before_there_is_a_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source_dir = write_source("jsonl", tmp_path / "source")
-    count, counted = documents.count_lines, []
-
-    def counting(path: Path) -> int:
-        counted.append(path.name)
-        if counted == ["a.jsonl", "b.jsonl"]:
-            raise Stopped
-        return count(path)
-
-    monkeypatch.setattr(documents, "count_lines", counting)
-    with pytest.raises(Stopped):
-        prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
-    with (tmp_path / ".out.partial/counts.jsonl").open("ab") as file:
-        file.write(b'{"name": "b.js')  # as after a power loss
-    prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
-    assert counted == ["a.jsonl", "b.jsonl", "b.jsonl"]
-    assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[:150]
-    assert not list(tmp_path.glob(".*"))
-
-
 @pytest.mark.parametrize(("shards", "message"), [
     ([["a", "B"], ["c"]], "shard 0 has changed"),
-    ([["a", "b"]], "shard 1 is missing"),
-    ([["a", "b"], ["c"], ["d"]], "shard 2 is new"),
+    ([["new"], ["a", "b"], ["c"]], "shard 0 has changed"),
+    ([], "shard 0 is missing, or there are new files before it"),
 ])
 def test_a_changed_source_is_refused(
     tmp_path: Path, shards: list[list[str]], message: str
@@ -183,15 +143,6 @@ def test_a_changed_source_is_refused(
     leave_unfinished(texts_source(["a", "b"], ["c"]), tmp_path / "out")
     with pytest.raises(UserError, match=f"differs: {message}"):
         prepare_dataset(texts_source(*shards), tmp_path / "out", BYTES)
-
-
-def test_shards_are_counted_once(tmp_path: Path, monkeypatch) -> None:
-    source = texts_source(["a", "b"], ["c"])
-    leave_unfinished(source, tmp_path / "out")
-    counted = []
-    monkeypatch.setattr(TextsShard, "facts", lambda shard: counted.append(shard))
-    prepare_dataset(source, tmp_path / "out", BYTES)
-    assert counted == [] and (tmp_path / "out/train.safetensors").exists()
 
 
 def test_two_preparations_of_one_output_are_refused(tmp_path: Path) -> None:

@@ -12,14 +12,13 @@ import pytest
 from safetensors import safe_open
 
 from basics.errors import UserError
-from preparation import cutting, readers
+from preparation import cutting, reading
 from preparation.cutting import BadShard, cut_document
-from preparation.encoding import LoadTokenizer, encode_task
+from preparation.encoding import LoadTokenizer, cuts_of, encode_task
 from preparation.ensure_dataset import SPLITS
 from preparation.hub import fetch_dataset
-from preparation.pipeline import prepare_dataset
-from preparation.planning import PrepareOptions
-from preparation.readers import Texts, Unreadable, text_tasks, uncut
+from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.reading import Texts, text_tasks
 from tests.support import slow_preparation
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.preparation import (
@@ -48,8 +47,8 @@ def place_of(directory: Path) -> LoadTokenizer:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut documents after 64 bytes, and fill tasks with 200."""
     monkeypatch.setattr(cutting, "LARGE_DOCUMENT", 64)
-    monkeypatch.setattr(readers, "TASK_BYTES", 200)
-    monkeypatch.setattr(readers, "WHOLE_BYTES", 200)
+    monkeypatch.setattr(reading, "TASK_BYTES", 200)
+    monkeypatch.setattr(reading, "WHOLE_BYTES", 200)
 
 
 def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
@@ -102,25 +101,21 @@ def test_cutting_a_document_does_not_change_its_ids(
     assert encoded.tokens.tolist() == wanted
     path = tmp_path / "a.txt"
     path.write_text(LONG)
-    tasks = list(text_tasks([path], tmp_path))
-    assert len(tasks) > 5
-    joined = list(uncut(tasks, "a.txt", at_safe_cuts=not tokenizer.splits_like_gpt2))
-    assert len(joined) == 1 if changes else 2 < len(joined)
-    tokens = np.concatenate([encode_task(task, place_of(own)).tokens for task in joined])
+    tasks = list(text_tasks([path], tmp_path, cuts_of(tokenizer)))
+    assert len(tasks) <= 2 if changes else len(tasks) > 2
+    tokens = np.concatenate([encode_task(task, place_of(own)).tokens for task in tasks])
     assert tokens.tolist() == wanted
 
 
 def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(
     tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "MAX_UNCUT", 2**20)
-    monkeypatch.setattr(readers, "WHOLE_BYTES", 2**19)
+    monkeypatch.setattr(cutting, "MAX_UNCUT", 2**20)
+    monkeypatch.setattr(reading, "WHOLE_BYTES", 2**19)
     path = tmp_path / "long.txt"
     path.write_text("x" * (2**20 + 1000))
-    *_, last = uncut(text_tasks([path], tmp_path), "long.txt", at_safe_cuts=True)
-    assert isinstance(last, Unreadable)
     with pytest.raises(BadShard, match="long.txt: a document of more than 1 million characters"):
-        next(last.pieces())
+        list(text_tasks([path], tmp_path, "none"))
 
 
 def test_an_unfinished_preparation_continues_only_with_the_same_tokenizer(tmp_path: Path) -> None:

@@ -9,28 +9,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from basics.errors import UserError
-from preparation.documents import Source, find_documents
-from preparation.joining import join_parts
-from preparation.parts import Part, _cuts
-from preparation.pipeline import prepare_dataset
-from preparation.planning import PrepareOptions
+from preparation.parts import Part, join_parts, part_cuts
+from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.sources import Source, find_documents
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.preparation import (
     BYTES,
     Stopped,
     contents,
-    corrupt,
     prepare,
     stopping_after,
     texts_source,
-    uncounted_source,
-    write_parquet,
 )
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import succeeded
@@ -50,33 +44,31 @@ def prepare_parts(make: Callable[[], Source], folder: Path, options: PrepareOpti
 @settings(max_examples=60, deadline=None)
 @given(shards=st.lists(st.lists(st.text(max_size=20), max_size=6), min_size=1, max_size=7),
        total=st.integers(1, 4), fraction=st.sampled_from([0.01, 0.3, 0.9]),
-       max_documents=st.one_of(st.none(), st.integers(2, 20)),
-       make_source=st.sampled_from([texts_source, uncounted_source]))
+       max_documents=st.one_of(st.none(), st.integers(2, 20)))
 def test_joined_parts_have_the_bytes_of_one_machine(
     tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], total: int, fraction: float,
-    max_documents: int | None, make_source: Callable[..., Source]
+    max_documents: int | None
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
     options = replace(BYTES, validation_fraction=fraction, max_documents=max_documents)
     total = min(total, len(shards))
-    parts = prepare_parts(lambda: make_source(*shards), folder, options, total)
-    if sum(map(len, shards)) < 2:
-        with pytest.raises(UserError, match="found; wanted at least 2"):
+    parts = prepare_parts(lambda: texts_source(*shards), folder, options, total)
+    wanted = [text for shard in shards for text in shard][:max_documents]
+    if len(wanted) < 2 or not any(wanted):
+        with pytest.raises(UserError, match="found; wanted at least 2|has no text: all of its"):
             join_parts(parts, folder / "joined")
         return
     prepare_dataset(texts_source(*shards), folder / "one", options)
     progress = join_parts(parts[::-1], folder / "joined")  # their order does not matter
     assert contents(folder / "joined") == contents(folder / "one")
-    assert progress.num_documents == min(sum(map(len, shards)), max_documents or 10**9)
+    assert (progress.num_documents, progress.num_empty) == (len(wanted), wanted.count(""))
     assert not list(folder.glob(".*"))
 
 
 @settings(max_examples=30, deadline=None)
-@given(stops=st.lists(st.integers(0, 30), min_size=1, max_size=8), total=st.integers(1, 3),
-       make_source=st.sampled_from([texts_source, uncounted_source]))
+@given(stops=st.lists(st.integers(0, 30), min_size=1, max_size=8), total=st.integers(1, 3))
 def test_parts_stopped_at_any_write_and_repeated_join_to_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, stops: list[int], total: int,
-    make_source: Callable[..., Source]
+    tmp_path_factory: pytest.TempPathFactory, stops: list[int], total: int
 ) -> None:
     folder = tmp_path_factory.mktemp("stops")
     prepare_dataset(texts_source(*SHARDS), folder / "one", BYTES)
@@ -85,7 +77,7 @@ def test_parts_stopped_at_any_write_and_repeated_join_to_the_same_bytes(
         for stop in [*stops, None]:
             with stopping_after(stop):
                 if not part.exists():
-                    prepare_dataset(make_source(*SHARDS), part,
+                    prepare_dataset(texts_source(*SHARDS), part,
                                     replace(BYTES, part=Part(number, total)))
     join_parts(parts, folder / "joined")
     assert contents(folder / "joined") == contents(folder / "one")
@@ -103,7 +95,7 @@ def test_a_join_that_was_stopped_can_be_repeated(
     partial.mkdir(parents=True)  # as a kill leaves it
     (partial / "train.safetensors").write_bytes(b"x" * 10**5)
     (partial / "unknown").write_text("x")
-    monkeypatch.setattr("preparation.joining.write_card", stop)
+    monkeypatch.setattr("preparation.parts.write_card", stop)
     with pytest.raises(Stopped):
         join_parts(parts, tmp_path / "joined")
     monkeypatch.undo()
@@ -113,38 +105,27 @@ def test_a_join_that_was_stopped_can_be_repeated(
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-@pytest.mark.parametrize("max_documents", [None, 95, 101])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("max_documents", [None, 95])
 def test_files_that_cannot_be_read_are_left_out_of_the_join_as_of_one_preparation(
     tmp_path: Path, kind: str, max_documents: int | None
 ) -> None:
     folder = tmp_path / "source"
     folder.mkdir()
-    if kind == "parquet":
-        write_parquet(folder, *([f"{i} {j} " + "x" * 99 for j in range(20)] for i in range(9)))
-        corrupt(folder / "002.parquet", footer=False)  # counted, then it cannot be read
-        corrupt(folder / "004.parquet", footer=True)
-    else:
-        for i in range(102):
-            (folder / f"{i:03}.{'txt' if kind == 'text' else 'jsonl'}").write_text(
-                json.dumps({"text": "x" * i}) + "\n")
-        bad = sorted(folder.iterdir())[20]
-        bad.write_text("UTF-16" if kind == "text" else "no JSON", encoding="utf-16")
-    options = replace(BYTES, max_documents=max_documents, skip_bad_shards=kind == "parquet")
+    for i in range(102):
+        (folder / f"{i:03}.{kind}").write_text(json.dumps({"text": "x" * i}) + "\n")
+    (folder / f"020.{kind}").write_text("neither UTF-8 nor JSON", encoding="utf-16")
+    options = replace(BYTES, max_documents=max_documents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("preparation.documents.TEXT_FILES_PER_SHARD", 30)
+        patch.setattr("preparation.sources.TEXT_FILES_PER_SHARD", 30)
         prepare_dataset(find_documents(folder), tmp_path / "one", options)
         parts = prepare_parts(lambda: find_documents(folder), tmp_path, options, 3)
-    if kind == "parquet" and max_documents == 95:  # one machine might stop before the damage
-        with pytest.raises(UserError, match="part2: --max-documents ends in this part, which has"):
-            join_parts(parts, tmp_path / "joined", skip_bad_shards=True)
-        return
-    progress = join_parts(parts, tmp_path / "joined", skip_bad_shards=kind == "parquet")
-    assert progress.num_bad_files == (2 if kind == "parquet" else 1)
+    assert join_parts(parts, tmp_path / "joined").bad_files == [f"020.{kind}"]
     assert contents(tmp_path / "joined") == contents(tmp_path / "one")
-    if kind == "parquet":
-        with pytest.raises(UserError, match="2 files of all parts could not be read, more than 0"):
-            join_parts(parts, tmp_path / "again")
+    part_file = tmp_path / "part1/part.json"
+    part_file.write_text(part_file.read_text().replace('max_bad_files": 1', 'max_bad_files": 0'))
+    with pytest.raises(UserError, match="1 files of all parts could not be read, more than 0"):
+        join_parts(parts, tmp_path / "again")
 
 
 def test_parts_with_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
@@ -156,14 +137,6 @@ def test_parts_with_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     assert (tmp_path / "joined" / "tokenizer.json").exists()
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 8)
-
-
-def zero_tokens(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
-
-
 def flip(path: Path, place: int) -> None:
     """Change one bit, as a copy over a bad line or memory may."""
     content = bytearray(path.read_bytes())
@@ -171,46 +144,24 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-def change_part(path: Path, section: str, **values: object) -> None:
-    content = json.loads(path.read_text())
-    content[section] |= values
-    path.write_text(json.dumps(content))
-
-
-def overflow(path: Path) -> None:
-    """Wrap around: the differences of the ends are positive, as int64."""
-    ends = np.fromfile(path, dtype="<i8").reshape(-1, 3)
-    assert len(ends) > 1
-    ends[0, 0], ends[1:, 0] = 2**62, -2**63
-    ends.tofile(path)
+NOT_WHOLE = "part2: train.safetensors or documents.bin is not whole; copy or prepare the part again"
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda d: flip(d / "part2" / "tokens.safetensors", 8 + 4096), "part2: tokens.safetensors or"),
-    (lambda d: flip(d / "part2" / "tokens.safetensors", 300), "part2: tokens.safetensors or"),
-    (lambda d: flip(d / "part2" / "documents.bin", 8), "part2: tokens.safetensors or documents.b"),
-    (lambda d: overflow(d / "part2" / "documents.bin"), "part2: tokens.safetensors or documents.b"),
-    *((lambda d, changes=changes: change_part(d / "part2" / "part.json", "request", **changes),
-       "part.json: cannot be read, or is damaged") for changes in (
-        {"validation_fraction": float("nan")}, {"validation_fraction": 1.0},
-        {"max_documents": -5}, {"part": "3/2"})),
-    (lambda d: change_part(d / "part2" / "part.json", "progress", num_documents=-1),
-     "part.json: cannot be read, or is damaged"),
-    (lambda d: [change_part(path, "request", tokenizer="x") for path in d.glob("part*/part.json")],
-     "part.json: its tokenizer 'x' is unknown; copy or"),
-    (lambda d: shutil.rmtree(d / "part2"), "part2: is not a part"),
-    (lambda d: (d / "part2").rename(d / ".part2.partial"), "part2: is an unfinished part; run its"),
-    (lambda d: (d / "part2" / "part.json").write_text("{}"), "part.json: cannot be read, or is"),
-    (lambda d: cut(d / "part2" / "tokens.safetensors"), "part2: tokens.safetensors or documents.b"),
-    (lambda d: cut(d / "part2" / "documents.bin"), "documents.bin is not whole; copy or prepare"),
-    (lambda d: zero_tokens(d / "part2" / "tokens.safetensors"), "part2: tokens.safetensors or"),
-    (lambda d: (d / "part2" / "tokens.safetensors").unlink(), "part2: tokens.safetensors or"),
+    (lambda part: flip(part / "train.safetensors", 8 + 4096), NOT_WHOLE),
+    (lambda part: flip(part / "train.safetensors", 300), NOT_WHOLE),
+    (lambda part: flip(part / "documents.bin", 8), NOT_WHOLE),
+    (lambda part: os.truncate(part / "documents.bin", 24), NOT_WHOLE),
+    (lambda part: (part / "train.safetensors").unlink(), "part2/train.safetensors: is missing; co"),
+    (lambda part: (part / "part.json").write_text("{}"), "part.json: cannot be read, or is damag"),
+    (shutil.rmtree, "part2: is not a part"),
+    (lambda part: part.rename(part.with_name(".part2.partial")), "part2: is an unfinished part; r"),
 ])
 def test_a_part_that_is_missing_or_damaged_is_refused(
     tmp_path: Path, change: Callable[[Path], object], message: str
 ) -> None:
     parts = prepare_parts(lambda: texts_source(*SHARDS), tmp_path, BYTES, 3)
-    change(tmp_path)
+    change(tmp_path / "part2")
     with pytest.raises(UserError, match=message) as caught:
         join_parts(parts, tmp_path / "joined")
     assert "\n" not in str(caught.value)
@@ -269,7 +220,7 @@ def test_parts_have_about_the_same_size_and_none_is_empty(
     sizes: list[int], num_parts: int
 ) -> None:
     num_parts = min(num_parts, len(sizes))
-    cuts = _cuts(sizes, num_parts)
+    cuts = part_cuts(sizes, num_parts)
     assert cuts[0] == 0 and cuts[-1] == len(sizes) and len(cuts) == num_parts + 1
     assert all(first < second for first, second in zip(cuts, cuts[1:], strict=False))
     if len(set(sizes)) == 1 and sizes[0] and len(sizes) % num_parts == 0:
@@ -283,7 +234,7 @@ def test_an_unfinished_dataset_does_not_become_a_part(tmp_path: Path) -> None:
     assert (tmp_path / ".out.partial" / "dataset" / "train.safetensors").exists()
     prepare_dataset(source, tmp_path / "out", replace(BYTES, part=Part(1, 2)))
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "documents.bin", "part.json", "tokens.safetensors"}
+        "documents.bin", "part.json", "train.safetensors"}
 
 
 def test_the_commands_of_several_machines_and_of_the_join(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +23,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from basics.errors import UserError
-from preparation import pipeline, progress_display, readers
+from preparation import pipeline, progress_display, reading
 from preparation.cutting import Piece
-from preparation.documents import Source, find_documents
-from preparation.pipeline import prepare_dataset
-from preparation.planning import PrepareOptions, num_training_documents
-from preparation.token_file_writer import TokenFileWriter
+from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.sources import find_documents
+from preparation.token_stream import TokenFileWriter, num_training_documents
 from tests.support.markdown import HOSTILE, active_parts
 from tests.support.preparation import (
     BYTES,
@@ -39,7 +38,6 @@ from tests.support.preparation import (
     leave_unfinished,
     stopping_after,
     texts_source,
-    uncounted_source,
     write_parquet,
     write_source,
 )
@@ -68,23 +66,22 @@ def test_the_first_99_percent_are_for_training(tmp_path: Path, kind: str) -> Non
 @settings(max_examples=40, deadline=None)
 @given(shards=st.lists(st.lists(st.text(max_size=30), max_size=10), min_size=1, max_size=6),
        fraction=st.sampled_from([0.01, 0.1, 0.5, 0.99]),
-       max_documents=st.one_of(st.none(), st.integers(2, 30)),
-       make_source=st.sampled_from([texts_source, uncounted_source]))
+       max_documents=st.one_of(st.none(), st.integers(2, 30)))
 def test_documents_stay_whole_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], fraction: float,
-    max_documents: int | None, make_source: Callable[..., Source]
+    max_documents: int | None
 ) -> None:
     wanted = [text for shard in shards for text in shard][:max_documents]
     out = tmp_path_factory.mktemp("any") / "out"
     options = replace(BYTES, validation_fraction=fraction, max_documents=max_documents)
-    if len(wanted) < 2:
-        with pytest.raises(UserError, match="found; wanted at least 2"):
-            prepare_dataset(make_source(*shards), out, options)
+    if len(wanted) < 2 or not any(wanted):
+        with pytest.raises(UserError, match="found; wanted at least 2|has no text: all of its"):
+            prepare_dataset(texts_source(*shards), out, options)
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("preparation.documents.TEXTS_PER_TASK", 3)
+        patch.setattr("preparation.sources.TEXTS_PER_TASK", 3)
         patch.setattr("preparation.cutting.LARGE_DOCUMENT", 8)
-        prepare_dataset(make_source(*shards), out, options)
+        prepare_dataset(texts_source(*shards), out, options)
     train, validation = (decoded(out / f"{s}.safetensors") for s in ("train", "validation"))
     assert train + validation == wanted
     assert len(train) == num_training_documents(len(wanted), fraction)
@@ -104,13 +101,11 @@ def test_a_literal_end_of_text_stays_text(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(shards=st.lists(st.lists(st.text(max_size=20), max_size=6), min_size=1, max_size=6),
-       stops=st.lists(st.integers(0, 35), max_size=6),
-       make_source=st.sampled_from([texts_source, uncounted_source]))
+       stops=st.lists(st.integers(0, 35), max_size=6))
 def test_stopped_at_any_write_it_continues_to_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], stops: list[int],
-    make_source: Callable[..., Source]
+    tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], stops: list[int]
 ) -> None:
-    if sum(map(len, shards)) < 2:
+    if sum(map(len, shards)) < 2 or not any(map(any, shards)):
         return
     folder = tmp_path_factory.mktemp("stops")
     prepare_dataset(texts_source(*shards), folder / "undisturbed", BYTES)
@@ -118,7 +113,7 @@ def test_stopped_at_any_write_it_continues_to_the_same_bytes(
         if (folder / "out").exists():
             break
         with stopping_after(stop):
-            prepare_dataset(make_source(*shards), folder / "out", BYTES)
+            prepare_dataset(texts_source(*shards), folder / "out", BYTES)
     assert contents(folder / "out") == contents(folder / "undisturbed")
 
 
@@ -140,8 +135,7 @@ def test_a_damaged_shard_is_an_error_or_skipped_and_counted(
     train = decoded(tmp_path / "out" / "train.safetensors")
     validation = decoded(tmp_path / "out" / "validation.safetensors")
     assert train + validation == parts[0] + parts[2] + parts[3]
-    # If the footer can be read, the split is that of all 200 documents: 150 for training.
-    assert len(validation) == (38 if footer else 50)
+    assert len(validation) == 38  # of the 150 that could be read
     assert "could not be read: 1 (001.parquet)" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -154,25 +148,19 @@ def test_no_documents_of_a_damaged_shard_are_kept(tmp_path: Path) -> None:
     progress = prepare_dataset(find_documents(source_dir), tmp_path / "out",
                                replace(BYTES, skip_bad_shards=True))
     assert progress.bad_files == ["a.jsonl"]
-    assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[50:150]
-
-
-def test_an_empty_validation_file_is_an_error(tmp_path: Path) -> None:
-    folder = write_parquet(tmp_path / "source", ["a"] * 99, ["b"])
-    corrupt(folder / "001.parquet", footer=False)
-    with pytest.raises(UserError, match="shards, validation.safetensors is empty"):
-        prepare_dataset(find_documents(folder), tmp_path / "out",
-                        replace(BYTES, skip_bad_shards=True))
+    assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[50:151]
 
 
 def test_a_too_small_disk_is_reported_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=150))
-    with pytest.raises(UserError, match="0.0 GB free; tokens need 0.0 GB or more"):
-        prepare_dataset(texts_source(["a" * 50, "b" * 50]), tmp_path / "out", BYTES)
-    assert list(tmp_path.iterdir()) == []
-    prepare_dataset(texts_source(["a" * 50, "b" * 50]), tmp_path / "out", PrepareOptions())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3000))
+    source = texts_source(["a" * 10_000, "b" * 10_000])
+    with pytest.raises(UserError, match="3.00 kB free; tokens need 4.00 kB or more") as caught:
+        prepare_dataset(source, tmp_path / "out", BYTES)
+    assert caught.value.status == 4 and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4000))
+    prepare_dataset(source, tmp_path / "out", BYTES)
 
 
 def test_after_a_full_disk_the_same_call_continues(
@@ -183,7 +171,7 @@ def test_after_a_full_disk_the_same_call_continues(
 
     def full(writer: TokenFileWriter) -> None:
         syncs.append(writer)
-        if len(syncs) > 3:
+        if len(syncs) > 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(writer)
 
@@ -197,38 +185,32 @@ def test_after_a_full_disk_the_same_call_continues(
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(("limit", "before", "after"), [
+    (None, "2.00 kB of 3.00 kB", "3.00kB of 3.00kB"), (25, "20 of 25 doc", "25 documents of 25")])
 def test_progress_is_a_bar_or_plain_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    limit: int | None, before: str, after: str
 ) -> None:
     monkeypatch.setattr(progress_display, "LINE_INTERVAL", -1)
-    source = texts_source(["a"] * 30, ["b"] * 30, ["c"] * 30)
-    leave_unfinished(source, tmp_path / "out")
-    assert re.search(r"^60 of 90 documents, 0 M tokens, \d+\.\d\d M tokens/s, 00:00 left$",
+    source = texts_source(*[[letter * 100] * 10 for letter in "abc"])
+    options = replace(BYTES, max_documents=limit)
+    leave_unfinished(source, tmp_path / "out", options)
+    assert re.search(rf"^{before}.*, 0 M tokens, \d+\.\d\d M tokens/s, 00:00 left$",
                      capsys.readouterr().err, re.MULTILINE)
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    prepare_dataset(source, tmp_path / "out", BYTES)
-    assert terminal.getvalue().startswith("continuing after document 60 of 90\n")
-    assert re.search(r" 67%\|.*\| 60 documents \[00:00<", terminal.getvalue())
-    assert re.search(r"100%\|.*\| 90 documents \[.*<.*, 0 M tokens, \d+\.\d\d M tokens/s\]",
+    prepare_dataset(source, tmp_path / "out", options)
+    assert terminal.getvalue().startswith("continuing after document 20\n")
+    assert re.search(rf"100%\|.*\| {after}.* \[.*<.*, 0 M tokens, \d+\.\d\d M tokens/s\]",
                      terminal.getvalue())
 
 
-def test_progress_without_a_known_number_of_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress_display, "LINE_INTERVAL", -1)
-    source = uncounted_source(["a"] * 30, ["b"] * 30, ["c"] * 30)
-    leave_unfinished(source, tmp_path / "out")
-    assert re.search(r"^60 documents, 0 M tokens, \d+\.\d\d M tokens/s, 2 of 3 files$",
-                     capsys.readouterr().err, re.MULTILINE)
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    prepare_dataset(source, tmp_path / "out", BYTES)
-    assert terminal.getvalue().startswith("continuing after document 60\n")
-    assert re.search(r"\r90 documents \[.*, 3 of 3 files\]", terminal.getvalue())
+def test_documents_without_text_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "a"}\n{"text": ""}\n')
+    progress = prepare_dataset(find_documents(tmp_path), tmp_path / "out", BYTES)
+    assert progress.num_empty == 2
+    assert "documents without text: 2" in progress_display.summary(tmp_path / "out", progress)
 
 
 def test_the_dataset_card_is_valid_and_its_code_works(
@@ -323,7 +305,7 @@ def test_one_text_file_that_cannot_be_read_costs_only_that_file(
     assert line.startswith("left out: ") and f"/{bad:03}.txt: is UTF-16" in line
     train = decoded(tmp_path / "out" / "train.safetensors")
     validation = decoded(tmp_path / "out" / "validation.safetensors")
-    assert train + validation == texts and len(train) == 8 - (bad < 8)
+    assert train + validation == texts and len(train) == 7
     assert (progress.train.num_documents, progress.validation.num_documents) == (
         len(train), len(validation))
     assert progress.num_bytes == sum(len(text) for text in texts)
@@ -346,18 +328,18 @@ def test_a_text_file_that_disappears_is_left_out(tmp_path: Path) -> None:
 def test_a_large_text_file_that_breaks_off_costs_only_that_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("readers", "documents"):
+    for module in ("reading", "sources"):
         monkeypatch.setattr(f"preparation.{module}.WHOLE_BYTES", 100)
-    monkeypatch.setattr("preparation.readers.TASK_BYTES", 2**10)
+    monkeypatch.setattr("preparation.reading.TASK_BYTES", 2**10)
     folder, texts = text_files(tmp_path / "source", 5)
     (folder / "002.txt").write_bytes(b"begins as text " * 2**16)
-    read = readers._file_pieces
+    read = reading._file_pieces
 
     def read_half(path: Path) -> Iterator[Piece]:
         yield from itertools.islice(read(path), 2)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(readers, "_file_pieces", read_half)
+    monkeypatch.setattr(reading, "_file_pieces", read_half)
     progress = prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
     assert progress.bad_files == ["002.txt"]
     assert decoded(tmp_path / "out" / "train.safetensors") == [*texts[:2], texts[3]]
@@ -373,11 +355,15 @@ def test_more_text_files_than_one_in_a_hundred_are_an_error(tmp_path: Path) -> N
     assert progress.bad_files == ["002.txt", "005.txt"] and progress.train.num_documents == 7
 
 
-def test_text_files_none_of_which_can_be_read_are_an_error(tmp_path: Path) -> None:
-    folder, _ = text_files(tmp_path / "source", 3, 0, 1, 2)
-    with pytest.raises(UserError, match="validation.safetensors is empty|train.safetensors is emp"):
+@pytest.mark.parametrize("bad", [(0, 1), (1,)])
+def test_text_files_too_few_of_which_can_be_read_are_an_error(
+    tmp_path: Path, bad: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = text_files(tmp_path / "source", 2, *bad)
+    with pytest.raises(UserError, match=r"document.? found; wanted .*; left out: .*001.txt"):
         prepare_dataset(find_documents(folder), tmp_path / "out",
                         replace(BYTES, skip_bad_shards=True))
+    assert "001.txt: is UTF-16; wanted UTF-8" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from preparation.token_file_writer import TokenFileWriter, token_file_header
+from preparation.token_stream import TokenFileWriter, token_file_header
 
 
 @settings(max_examples=100, deadline=None)

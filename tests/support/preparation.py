@@ -17,13 +17,12 @@ from safetensors.numpy import load_file
 
 import prepare_dataset as command
 from preparation import pipeline
-from preparation.document_table import DocumentTable
-from preparation.documents import Source, TextsShard
-from preparation.journal import Journal, ShardFacts
-from preparation.pipeline import prepare_dataset
-from preparation.planning import PrepareOptions
-from preparation.tasks import Task
-from preparation.token_file_writer import TokenFileWriter
+from preparation.cutting import Cuts
+from preparation.journal import Journal
+from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.reading import Task
+from preparation.sources import Source, TextsShard
+from preparation.token_stream import DocumentTable, TokenFileWriter
 
 DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
 BYTES = PrepareOptions(tokenizer="bytes")
@@ -62,17 +61,6 @@ def contents(dataset_dir: Path) -> dict[str, bytes]:
 
 def texts_source(*shards: list[str]) -> Source:
     return Source("texts", [TextsShard(f"shard {i}", texts) for i, texts in enumerate(shards)])
-
-
-class UncountedShard(TextsShard):
-    """Texts whose number is not known before all are read, as of JSON lines on the hub."""
-
-    def facts(self) -> ShardFacts:
-        return ShardFacts(name=self.name, identity=self.identity, num_documents=None)
-
-
-def uncounted_source(*shards: list[str]) -> Source:
-    return Source("texts", [UncountedShard(f"shard {i}", texts) for i, texts in enumerate(shards)])
 
 
 def write_parquet(folder: Path, *parts: list[str | None]) -> Path:
@@ -144,10 +132,10 @@ def leave_unfinished(source: Source, out: Path, options: PrepareOptions = BYTES)
     """Prepare all shards of texts but the last."""
     original, last_shard = TextsShard.tasks, source.shards[-1].name
 
-    def tasks(shard: TextsShard) -> Iterator[Task]:
+    def tasks(shard: TextsShard, cuts: Cuts) -> Iterator[Task]:
         if shard.name == last_shard:
             raise Stopped
-        return original(shard)
+        return original(shard, cuts)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(TextsShard, "tasks", tasks)

@@ -11,7 +11,7 @@ import os
 import time
 
 import prepare_dataset
-from preparation import encoding, pipeline, readers
+from preparation import encoding, pipeline, reading
 
 COMMAND = ["-m", "tests.support.slow_preparation"]  # arguments of Python, in the project directory
 
@@ -21,7 +21,7 @@ def die(*_: object) -> None:
 
 
 def main() -> None:
-    pipeline.TASK_BYTES = readers.TASK_BYTES = 2**16
+    pipeline.TASK_BYTES = reading.TASK_BYTES = 2**16
     end_shard = pipeline._Preparation._end_shard
 
     def slow_end_shard(preparation: pipeline._Preparation, number: int) -> None:

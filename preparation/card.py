@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from basics.text import escaped
-from preparation.documents import Source
 from preparation.journal import Origin, Progress, Request
 from preparation.progress_display import left_out
 from tokens.tokenizer import TOKENIZER_FILE, end_of_text_of, file_beside
@@ -52,37 +51,16 @@ IMPORTED = ", copied unchanged from files that held tokens"
 
 def write_card(dataset_dir: Path, origin: Origin, request: Request, progress: Progress) -> None:
     """Write README.md next to the token files, which must be complete."""
-    num_tokens = progress.train.num_tokens + progress.validation.num_tokens
-    revision = f" (revision {request.revision})" if request.revision else ""
-    _write(
-        dataset_dir, origin, progress, request.tokenizer,
-        source=escaped(request.source + revision),
-        of_text=f" for {progress.num_bytes:,} bytes of text"
-                f" ({progress.num_characters / num_tokens:.2f} characters per\ntoken)",
-        layout=LAYOUT.format(end_of_text=end_of_text_of(
-            request.tokenizer, file_beside(dataset_dir, request.tokenizer))),
-    )
-
-
-def write_import_card(dataset_dir: Path, source: Path, tokenizer: str,
-                      progress: Progress) -> None:
-    """Write README.md next to token files that were imported."""
-    _write(dataset_dir, Source(str(source), []).origin(), progress, tokenizer,
-           source=escaped(source.name), of_text="", layout=IMPORTED)
-
-
-def _write(dataset_dir: Path, origin: Origin, progress: Progress, tokenizer: str,
-           **texts: str) -> None:
     from huggingface_hub import DatasetCardData  # slow to import
 
-    num_documents = progress.train.num_documents + progress.validation.num_documents
-    name = origin.title
-    has_file = file_beside(dataset_dir, tokenizer) is not None
+    num_documents, num_tokens = progress.num_documents, progress.num_tokens
+    file, tokenizer = file_beside(dataset_dir, request.tokenizer), request.tokenizer
+    is_imported = progress.train.num_text_bytes is None
     card_data = DatasetCardData(
         license=origin.licence, language=origin.languages, task_categories=["text-generation"],
-        size_categories=[size_category(num_documents)], pretty_name=f"{name}, tokenised",
+        size_categories=[size_category(num_documents)], pretty_name=f"{origin.title}, tokenised",
         source_datasets=[origin.hub_name or "original"],
-        tags=["tokens"] if has_file else ["tokens", tokenizer],
+        tags=["tokens"] if file else ["tokens", tokenizer],
     )
     rows = "\n".join(
         f"| `{split}.safetensors` | {progress.of(split).num_documents:,} |"
@@ -90,13 +68,27 @@ def _write(dataset_dir: Path, origin: Origin, progress: Progress, tokenizer: str
         f" {(dataset_dir / f'{split}.safetensors').stat().st_size:,} |"
         for split in ("train", "validation")
     )
+    revision = f" (revision {request.revision})" if request.revision else ""
     card = CARD.format(
-        front_matter=card_data.to_yaml(), name=escaped(name), num_documents=num_documents,
-        num_tokens=progress.train.num_tokens + progress.validation.num_tokens,
-        tokenizer=TOKENIZER_FILE if has_file else tokenizer, rows=rows,
-        notes=_notes(origin, progress), **texts,
+        front_matter=card_data.to_yaml(), name=escaped(origin.title), num_documents=num_documents,
+        source=escaped(request.source + revision), num_tokens=num_tokens,
+        tokenizer=TOKENIZER_FILE if file else tokenizer, rows=rows,
+        of_text="" if is_imported else f" for {progress.num_bytes:,} bytes of text"
+                f" ({progress.num_characters / num_tokens:.2f} characters per\ntoken)",
+        layout=IMPORTED if is_imported else LAYOUT.format(
+            end_of_text=end_of_text_of(tokenizer, file)),
+        notes=_notes(origin, progress),
     )
     (dataset_dir / "README.md").write_text(card, encoding="utf-8")
+
+
+def token_metadata(request: Request, progress: Progress) -> dict[str, str]:
+    """Return the metadata of the token files, besides their counts."""
+    metadata = {"tokenizer": request.tokenizer, "source": request.source[:400],
+                "revision": request.revision[:100]}
+    if progress.num_bad_files:
+        metadata["num_bad_files"] = str(progress.num_bad_files)
+    return metadata
 
 
 def size_category(num_documents: int) -> str:

@@ -14,19 +14,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from basics.errors import UserError
-from preparation import cutting, readers
+from preparation import cutting, reading
 from preparation.cutting import BadShard, cut_document
-from preparation.documents import find_documents
 from preparation.encoding import encode_task
-from preparation.readers import (
+from preparation.reading import (
     JsonLines,
     Texts,
-    Unreadable,
-    count_lines,
     json_tasks,
     parquet_tasks,
     text_tasks,
 )
+from preparation.sources import find_documents
 from tokens.tokenizer import load_tokenizer
 
 # Text for which GPT-2's pattern and the cuts could disagree: white space of every kind,
@@ -78,12 +76,6 @@ def test_a_long_document_is_cut_only_before_white_space() -> None:
     assert "".join(pieces) == text
 
 
-def test_text_without_white_space_is_cut_between_characters() -> None:
-    text = "🎉" * 2**18
-    pieces = [piece.text for piece in cut_document(text.encode())]
-    assert len(pieces) == 2 and "".join(pieces) == text
-
-
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=200))
 def test_bytes_that_are_not_text_are_read_to_the_end(data: bytes) -> None:
@@ -103,8 +95,8 @@ def test_each_text_file_is_one_document(
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "TASK_BYTES", task_bytes)
-        patch.setattr(readers, "WHOLE_BYTES", whole_bytes)
+        patch.setattr(reading, "TASK_BYTES", task_bytes)
+        patch.setattr(reading, "WHOLE_BYTES", whole_bytes)
         patch.setattr(cutting, "LARGE_DOCUMENT", 8)
         tasks = list(text_tasks(sorted(folder.iterdir()), folder))
         assert documents(tasks) == texts
@@ -146,12 +138,11 @@ def test_the_documents_of_a_file_do_not_depend_on_the_size_of_tasks(
                            "text": pyarrow.array(texts, pyarrow.string())})
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=group_rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "TASK_BYTES", task_bytes)
-        patch.setattr(readers, "WHOLE_BYTES", whole_group)
+        patch.setattr(reading, "TASK_BYTES", task_bytes)
+        patch.setattr(reading, "WHOLE_BYTES", whole_group)
         patch.setattr(cutting, "LARGE_DOCUMENT", 20)
         for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
             assert documents(json_tasks(folder / name, "text")) == wanted
-            assert count_lines(folder / name) == len(texts)
         assert documents(parquet_tasks(folder / "a.parquet", "text")) == wanted
 
 
@@ -216,44 +207,21 @@ def test_the_error_for_a_malformed_line_names_its_number(tmp_path: Path, line: b
         documents(json_tasks(path, "text"))
 
 
-@settings(max_examples=100, deadline=None)
-@given(record=st.dictionaries(
-    st.sampled_from(["text", "other"]),
-    st.one_of(st.none(), st.integers(), st.text(st.characters(codec=None)), st.lists(st.text()))),
-    is_ascii=st.booleans(), cut=st.integers(0, 3),
-    behind=st.sampled_from(["", "", " ", "\r", '{"text": "b"}', '\r{"text": "b"}', "7"]))
-def test_long_and_short_lines_are_parsed_alike(
-    record: dict, is_ascii: bool, cut: int, behind: str
-) -> None:
-    line = json.dumps(record, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
-    task = JsonLines(Path("a.jsonl"), 2,
-                     line[:len(line) - cut] + behind.encode() + b"\n", "text")
-
-    def read() -> list[str] | str:
-        try:
-            return documents([task])
-        except BadShard as error:
-            return str(error)
-
-    as_short = read()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "LONG_LINE", 0)
-        assert read() == as_short
-
-
-def test_the_error_for_a_missing_key_names_the_others(tmp_path: Path) -> None:
-    task = JsonLines(Path("a.jsonl"), 1, b'{"content": "x", "id": 1}\n', "text")
-    with pytest.raises(BadShard, match=r'in "text"; its keys are content, id \(--text-column\)'):
-        documents([task])
-
-
 def test_a_byte_order_mark_and_capital_suffixes_are_accepted(tmp_path: Path) -> None:
     lines = "\ufeff".encode() + b'{"text": "a"}\n{"text": "b"}\n'
     (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(lines))
     (tmp_path / "B.JSONL").write_bytes(lines)
     for shard in find_documents(tmp_path).shards:
-        assert shard.facts().num_documents == 2
         assert documents(shard.tasks()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("whole_bytes", [1, 10**6])
+def test_a_byte_order_mark_of_a_text_file_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
+) -> None:
+    monkeypatch.setattr(reading, "WHOLE_BYTES", whole_bytes)
+    (tmp_path / "a.txt").write_bytes("\ufeffnaïve".encode())
+    assert documents(text_tasks([tmp_path / "a.txt"], tmp_path)) == ["naïve"]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -266,7 +234,5 @@ def test_a_truncated_compressed_file_is_an_error(tmp_path: Path, suffix: str) ->
     else:
         whole = pyarrow.compress(lines, "zstd", asbytes=True)
     path.write_bytes(whole[:len(whole) // 2])
-    tasks = list(json_tasks(path, "text"))
-    assert isinstance(tasks[-1], Unreadable)
     with pytest.raises(BadShard, match=f"a.jsonl{suffix}: damaged or cannot be read"):
-        count_lines(path)
+        list(json_tasks(path, "text"))
