@@ -183,7 +183,8 @@ def _why_not(part: str, load: Load) -> Finding | None:
     known, begun = ADVICE.get(part, OTHER_MACHINE), load.begun[part]
     missing = load.begun[PARTS[0]].keys() - begun.keys()
     if missing and begun and part in (PRODUCTS, EXCHANGE):  # all take part in these
-        return unknown(f"rank {min(missing)} stopped before it")
+        first = load.failed_rank if load.failed_rank in missing else min(missing)
+        return unknown(f"rank {first} stopped before it")
     if load.error[part]:
         rank, error = min(load.error[part].items())
         by_word = [ADVICE[word] for word in ("gloo", "no kernel image") if word in error]

@@ -209,9 +209,9 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
 
 
 def of_this_test() -> list[psutil.Process]:
-    return [process for process in psutil.process_iter()
-            if "lab.doctor.load" in " ".join(process.cmdline())
-            and process.environ().get("DOCTORS_TEST") == str(os.getpid())]
+    return [process for process in psutil.process_iter(["cmdline", "environ"])
+            if "lab.doctor.load" in (process.info["cmdline"] or ())
+            and (process.info["environ"] or {}).get("DOCTORS_TEST") == str(os.getpid())]
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
@@ -223,10 +223,9 @@ def test_processes_that_hang_or_die_are_told_and_ended(
         monkeypatch.setenv("PYTHONHOME", "/nowhere")
     about = Subject(place.runs_dir, place.datasets_dir, time_limit=60.0 if is_dead else 0.5)
     with load_tests(about) as results:
-        for process in of_this_test() if not is_dead else ():
-            process.suspend()
-        load = results()
-    assert load.is_late == (not is_dead) and load.how
+        load = results()  # torch needs longer than half a second
+        assert load.is_late == (not is_dead) and load.how
+        assert bool(of_this_test()) == load.is_late
     assert of_this_test() == []
 
 
@@ -328,20 +327,18 @@ def test_a_process_that_does_not_come_is_named_and_nothing_is_added_up(
     assert checks["nodes"].text == "no answer from rank 3"
 
 
-EXCHANGES = {  # what it does, on busy nodes or not: the verdict, parts of the text and the advice
-    "right": (lambda: {"backend": "gloo", "bytes": 8, "seconds": 1.0, "is_right": True,
-                       "world_size": 2}, OK, "2 processes, gloo", ""),
-    "wrong sums": (lambda: {"is_right": False}, PROBLEM, "wrong sums", "another one"),
-    "fails": (lambda: 1 / 0, PROBLEM, "ZeroDivisionError", "NCCL_DEBUG"),
-    "hangs": (lambda: threading.Event().wait(30), PROBLEM, "has not ended after 0.2 s", "NCCL"),
+EXCHANGES = {  # what it does: parts of the text and of the advice
+    "wrong sums": (lambda: {"is_right": False}, "wrong sums", "another one"),
+    "fails": (lambda: 1 / 0, "ZeroDivisionError", "NCCL_DEBUG"),
+    "hangs": (lambda: threading.Event().wait(30), "has not ended after 0.2 s", "NCCL_DEBUG"),
 }
 
 
 @pytest.mark.parametrize("case", EXCHANGES)
-def test_the_exchange_of_all_nodes_gets_its_verdict(
+def test_an_exchange_of_all_nodes_that_fails_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    work, verdict, text, advice = EXCHANGES[case]
+    work, text, advice = EXCHANGES[case]
     everybody = [{"node": node, "versions": {}, "is_busy": False} for node in (0, 1)]
     monkeypatch.setenv("GROUP_RANK", "0")
     monkeypatch.setattr(nodes, "open_store", lambda _: None)
@@ -349,7 +346,7 @@ def test_the_exchange_of_all_nodes_gets_its_verdict(
     monkeypatch.setattr(nodes, "this_process", lambda: SimpleNamespace(device=torch.device("cpu")))
     monkeypatch.setattr(nodes, "all_reduce", lambda *_: work())
     found = nodes.check_nodes(None, is_busy=False, time_limit=0.2)["all-reduce of all nodes"]
-    assert found.verdict == verdict and text in found.text and advice in found.advice
+    assert found.verdict == PROBLEM and text in found.text and advice in found.advice
     everybody[1]["is_busy"] = True
     assert list(nodes.check_nodes(None, is_busy=False, time_limit=0.2)) == ["nodes"]
 

@@ -218,8 +218,10 @@ FAILED = {  # the part, how the fourth ends: the verdict, parts of the text and 
                         "within 40 s", "--time-limit"),
     "it crashes": ("all-reduce", CRASH | {"ended_in": "all-reduce"}, PROBLEM,
                    "stopped on rank 3: killed by SIGABRT", "NCCL_DEBUG"),
-    "it crashes before": ("first kernel", CRASH | {"ended_in": "first kernel"}, PROBLEM,
-                          "stopped on rank 3: killed by SIGABRT", "take another one"),
+    "a kernel crashes it": ("first kernel", CRASH | {"ended_in": "first kernel"}, PROBLEM,
+                            "stopped on rank 3: killed by SIGABRT", "take another one"),
+    "it crashed before": ("all-reduce", CRASH | {"ended_in": "matrix products"}, WARNING,
+                          "rank 3 stopped before it", ""),
     "never came": ("all-reduce", LATE | {"ended_in": "matrix products"}, WARNING,
                    "rank 3 stopped before it", ""),
     "no code for the GPU": ("first kernel", {"fails_in": {

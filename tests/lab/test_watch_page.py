@@ -34,6 +34,7 @@ from tests.support.watching import (
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"needs one of {', '.join(PROGRAMS)}")
+expect.set_options(timeout=30_000)  # machines of continuous integration are busy
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
 
 
@@ -268,10 +269,10 @@ def test_a_server_that_ends_or_has_another_token_is_reported(
     with served(runs_dir) as server:
         open_page(page, server)
         page.route("**/runs?", lambda route: route.abort())
-        expect(page.locator("#news")).to_contain_text("no answer", timeout=30_000)
+        expect(page.locator("#news")).to_contain_text("no answer")
         expect(drawn(page, "Loss")).to_have_count(4)
         page.unroute("**/runs?")
-        expect(page.locator("#news")).to_contain_text("updated", timeout=30_000)
+        expect(page.locator("#news")).to_contain_text("updated")
         assert drawn(page, "Loss").count() == 4
         page.goto(server.address.replace("token=", "token=x"))  # of an earlier launch, or none
         expect(page.locator("#news")).to_have_text("open the address that lab watch has printed")
