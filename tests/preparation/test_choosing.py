@@ -11,7 +11,7 @@ from basics.errors import UserError
 from preparation.choosing import Choice, config_patterns, listed, split_of
 from preparation.sources import find_documents
 from tests.support.hub_server import Hub, serving, used_in_this_process
-from tests.support.preparation import DOCUMENTS, prepare, write_source
+from tests.support.preparation import prepare
 from tests.support.workplace import succeeded
 
 NAMES = ["data/en/a.parquet", "data/de/a.parquet", "sample/10BT/a.parquet", "sample/10BT/b.parquet"]
@@ -174,15 +174,3 @@ def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path: Pat
         result = prepare(hub.repository, str(tmp_path / "3"), "--subset", "it")
         assert result.returncode == 2 and result.stderr.count("\n") == 1
         assert "it matches no directory; there are de, en, fr, germanic (and" in result.stderr
-
-
-def test_the_standard_library_has_no_subset(tmp_path: Path) -> None:
-    result = prepare("python-stdlib", str(tmp_path / "out"), "--split", "train")
-    assert result.returncode == 2 and "has no --subset and no --split" in result.stderr
-
-
-def test_a_subset_of_files_gives_their_documents(tmp_path: Path) -> None:
-    source = write_source("parquet", tmp_path / "source")
-    result = succeeded(prepare(str(source), str(tmp_path / "out"), "--tokenizer", "bytes",
-                               "--subset", "sample/*"))
-    assert f"{len(DOCUMENTS)} documents" in result.stdout

@@ -40,16 +40,3 @@ def test_a_task_is_the_same_in_batches_of_any_size(monkeypatch: pytest.MonkeyPat
     first, second, third, fourth = one_by_one([piece.text for piece in pieces], "gpt2")
     assert encoded.tokens.tolist() == [*first, *second, 50256, 50256, *third, *fourth, 50256]
     assert encoded.ends.tolist() == [[4, 13, 13], [5, 13, 13], [8, 17, 16]]
-
-
-def test_texts_are_encoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def counted(texts: list[str], tokenizer: object) -> list[np.ndarray]:
-        calls.append(len(texts))
-        return encode_batch(texts, tokenizer)
-
-    monkeypatch.setattr(preparation.encoding, "encode_batch", counted)
-    monkeypatch.setattr(preparation.encoding, "BATCH_CHARACTERS", 10)
-    encode_task(Texts([Piece("12345", True)] * 5, 1), lambda: load_tokenizer("bytes"))
-    assert calls == [2, 2, 1]

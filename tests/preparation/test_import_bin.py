@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 from basics.errors import UserError
 from preparation import import_bin
 from preparation.import_bin import import_tokens
-from preparation.journal import Journal
 from run_config import load_run
 from tests.support.preparation import prepare, tokens_in
 from tests.support.workplace import Workplace, succeeded
@@ -111,14 +110,6 @@ def test_a_single_file_is_divided_by_its_tokens(tmp_path: Path) -> None:
     tokens = tokens_in(tmp_path / "out")
     assert tokens["train"].tolist() == TOKENS[:990].tolist()
     assert tokens["validation"].tolist() == TOKENS[990:].tolist()
-
-
-def test_two_imports_to_one_output_are_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
-                                         "val.bin": TOKENS.tobytes()})
-    with Journal(tmp_path / "out"):
-        with pytest.raises(UserError, match="another process is preparing this dataset"):
-            import_tokens([source], tmp_path / "out", "gpt2")
 
 
 def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
