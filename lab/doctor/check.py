@@ -23,6 +23,8 @@ COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "red", SKIPPED: "bright_black
 NARROWEST, WIDEST = 60, 120  # columns of a report
 OTHER_PLACE = {f"disk of {name}": f"name another place with --{name}-dir"
                for name in ("runs", "datasets")}
+OTHER_MACHINE = "restart the machine, or take another one"
+INSTALL_TORCH = "install a PyTorch that is built for this GPU: https://pytorch.org"
 CHECK_SECONDS = 12.0  # for one check; the disks' and the hub's take a few
 
 

@@ -25,6 +25,7 @@ from basics.errors import UserError, describe
 from basics.gpu_readings import read_gpus
 from basics.json_files import to_json
 from basics.machine import cuda_problem
+from lab.doctor.check import OTHER_MACHINE, ok, problem, warn_unless, warning
 from lab.plan.setting import GPT2_SMALL
 from processes.launch import Process, join_process_group, share_cpu_cores
 from processes.signals import end_with_parent
@@ -102,16 +103,19 @@ def first_kernel(device: torch.device) -> dict[str, Any]:
 
 
 def attention(spec: SimpleNamespace, device: torch.device) -> dict[str, Any]:
-    """Report the precision and the attention kernel of the run, or of GPT-2 small."""
+    """Judge the attention kernel of the run, or of GPT-2 small; report the precision."""
     model, train = GPT2_SMALL, TRAIN
     if spec.run_name is not None:
         run = load_run(Path(spec.runs_dir), spec.run_name)
         model, train = run.model, run.train
     train = resolve_for_device(train, device)
     check_attention(model, train, device)
-    options = choose_forward_options(model, train, device)
-    return {"kernel": kernel_name(model, train, device, options), "precision": train.precision,
-            "of": "" if spec.run_name else " (GPT-2 small)", "on_gpu": device.type == "cuda"}
+    kernel = kernel_name(model, train, device, choose_forward_options(model, train, device))
+    return {"precision": train.precision, "finding": warn_unless(
+        kernel != "math" or device.type != "cuda",
+        f"{kernel}, in {train.precision}{'' if spec.run_name else ' (GPT-2 small)'}", "it is slow;"
+        ' remove attention "math" and precision "fp32" from train.json, or use a head size'
+        " (emb_dim / n_heads) of 64 or 128")}
 
 
 def triton_kernel(device: torch.device) -> dict[str, Any]:
@@ -127,14 +131,19 @@ def triton_kernel(device: torch.device) -> dict[str, Any]:
     source = torch.arange(1024, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     double[(1,)](source, target)
-    return {"version": triton.__version__, "is_right": torch.equal(target, 2 * source)}
+    text = f"Triton {triton.__version__} compiles and runs"
+    return {"finding": ok(text) if torch.equal(target, 2 * source) else problem(
+        f"{text}, with wrong results", OTHER_MACHINE)}
 
 
 def unreachable_peers(num_gpus: int) -> dict[str, Any]:
-    """Report the pairs of GPUs that cannot read each other's memory."""
+    """Judge how many GPUs cannot read each other's memory."""
     pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
-    return {"num_pairs": len(pairs), "without": [
-        pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]}
+    without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    return {"finding": warning(
+        f"{len(without)} of {len(pairs)} pairs of GPUs cannot, such as {without[0][0]} and"
+        f" {without[0][1]}", "data goes through the RAM, which is slower; consumer cards and some"
+        " virtual machines cannot do it") if without else ok(f"all {len(pairs)} pairs of GPUs")}
 
 
 def matrix_products(device: torch.device, precision: str) -> dict[str, Any]:

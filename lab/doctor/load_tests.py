@@ -22,6 +22,8 @@ import psutil
 from basics.gpu_readings import SLOWDOWNS
 from basics.machine import PROJECT_DIR, num_cpu_cores
 from lab.doctor.check import (
+    INSTALL_TORCH,
+    OTHER_MACHINE,
     Checks,
     Finding,
     Subject,
@@ -34,7 +36,6 @@ from lab.doctor.check import (
     warn_unless,
     warning,
 )
-from lab.doctor.machine_checks import INSTALL_TORCH, OTHER_MACHINE
 from reporting.speed import find_gpu
 
 HANG_SECONDS = 8.0  # in one part; an exchange counts from when the last process begins it
@@ -164,6 +165,8 @@ def check_load(load: Load) -> Checks:
             checks[part] = failure
         elif found and part in JUDGES:
             checks[part] = JUDGES[part](found)
+        elif found and "finding" in found[0]:
+            checks[part] = Finding(*found[0]["finding"])
         if part == PRODUCTS and (clocks := _clocks([each["gpu"] or {} for each in found])):
             checks["clocks"] = clocks
     if not load.begun[PARTS[0]] and load.is_late:
@@ -199,29 +202,6 @@ def _why_not(part: str, load: Load) -> Finding | None:
     if seconds < HANG_SECONDS or not (on_gpu or part == EXCHANGE):
         return unknown(load.how, MORE_TIME)
     return problem(f"has not ended on rank {min(waiting)} after {seconds:.0f} s", known)
-
-
-def _attention(found: Sequence[dict[str, Any]]) -> Finding:
-    first = found[0]
-    return warn_unless(
-        first["kernel"] != "math" or not first["on_gpu"],
-        f"{first['kernel']}, in {first['precision']}{first['of']}", "it is slow; remove attention"
-        ' "math" and precision "fp32" from train.json, or use a head size (emb_dim / n_heads) of 64'
-        " or 128")
-
-
-def _triton(found: Sequence[dict[str, Any]]) -> Finding:
-    text = f"Triton {found[0]['version']} compiles and runs"
-    return ok(text) if found[0]["is_right"] else problem(
-        f"{text}, with wrong results", OTHER_MACHINE)
-
-
-def _peers(found: Sequence[dict[str, Any]]) -> Finding:
-    pairs, without = found[0]["num_pairs"], found[0]["without"]
-    return ok(f"all {pairs} pairs of GPUs") if not without else warning(
-        f"{len(without)} of {pairs} pairs of GPUs cannot, such as {without[0][0]} and"
-        f" {without[0][1]}", "data goes through the RAM, which is slower; consumer cards and some"
-        " virtual machines cannot do it")
 
 
 def _products(found: Sequence[dict[str, Any]]) -> Finding:
@@ -274,6 +254,5 @@ def judge_exchange(found: Sequence[dict[str, Any]]) -> Finding:
         " take a machine with NVLink")
 
 
-JUDGES: dict[str, Callable[[Sequence[dict[str, Any]]], Finding]] = {
-    "PyTorch": lambda found: ok(found[0]["version"]), "attention": _attention, "Triton": _triton,
-    "peer-to-peer": _peers, PRODUCTS: _products, EXCHANGE: judge_exchange}
+JUDGES: dict[str, Callable[[Sequence[dict[str, Any]]], Finding]] = {  # of what all ranks found
+    "PyTorch": lambda found: ok(found[0]["version"]), PRODUCTS: _products, EXCHANGE: judge_exchange}

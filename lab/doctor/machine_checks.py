@@ -19,6 +19,8 @@ import psutil
 from basics.gpu_readings import GpuReading, read_gpus
 from basics.machine import find_compiler, num_usable_cores
 from lab.doctor.check import (
+    INSTALL_TORCH,
+    OTHER_MACHINE,
     OTHER_PLACE,
     PROBLEM,
     SKIPPED,
@@ -36,8 +38,6 @@ from lab.doctor.check import (
 BUSY_MEMORY_SHARE, BUSY_PERCENT = 0.1, 30  # of a GPU in use; an idle one's driver takes less
 HOT_C = 85  # most cards slow down a few degrees above
 NO_ANSWER = "the driver does not answer"
-OTHER_MACHINE = "restart the machine, or take another one"
-INSTALL_TORCH = "install a PyTorch that is built for this GPU: https://pytorch.org"
 CORES_PER_PROCESS = 2  # one for the process, one for reading data, saving and charts
 FEW_OPEN_FILES = 1024
 TEST_BYTES, CHUNK_BYTES = 256 * 2**20, 32 * 2**20  # written to measure a disk

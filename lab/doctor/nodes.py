@@ -16,10 +16,9 @@ import torch.distributed as dist
 from basics.errors import describe
 from basics.machine import code_digest
 from basics.time_limit import within
-from lab.doctor.check import Checks, Finding, ok, problem, warning
+from lab.doctor.check import OTHER_MACHINE, Checks, Finding, ok, problem, warning
 from lab.doctor.load import all_reduce, first_kernel
 from lab.doctor.load_tests import ADVICE, EXCHANGE, judge_exchange
-from lab.doctor.machine_checks import OTHER_MACHINE
 from processes.launch import this_process
 from processes.startup_agreement import open_store
 from run_config import Run

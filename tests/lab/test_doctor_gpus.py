@@ -35,7 +35,6 @@ REDUCED = {"backend": "nccl", "bytes": 2**28, "seconds": 0.002, "is_right": True
 CLOCKS = {"sm_clock_mhz": 1400, "max_sm_clock_mhz": 1410, "temperature_c": 55,
           "throttle_reasons": ["sw power cap"]}
 PRODUCTS = {"flops": 250e12, "dtype": "bfloat16", "name": "NVIDIA A100-SXM4-40GB", "gpu": CLOCKS}
-ATTENTION = {"kernel": "flash", "precision": "bf16", "of": "", "on_gpu": True}
 
 
 def subject(**changes: Any) -> Subject:
@@ -147,7 +146,7 @@ def judged(name: str, changes: dict[str, Any] | None = None, *,
         end: of `Load`. `ended_in`, `fails_in`: the last part of the fourth process, which it began
             20 seconds before the end, and the part that fails there, with its error.
     """
-    parts = {"PyTorch": FACTS, "first kernel": {"one": 1.0}, "attention": ATTENTION,
+    parts = {"PyTorch": FACTS, "first kernel": {"one": 1.0}, "attention": {"precision": "bf16"},
              "matrix products": PRODUCTS, "all-reduce": REDUCED}
     parts[name] = parts.get(name, {}) | (changes or {})
     ended_in, fails_in = end.pop("ended_in", None), end.pop("fails_in", {})
@@ -172,13 +171,6 @@ JUDGED = {  # the part, what differs in all, and in the fourth: the verdict, and
     "weak": ("matrix products", {"flops": 100e12}, {}, WARNING, "32% of the peak"),
     "one is slow": ("matrix products", {}, {"flops": 180e12}, WARNING, "GPU 3 much slower"),
     "an unknown card": ("matrix products", {"name": "Some card"}, {}, OK, "250 TFLOP/s in bf"),
-    "Triton": ("Triton", {"version": "3.9", "is_right": True}, {}, OK, "3.9 compiles and runs"),
-    "wrong": ("Triton", {"version": "3.9", "is_right": False}, {}, PROBLEM, "wrong results"),
-    "peers": ("peer-to-peer", {"num_pairs": 12, "without": []}, {}, OK, "all 12 pairs"),
-    "no peers": ("peer-to-peer", {"num_pairs": 12, "without": [[0, 3], [3, 0]]}, {}, WARNING,
-                 "2 of 12 pairs of GPUs cannot, such as 0 and 3"),
-    "attention": ("attention", {}, {}, OK, "flash, in bf16"),
-    "math": ("attention", {"kernel": "math"}, {}, WARNING, "math, in bf16"),
     "bandwidth of nccl-tests": ("all-reduce", {}, {}, OK, "201 GB/s bus bandwidth, 4 processes"),
     "slow exchange": ("all-reduce", {"seconds": 0.5}, {}, WARNING, "0.805 GB/s"),
     "wrong sums": ("all-reduce", {}, {"is_right": False}, PROBLEM, "gives wrong sums"),
@@ -308,13 +300,29 @@ def test_the_exchange_is_tried_over_gloo_too_and_a_wrong_sum_is_seen(
 
 def test_pairs_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda i, j: {i, j} != {0, 2})
-    assert load.unreachable_peers(3) == {"num_pairs": 6, "without": [(0, 2), (2, 0)]}
+    verdict, text, _ = load.unreachable_peers(3)["finding"]
+    assert verdict == WARNING and text == "2 of 6 pairs of GPUs cannot, such as 0 and 2"
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda i, j: True)
+    assert load.unreachable_peers(4)["finding"] == (OK, "all 12 pairs of GPUs", "")
+
+
+@pytest.mark.parametrize(("kernel", "device", "verdict"), [
+    ("flash", "cuda", OK), ("math", "cuda", WARNING), ("math", "cpu", OK)])
+def test_slow_attention_on_a_gpu_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, device: str, verdict: str
+) -> None:
+    for name in ("check_attention", "choose_forward_options"):
+        monkeypatch.setattr(load, name, lambda *_: None)
+    monkeypatch.setattr(load, "resolve_for_device", lambda train, _: train)
+    monkeypatch.setattr(load, "kernel_name", lambda *_: kernel)
+    found = load.attention(SimpleNamespace(run_name=None), torch.device(device))["finding"]
+    assert found.verdict == verdict and found.text.startswith(f"{kernel}, in ")
 
 
 def test_the_kernel_doubles_a_vector_on_tritons_interpreter() -> None:
     pytest.importorskip("triton")
     program = ("import torch; from lab.doctor.load import triton_kernel;"
-               " print(triton_kernel(torch.device('cpu'))['is_right'])")
+               " print(triton_kernel(torch.device('cpu'))['finding'][0])")
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                             cwd=PROJECT_DIR, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert result.stdout == "True\n", result.stderr
+    assert result.stdout == "ok\n", result.stderr
