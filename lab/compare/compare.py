@@ -25,8 +25,8 @@ PAGE = """<!DOCTYPE html>
 <style>
 body {{ font-family: sans-serif; margin: 1.5em; }}
 .table {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: 75%; }}
-th, td {{ padding: 0.3em 0.5em; border-bottom: 1px solid #ccc; vertical-align: top; }}
+table {{ border-collapse: collapse; font-size: clamp(7px, 0.72vw, 12px); }}
+th, td {{ padding: 0.3em 0.4em; border-bottom: 1px solid #ccc; vertical-align: top; }}
 .left {{ text-align: left; }}
 .right {{ text-align: right; }}
 img {{ max-width: 100%; display: block; margin: 1em 0; }}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from basics.text import gb
+from basics.text import dollars, gb
 from lab.plan.estimate import (
     Bounds,
     Estimate,
@@ -102,7 +102,8 @@ def cost_table(run: Run, estimates: list[Estimate], budget: float | None) -> Tab
         columns.append(Column(f"validation every\n{run.train.validation_interval:,} steps"))
     columns.append(Column("source", "left"))
     if budget is not None:
-        columns.append(Column(f"budget\n${amount(budget)}", "left"))
+        columns.append(Column(f"budget\n${dollars(budget) if budget < 1 else amount(budget)}",
+                              "left"))
     for found in estimates:
         hours, usd, rough = found.hours, found.usd, "~" if found.speed.source == ROUGH else ""
         row = [found.machine.name, amount(found.machine.usd_per_hour),

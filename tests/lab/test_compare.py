@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from click.testing import Result
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from playwright.sync_api import sync_playwright
 
 from basics.errors import UserError
 from lab.compare import charts as comparison_charts
@@ -494,6 +496,22 @@ def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(
     images = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert [base64.b64decode(image) for image in images] == [path.read_bytes() for path in charts]
     assert text.count("<tr>") == 1 + 3 + 14 and "http" not in text
+
+
+@pytest.mark.skipif(shutil.which("chromium-headless-shell") is None, reason="needs Chromium")
+def test_the_page_shows_all_columns_in_a_window_of_1200_pixels(runs: Runs, tmp_path: Path) -> None:
+    runs.add_batches()
+    page = tmp_path / "page.html"
+    succeeded(runs.run("--published", "--html", str(page)))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium-headless-shell"))
+        tab = browser.new_page(viewport={"width": 1200, "height": 700})
+        tab.goto(page.as_uri())
+        shown, whole = (tab.evaluate(f"document.querySelector('.table').{width}")
+                        for width in ("clientWidth", "scrollWidth"))
+        browser.close()
+    assert whole <= shown
 
 
 def test_missing_charts_are_reported_and_old_charts_are_deleted(

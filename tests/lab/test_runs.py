@@ -76,8 +76,10 @@ def test_every_command_tells_the_same_time_and_money(runs_dir: Path) -> None:
     options = ("--json", "--runs-dir", str(runs_dir))
     (state,) = checked(run_lab("list", *options).stdout).runs
     (row,) = checked(run_lab("compare", *options).stdout).rows
-    assert (state.seconds, state.usd) == (row.seconds, row.usd) == (60.0, pytest.approx(0.6))
-    assert (state.status, row.status) == ("no heartbeat",) * 2
+    (page,) = Watched(runs_dir).runs()["runs"]
+    assert (state.seconds, state.usd) == (row.seconds, row.usd) == (page["seconds"], page["usd"])
+    assert (state.seconds, state.usd) == (60.0, pytest.approx(0.6))
+    assert state.status == row.status == page["status"] == "no heartbeat"
 
 
 @pytest.mark.parametrize(("summary", "heartbeat", "written", "status"), [

@@ -119,7 +119,7 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
     (["--range", "learning_rate=0.1,-1"], "learning_rate should be greater than 0"),
     (["--change", "vocab_size=null"], '"vocab_size" is missing'),
     ([], "no such sweep yet; name at least one --change"),
-    (["--change", "drop_rate=0", "--name", "../x"], "is not a plain name"),
+    (["--change", "drop_rate=0", "--name", "../x"], "of letters, digits, '.', '_' and '-', at"),
     (["--change", "drop_rate=0", "--budget-usd", "3"], "needs the machine's price"),
     (["--change", "drop_rate=0", "other"], "one BASE is changed"),
     (["--change", "drop_rate=0", "--", "--nproc_per_node=2"], "--nproc-per-node N"),
