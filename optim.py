@@ -154,13 +154,13 @@ class _Part:
 
 
 class Muon(AdamW):
-    """Muon for the groups with `is_orthogonalised`, AdamW for the others. `step`: every rank.
+    """Muon for the group with `is_orthogonalised`, AdamW for the others. `step`: every rank.
 
     All ranks hold the momentum of all matrices. Each one orthogonalises its share of them, a batch
     for each shape, and the results are gathered, so that this work is done once.
 
     Args:
-        groups: parameter groups. Those with `is_orthogonalised` have a `momentum`.
+        groups: parameter groups. The one with `is_orthogonalised` has a `momentum`.
         dtype: of the orthogonalisation.
         rank, world_size: of this process.
 
@@ -177,7 +177,7 @@ class Muon(AdamW):
                  world_size: int) -> None:
         super().__init__(groups, fused=True)
         self._dtype, self._rank, self._world_size = dtype, rank, world_size
-        parts = sorted((part for group in self._matrix_groups() for parameter in group["params"]
+        parts = sorted((part for parameter in self._matrices()["params"]
                         for part in _parts(parameter)), key=lambda part: part.shape)
         self._parts_by_shape = [list(same) for _, same in groupby(parts, lambda part: part.shape)]
         self._scales = {same[0].shape: torch.tensor(  # (n, 1, 1)
@@ -186,8 +186,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self._matrix_groups():
-            self._step_matrices(group)
+        self._step_matrices(self._matrices())
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["is_orthogonalised"]]
         try:
@@ -195,8 +194,8 @@ class Muon(AdamW):
         finally:
             self.param_groups = groups
 
-    def _matrix_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["is_orthogonalised"]]
+    def _matrices(self) -> dict[str, Any]:
+        return next(group for group in self.param_groups if group["is_orthogonalised"])
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         self._update_momentum(group)

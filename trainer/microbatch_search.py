@@ -50,14 +50,14 @@ def search(script: str, options: Options, num_processes: int) -> None:
     memory = "     allocated      reserved" if on_gpu else "      resident        mapped"
     say(f"microbatch {memory}     tokens/s")
 
-    def train(size: int) -> Trial:
+    def try_size(size: int) -> Trial:
         trial = try_microbatch([script, *sys.argv[1:]], size, num_processes, on_gpu=on_gpu)
         say(f"{size:>10,} {gib(trial.allocated_gib * 2**30):>14}"
             f" {gib(trial.reserved_gib * 2**30):>13} {trial.tokens_per_second:>12,.0f}"
             if trial.fits else f"{size:>10,} {'out of memory':>28}")
         return trial
 
-    trials = find_max_microbatch(train)
+    trials = find_max_microbatch(try_size)
     if not trials[0].fits:
         raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
                         " context_length smaller, or use a larger card (see: lab plan)")
@@ -125,7 +125,7 @@ def try_microbatch(command: list[str], microbatch_size: int, num_processes: int,
     raise UserError(f"microbatch {microbatch_size} failed: {reason}", FAILED)
 
 
-def find_max_microbatch(train: Callable[[int], Trial]) -> list[Trial]:
+def find_max_microbatch(try_size: Callable[[int], Trial]) -> list[Trial]:
     """Try larger microbatches, then ones in between, until the largest that fits is known.
 
     A line through the memory of the two largest that fit predicts the next one to try. In smaller
@@ -134,7 +134,7 @@ def find_max_microbatch(train: Callable[[int], Trial]) -> list[Trial]:
     Returns:
         The trials in order, at most `MAX_TRIALS`. The first has a microbatch of 1.
     """
-    trials = [train(1)]
+    trials = [try_size(1)]
     while len(trials) < MAX_TRIALS:
         fitting, failure = by_size(trials)
         if not fitting or failure == fitting[-1].microbatch_size + 1:
@@ -156,7 +156,7 @@ def find_max_microbatch(train: Callable[[int], Trial]) -> list[Trial]:
             guess = min(predicted * SAFETY, low * MAX_GROWTH)
         else:
             guess = max(predicted, low + 1 + low // 100)
-        trials.append(train(max(int(guess), low + 1)))
+        trials.append(try_size(max(int(guess), low + 1)))
     return trials
 
 

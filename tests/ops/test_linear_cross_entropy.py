@@ -87,6 +87,7 @@ def test_whole_compiled_code_keeps_the_logits_in_low_precision_only() -> None:
     assert buffers.count(f"({N}, 1024) bfloat16") == 1
 
 
+@pytest.mark.thorough
 def test_compiled_code_in_chunks_uses_two_buffers_in_turn() -> None:
     sizes = [name for name in compiled(**FORMS["in chunks"])
              if name.startswith((f"({N}, 10", f"({CHUNK}, 10"))]
