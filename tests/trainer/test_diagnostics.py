@@ -145,15 +145,13 @@ def test_a_run_records_its_diagnostics_stops_and_resumes(workplace: Workplace) -
                      record["head_grad_norm"]]
             grad_norms.append(math.hypot(*parts))
     assert len(grad_norms) == 12
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert 0 < summary["seconds"]["diagnostics"] < sum(summary["seconds"].values())
     reports = [record for record in records if "train_loss" in record]
     assert [record["global_step"] for record in reports] == [4, 6, 9, 11]
     for first, report in zip((0, 5, 7, 10), reports, strict=True):
         window = grad_norms[first : report["global_step"] + 1]  # of the averaged gradients
         assert report["grad_norm_max"] == pytest.approx(max(window), rel=1e-3)
-    seconds = [record["seconds"] for record in records]
-    assert seconds == sorted(seconds)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert 0 < summary["seconds"]["diagnostics"] < sum(summary["seconds"].values())
     assert (run_dir / "layers-chart.png").read_bytes()[:4] == b"\x89PNG"
 
 

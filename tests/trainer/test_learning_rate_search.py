@@ -6,7 +6,7 @@ import errno
 import json
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,20 +116,15 @@ def optimizer_of(run: Run) -> torch.optim.Optimizer:
     return build_training_state(run.model, train, CPU).optimizer
 
 
-@pytest.fixture
-def few_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces the rates by fewer, in another range."""
-    return lambda low, high, count=60: monkeypatch.setattr(
-        learning_rate_search, "RATES", np.geomspace(low, high, count))
-
-
-def find(workplace: Workplace) -> None:
-    """Run the test in this process."""
+def find(workplace: Workplace, rates: np.ndarray) -> None:
+    """Run the test in this process, with other rates."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir,
                       find_learning_rate=True)
     try:
-        ddp_train.find_learning_rate(options, CPU, Agreement.in_one_process())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(learning_rate_search, "RATES", rates)
+            ddp_train.find_learning_rate(options, CPU, Agreement.in_one_process())
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -138,8 +133,7 @@ def find(workplace: Workplace) -> None:
 
 
 def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(
-    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture
+    tiny: Run, workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Also where it diverges, and where the chart, the only new file, cannot be written."""
     seen, take = [], TrainingStep.take
@@ -157,33 +151,31 @@ def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(
     monkeypatch.setattr(charts, "draw_by_hand", fail)
     change_config(tiny, {"precision": "bf16", "optimizer": "muon"})
     before = contents(workplace.root)
-    few_rates(1e-3, 1e4, 150)
+    rates = np.geomspace(1e-3, 1e4, 150)
     with pytest.raises(UserError, match=f"{CHART_NAME}: cannot be written: No space") as error:
-        find(workplace)
+        find(workplace, rates)
     assert error.value.status == DISK_FULL and contents(workplace.root) == before
     output = capsys.readouterr().out
     assert int(re.search(r"it diverged after (\d+) steps", output)[1]) < 150
     assert float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1]) < 1
     assert '"matrix_learning_rate": ' in output and "keep their ratio" in output
     assert [index for index, _, _ in seen] == list(range(len(seen)))
-    assert [rate for _, rate, _ in seen] == pytest.approx(
-        np.geomspace(1e-3, 1e4, 150)[: len(seen)].tolist())
+    assert [rate for _, rate, _ in seen] == pytest.approx(rates[: len(seen)].tolist())
     fresh = build_training_state(tiny.model, resolve_for_device(tiny.train, CPU.device), CPU)
     assert seen[0][2] == fresh.model.token_embedding.weight.sum().item()
 
 
 def test_a_test_without_a_result_writes_nothing(
-    tiny: Run, workplace: Workplace, few_rates: Callable, monkeypatch: pytest.MonkeyPatch
+    tiny: Run, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contents(workplace.root)
-    few_rates(1e-12, 1e-11)
     for fault, status, message in (
         ("gradient:nan", NON_FINITE, "the loss of the first step is not finite"),
         ("no-place:nan", BAD_INPUT, "the loss fell at no learning rate"),
     ):
         monkeypatch.setenv(VARIABLE, fault)
         with pytest.raises(AgreedError, match=message) as error:
-            find(workplace)
+            find(workplace, np.geomspace(1e-12, 1e-11, 60))
         assert error.value.status == status and contents(workplace.root) == before
 
 

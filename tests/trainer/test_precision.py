@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from ddp_train import TrainingStep
 from gpt import attend
 from run_config import ModelConfig, TrainConfig
 from tests.support.in_process import refused
-from tests.support.steps import step_of
+from tests.support.steps import microbatches, step_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace
 from tokens.batches import Microbatch
 from trainer.precision import check_attention, remedy, resolve_for_device
@@ -103,14 +104,10 @@ def test_the_compiler_lets_the_watchdog_run_and_measures_no_kernels_if_determini
         assert not torch._inductor.config.use_static_cuda_launcher
 
 
-def train(step: TrainingStep, first: int, stop: int) -> TrainingStep:
-    """Take steps; ids repeat, so that gradients of the embedding are sums."""
-    tokens = torch.randint(0, 40, (2 * STEPS, 2, 8, 16), generator=torch.Generator().manual_seed(0))
-    batches = (Microbatch(index, *tokens[index].to(step.process.device))
-               for index in range(2 * first, 2 * stop))
+def train(step: TrainingStep, first: int, stop: int) -> None:
+    batches = itertools.islice(microbatches(GPU), 2 * first, None)
     for _ in range(first, stop):
         step.take(batches, num_microbatches=2, learning_rate=1e-2)
-    return step
 
 
 @pytest.mark.gpu
