@@ -44,11 +44,11 @@ def fill(window: LossWindow, number: int, *, steps: int = REPORT_INTERVAL,
     return [(each.global_step, each.learning_rate, summary.train_loss) for each, summary in closed]
 
 
-def test_on_a_cpu_a_window_is_read_at_once() -> None:
+def test_a_window_is_read_at_once_and_with_a_lag_when_the_next_one_is_closed(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert fill(LossWindow(CPU), 1) == [(10, 0.1, 1.0)]
-
-
-def test_with_a_lag_a_window_is_read_when_the_next_one_is_closed(late: None) -> None:
+    monkeypatch.setitem(loss_window.LAG, "cpu", 1)
     window = LossWindow(CPU)
     assert [fill(window, number) for number in (1, 2, 3)] == [
         [], [(10, 0.1, 1.0)], [(20, 0.2, 2.0)]]
@@ -72,6 +72,16 @@ def test_losses_are_averaged_over_processes_and_without_skipped_steps(
     ((_, summary),) = window.close(4, 0.1, PhaseClock(), waits=True)
     assert (summary.train_loss, summary.train_loss_max, summary.grad_norm) == (6.0, 9.0, 2.0)
     assert summary.skipped_steps == window.longest_skipped == 2
+
+
+def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
+    window, found = LossWindow(CPU), []
+    for group in ("1100", "0000", "0001", "1111", "0010"):  # 1 is a good step
+        for step in group:
+            window.add(torch.tensor(1.0), torch.tensor(1.0 if step == "1" else math.inf))
+        window.close(0, 1e-3, PhaseClock(), waits=False)
+        found.append(window.longest_skipped)
+    assert found == [2, 6, 9, 0, 2]
 
 
 def test_speed_is_that_of_the_windows_own_steps(

@@ -13,7 +13,7 @@ from processes import launch
 from processes.launch import Process, gpu_uuids
 from reporting import machine_meter
 from reporting.machine_meter import EnergyMeter, MachineMeter, gpu_values
-from reporting.metrics_file import OF_MACHINE, read_metrics, spent_before
+from reporting.metrics_file import OF_MACHINE
 from tests.support.fake_nvml import H100, FakeNvml
 from tests.support.fake_time import FakeTime
 from tests.support.runs import summary_of
@@ -106,19 +106,17 @@ def test_a_failure_is_told_once_and_readings_go_on(
     assert ended() and HOST < set(meter.pop_reading())
 
 
-@pytest.mark.parametrize(("masks", "reason"), [
-    ((0x1, 0x4), None), ((0x80, 0x68), "hw thermal slowdown"),
-])
 def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masks: tuple[int, int], reason: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
-        f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
-        for n, mask in enumerate(masks)}))
-    meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
-    meter.start()
-    meter.stop()
-    assert ended() and meter.throttling() == reason
+    for masks, reason in (((0x1, 0x4), None), ((0x80, 0x68), "hw thermal slowdown")):
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
+            f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
+            for n, mask in enumerate(masks)}))
+        meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
+        meter.start()
+        meter.stop()
+        assert ended() and meter.throttling() == reason
 
 
 def test_what_no_gpu_tells_has_no_key() -> None:
@@ -171,18 +169,6 @@ def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(
     assert gpu_uuids(replace(process, device=launch.torch.device("cpu"))) == []
     monkeypatch.setattr(launch.torch.version, "cuda", None)  # PyTorch for AMD
     assert gpu_uuids(process) == []
-
-
-@pytest.mark.parametrize("summary", ["", '{"energy_kwh": null}', '{"energy_kwh": -1}',
-                                     '{"energy_kwh": 0.5}'])
-def test_earlier_energy_is_the_most_that_was_written(tmp_path: Path, summary: str) -> None:
-    metrics, summary_path = tmp_path / "metrics.jsonl", tmp_path / "summary.json"
-    metrics.write_text('{"global_step": 1, "energy_kwh": 0.75}\n{"global_step": 2}\n'
-                       '{"global_step": 3, "energy_kwh": 1e300}\n')
-    summary_path.write_text(summary)
-    assert spent_before(read_metrics(metrics), summary_path)[2] == 0.75
-    summary_path.write_text('{"energy_kwh": 1.25}')
-    assert spent_before(read_metrics(metrics), summary_path)[2] == 1.25
 
 
 def with_gpus(workplace: Workplace, *arguments: str) -> str:

@@ -84,16 +84,14 @@ def test_the_model_is_left_in_training_mode(tmp_path: Path) -> None:
     assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]
 
 
-@pytest.mark.parametrize("prompts", ["def ", [], [1], ["a"] * 65, ["a" * 20_000], None])
-def test_prompts_must_be_a_list_of_texts_and_need_a_validation(
-    tmp_path: Path, prompts: object
-) -> None:
-    values = {"dataset": "d", "microbatch_size": 1, "checkpoint_interval": 1}
+def test_prompts_must_be_a_list_of_texts_and_need_a_validation(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
-    path.write_text(json.dumps(values | {"sample_prompts": ["a"]} if prompts is None else
-                               values | {"sample_prompts": prompts, "validation_interval": 1,
-                                         "validation_batches": 1}))
-    message = "continued at each validation, but there is none" if prompts is None else (
-        "sample_prompts")
-    with pytest.raises(UserError, match=message):
-        load_config(path, TrainConfig)
+    values = {"dataset": "d", "microbatch_size": 1, "checkpoint_interval": 1}
+    validated = values | {"validation_interval": 1, "validation_batches": 1}
+    for config, message in (
+            (values | {"sample_prompts": ["a"]}, "continued at each validation, but there is none"),
+            *((validated | {"sample_prompts": prompts}, "sample_prompts")
+              for prompts in ("def ", [], [1], ["a"] * 65, ["a" * 20_000]))):
+        path.write_text(json.dumps(config))
+        with pytest.raises(UserError, match=message):
+            load_config(path, TrainConfig)

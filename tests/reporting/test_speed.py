@@ -95,13 +95,6 @@ def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only() -> None
         assert sum(bool(re.fullmatch(gpu.pattern, model, re.IGNORECASE)) for gpu in GPUS) == 1
 
 
-def test_an_unknown_gpu_is_not_guessed() -> None:
-    for device in UNKNOWN_NAMES:
-        line = replace(SLOW, device_name=device).line()
-        assert line.endswith(f" (no MFU: the peak speed of {device} is not known)")
-        assert "% MFU" not in line
-
-
 DATA_SHEETS = {  # GB, and TFLOP/s in bf16 (or fp16), tf32 and fp32, dense
     "A100-40": (40, 312, 156, 19.5), "A100-80": (80, 312, 156, 19.5),
     "GH200": (96, 989, 495, 67), "H100": (80, 989, 495, 67), "H100-NVL": (94, 835, 417, 60),
@@ -117,6 +110,12 @@ DATA_SHEETS = {  # GB, and TFLOP/s in bf16 (or fp16), tf32 and fp32, dense
 }
 
 
+def test_an_unknown_gpu_is_not_guessed() -> None:
+    for device in UNKNOWN_NAMES:
+        line = replace(SLOW, device_name=device).line()
+        assert line.endswith(f" (no MFU: the peak speed of {device} is not known)")
+
+
 def test_memory_and_peaks_are_those_of_the_data_sheets() -> None:
     assert set(DATA_SHEETS) == {gpu.name for gpu in GPUS}
     for name, (memory, *wanted) in DATA_SHEETS.items():
@@ -125,6 +124,9 @@ def test_memory_and_peaks_are_those_of_the_data_sheets() -> None:
         peaks = [gpu.peak(precision) for precision in ("bf16", "tf32", "fp32")]
         assert peaks == pytest.approx([peak * 1e12 for peak in wanted])
         assert gpu.peak("fp16") == gpu.peak("bf16")
+    assert {gpu.name for gpu in GPUS if not gpu.has_bf16} == {
+        "V100", "V100-32", "V100-PCIe", "V100-PCIe-32", "T4"}
+    assert all(0.85 * card < usable_gib(card) < card - 1 for card in CARDS_GIB)
 
 
 def test_the_expected_mfu_is_that_of_public_figures() -> None:
@@ -146,41 +148,32 @@ def test_every_mfu_is_plausible_and_its_origin_a_gpu_of_the_table_or_an_assumpti
                 assert found.share == getattr(by_name[found.origin[5:]], kind).share
 
 
-def test_only_cards_before_ampere_have_no_bf16() -> None:
-    assert {gpu.name for gpu in GPUS if not gpu.has_bf16} == {
-        "V100", "V100-32", "V100-PCIe", "V100-PCIe-32", "T4"}
+def test_a_shared_validation_is_dealt_out_in_whole_microbatches() -> None:
+    for num_sequences, world_size, share in ((80, 8, 2 / 10), (8, 8, 1), (9, 8, 1 / 2),
+                                             (64, 8, 1 / 8), (0, 8, 0), (80, 1, 1)):
+        plan = BatchPlan(8, 1, world_size, 16, 100)
+        assert shared_validation(num_sequences, plan) == pytest.approx(share)
 
 
-def test_an_assumed_best_is_not_called_a_public_figure() -> None:
+def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones() -> None:
+    run = load_run(PROJECT_DIR / "runs", "original")
+    assert flops_per_token(run.model) == pytest.approx(854.44e6, rel=1e-5)
+    assert "493,000 tokens/s" in (line := replace(SLOW, tokens_per_second=493_000).line())
+    assert "5.3% MFU" in line
+    for optimizer, num_floats in (("adamw", 3 * 163_009_536),
+                                  ("muon", 3 * 163_009_536 - 12 * 12 * 768**2)):  # one moment each
+        train = run.train.model_copy(update={"optimizer": optimizer})
+        assert checkpoint_bytes(run.model, train, 163_009_536) == 4 * num_floats
+
+
+def test_a_speed_is_shown_beside_the_best_of_its_gpu() -> None:
+    assert "30.2% MFU; H100 should reach up to 41%" in GOOD.line()
     line = replace(GOOD, device_name="NVIDIA B200").line()
     assert "up to 40% with such a model (assumed)" in line
     assert "model (from A100-80)" in replace(GOOD, device_name="A100-SXM4-40GB").line()
-
-
-@pytest.mark.parametrize(("num_sequences", "world_size", "share"), [
-    (80, 8, 2 / 10), (8, 8, 1), (9, 8, 1 / 2), (64, 8, 1 / 8), (0, 8, 0), (80, 1, 1),
-])
-def test_a_shared_validation_is_dealt_out_in_whole_microbatches(
-    num_sequences: int, world_size: int, share: float
-) -> None:
-    plan = BatchPlan(8, 1, world_size, 16, 100)
-    assert shared_validation(num_sequences, plan) == pytest.approx(share)
-
-
-def test_flops_of_gpt2_small_are_the_published_ones() -> None:
-    model = load_run(PROJECT_DIR / "runs", "original").model
-    assert flops_per_token(model) == pytest.approx(854.44e6, rel=1e-5)
-
-
-def test_the_originals_speed_is_its_published_mfu() -> None:
-    line = replace(SLOW, tokens_per_second=493_000).line()
-    assert "493,000 tokens/s" in line and "5.3% MFU" in line
-
-
-def test_a_good_speed_has_no_reasons() -> None:
-    assert "30.2% MFU; H100 should reach up to 41%" in GOOD.line()
-    assert "reason" not in GOOD.line()
-    assert "likely reason: none found" in SLOW.line()
+    assert "at dropout 0.1, whose masks" in replace(GOOD, drop_rate=0.1).line()
+    assert "dropout" not in GOOD.line()
+    assert "dropout" not in replace(GOOD, drop_rate=0.1, is_compiled=False).line()
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
@@ -199,27 +192,7 @@ def test_a_low_speed_has_its_reason_and_no_other(changes: dict, reason: str) -> 
 
 
 def test_reasons_are_listed_below_half_of_the_expected_mfu() -> None:
+    assert "likely reason: none found" in SLOW.line()
     limit = 8 * 989e12 * 0.41 * FAR_BELOW / 854.44e6
     assert "reason" not in replace(GOOD, tokens_per_second=limit * 1.01).line()
     assert "reason" in replace(GOOD, tokens_per_second=limit * 0.99).line()
-
-
-def test_some_memory_of_a_card_is_not_usable() -> None:
-    assert all(0.85 * card < usable_gib(card) < card - 1 for card in CARDS_GIB)
-
-
-@pytest.mark.parametrize(("options", "num_floats"), [
-    ({}, 3 * 163_009_536),
-    ({"optimizer": "muon"}, 3 * 163_009_536 - 12 * 12 * 768**2),  # one moment of each matrix
-])
-def test_a_checkpoint_holds_weights_and_moments(options: dict, num_floats: int) -> None:
-    run = load_run(PROJECT_DIR / "runs", "original")
-    train = run.train.model_copy(update=options)
-    assert checkpoint_bytes(run.model, train, 163_009_536) == 4 * num_floats
-
-
-def test_dropout_is_named_beside_the_speed_of_compiled_code() -> None:
-    """Its masks cost time, and the published configs have it."""
-    assert "at dropout 0.1, whose masks" in replace(GOOD, drop_rate=0.1).line()
-    assert "fallback_random" not in replace(GOOD, drop_rate=0.1, is_compiled=False).line()
-    assert "dropout" not in GOOD.line()
