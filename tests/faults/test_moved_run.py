@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from basics.checkpoint_files import named_as_checkpoints, step_of
 from basics.failpoints import VARIABLE
 from checkpointing import list_checkpoints
 from tests.support.runs import (
@@ -64,28 +63,6 @@ def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
     assert "tiny is complete" in result.stdout and latest.exists()
 
 
-def test_a_copy_that_never_deletes_brings_no_abandoned_run_back(tmp_path: Path) -> None:
-    """A run that starts over on another machine, and goes on from a copy that has both."""
-    undisturbed = train_undisturbed(tmp_path / "undisturbed", OFTEN)
-    copies = tmp_path / "copies"
-    (copies / "tiny").mkdir(parents=True)
-    copying = ("--after-checkpoint", f"cp -a {{run_dir}}/. {copies}/{{run}}/")
-    first = new_machine(tmp_path / "first", None, learning_rate=0.1)  # as its weights will show
-    succeeded(first.torchrun(2, "tiny", "--max-steps", "8", *copying))
-    second = new_machine(tmp_path / "second", None)
-    result = succeeded(second.torchrun(2, "tiny", "--fresh", "--max-steps", "4", *copying))
-    assert "warning: --after" not in result.stdout
-    assert {step_of(path) for path in named_as_checkpoints(copies / "tiny/checkpoints")} == {
-        1, 3, 5, 7}
-    third = new_machine(tmp_path / "third", copies)
-    result = succeeded(third.torchrun(2, "tiny", *copying))
-    assert "resuming from" in result.stdout and "-iteration-3\n" in result.stdout
-    assert "are not of the present run (identity.json): ignored" in result.stdout
-    for run_dir in (third.runs_dir / "tiny", copies / "tiny"):
-        assert weights_of(run_dir) == weights_of(undisturbed)
-        assert validations_of(run_dir) == validations_of(undisturbed)
-
-
 @needs_rsync
 def test_the_checkpoint_of_a_stop_signal_is_copied(workplace: Workplace) -> None:
     workplace.add_dataset()
@@ -99,15 +76,15 @@ def test_the_checkpoint_of_a_stop_signal_is_copied(workplace: Workplace) -> None
     assert summary_of(copies / "tiny")["status"] == "stopped"
 
 
-def new_machine(root: Path, copies: Path | None, **train: float) -> Workplace:
+def new_machine(root: Path, copies: Path) -> Workplace:
     """Return an empty machine, with what the copy has of the run, or else a new run."""
     machine = Workplace(root)
     machine.add_dataset()
-    if copies is not None and (copies / "tiny/train.json").exists():
+    if (copies / "tiny/train.json").exists():
         machine.runs_dir.mkdir(exist_ok=True)
         subprocess.run(["cp", "-a", copies / "tiny", machine.runs_dir], check=True)
     else:
-        machine.add_run(train=OFTEN | train)
+        machine.add_run(train=OFTEN)
     return machine
 
 
