@@ -40,9 +40,8 @@ from lab.evaluate.tasks import TASKS
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
-def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], with_loss: bool,
-            benchmark: tuple[str, str] | None, microbatch_size: int, as_json: bool,
-            **tokens: Any) -> None:
+def command(targets: tuple[str, ...], benchmark: tuple[str, str] | None, as_json: bool,
+            **options: Any) -> None:
     """Measure models on held-out tokens and print one table, lowest loss first.
 
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
@@ -51,19 +50,18 @@ def command(targets: tuple[str, ...], checkpoints: str, tasks: tuple[str, ...], 
     losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.evaluate.held_out import Tokens
-    from lab.evaluate.measure import Request, measure_all
+    from lab.evaluate.held_out import Options
+    from lab.evaluate.measure import measure_all
     from lab.evaluate.results import Result, draw_over_tokens, tables
     from lab.table import terminal_width
 
-    tasks = (*tasks, *(["=".join(benchmark)] if benchmark else []))
-    request = Request(targets, checkpoints, tasks, measures_loss=with_loss or not tasks,
-                      microbatch_size=microbatch_size, tokens=Tokens(**tokens))
+    if benchmark:
+        options["tasks"] += ("=".join(benchmark),)
     results: list[Result] = []
     failed: UserError | None = None
     with stdout_to_stderr(as_json):
         try:
-            for result in measure_all(request):
+            for result in measure_all(targets, Options(**options)):
                 results.append(result)
         except UserError as error:  # loses no result of an earlier model
             failed = error

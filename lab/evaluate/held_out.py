@@ -38,9 +38,18 @@ TEXT_FACTS = ("source", "revision", "num_documents", "num_text_bytes")  # metada
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The command line's options about tokens, and where runs and datasets are."""
+class Options:
+    """The command line's options.
 
+    Attributes:
+        checkpoints: of runs: `all`, or names separated by commas.
+        tasks: NAME or NAME=FILE each.
+    """
+
+    checkpoints: str
+    tasks: tuple[str, ...]
+    with_loss: bool
+    microbatch_size: int
     dataset: str | None
     split: str
     start_token: int | None
@@ -67,7 +76,7 @@ class Slice:
                                digest_size=8).hexdigest()
 
 
-def open_held_out(options: Tokens, names: list[str]) -> dict[str, Slice]:
+def open_held_out(options: Options, names: list[str]) -> dict[str, Slice]:
     """Open the datasets and choose the tokens of each target, by the target's name.
 
     Runs whose datasets are the same text in other tokens are measured on all of it, each on its
@@ -94,7 +103,7 @@ def open_held_out(options: Tokens, names: list[str]) -> dict[str, Slice]:
     return {name: slices[dataset] for name, dataset in zip(names, datasets, strict=True)}
 
 
-def _datasets(options: Tokens, names: list[str]) -> list[str]:
+def _datasets(options: Options, names: list[str]) -> list[str]:
     """Return the dataset of each target: the one of its run, or of all runs. Raises: UserError."""
     if options.dataset:
         return [options.dataset] * len(names)
@@ -114,7 +123,7 @@ def _different_datasets(which: list[str]) -> UserError:
                      f" trained on different ones: {' and '.join(which)})")
 
 
-def _open(options: Tokens, dataset: str) -> TokenFile:
+def _open(options: Options, dataset: str) -> TokenFile:
     """Open the token file; download it or prepare the dataset first if it is missing."""
     if not re.fullmatch(DATASET_NAME, dataset):
         raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")

@@ -13,30 +13,13 @@ import torch
 from basics.checkpoint_files import directory_of, named_as_checkpoints
 from basics.errors import UserError, one_line, print_error
 from checkpointing import find_checkpoint, open_checkpoint
-from lab.evaluate.held_out import Slice, Tokens, evaluate, open_held_out
+from lab.evaluate.held_out import Options, Slice, evaluate, open_held_out
 from lab.evaluate.results import Measurement, Result
 from lab.evaluate.scoring import encode_questions, score
 from lab.evaluate.tasks import Quiz, parse_task, read_quiz
 from lab.runs import append_evaluation
 from run_config import load_run
 from trainer.models import LoadedModel, check_name, is_run, load_model
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command line's arguments and options.
-
-    Attributes:
-        checkpoints: of runs: `all`, or names separated by commas.
-        tasks: NAME or NAME=FILE each.
-    """
-
-    targets: tuple[str, ...]
-    checkpoints: str
-    tasks: tuple[str, ...]
-    measures_loss: bool
-    microbatch_size: int
-    tokens: Tokens
 
 
 @dataclass(frozen=True)
@@ -52,7 +35,7 @@ class Chosen:
     is_optional: bool = False
 
 
-def measure_all(request: Request) -> Iterator[Result]:
+def measure_all(targets: tuple[str, ...], options: Options) -> Iterator[Result]:
     """Measure every model, which is freed before the next one is loaded.
 
     Raises:
@@ -62,11 +45,11 @@ def measure_all(request: Request) -> Iterator[Result]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("lab evaluate uses one process: start it without torchrun; of several GPUs"
                         " give each its own targets, with CUDA_VISIBLE_DEVICES")
-    runs_dir = request.tokens.runs_dir
-    models = choose_models(request.targets, request.checkpoints, runs_dir)
-    wanted = [parse_task(text) for text in request.tasks]
+    runs_dir = options.runs_dir
+    models = choose_models(targets, options.checkpoints, runs_dir)
+    wanted = [parse_task(text) for text in options.tasks]
     names = list(dict.fromkeys(model.name for model in models))
-    slices = open_held_out(request.tokens, names) if request.measures_loss else {}
+    slices = open_held_out(options, names) if options.with_loss or not wanted else {}
     quizzes = [read_quiz(name, source) for name, source in wanted]
     quiz_names = [quiz.name for quiz in quizzes]
     if twice := [name for name in quiz_names if quiz_names.count(name) > 1]:
@@ -85,7 +68,7 @@ def measure_all(request: Request) -> Iterator[Result]:
         result = _result_of(target)
         if (result.name, result.checkpoint) not in done:
             done.add((result.name, result.checkpoint))
-            _measure(target, result, slices.get(model.name), quizzes, request.microbatch_size)
+            _measure(target, result, slices.get(model.name), quizzes, options.microbatch_size)
             yield result
         del target
     if not done:
