@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from preparation.cutting import BadShard
 from preparation.source_options import source_options
+
+if TYPE_CHECKING:
+    from preparation.sources import Source
 
 SMALLEST, MAX_ENTRIES = 257, 2**16  # the 256 bytes and the end of text; ids have 16 bits
 
@@ -34,24 +37,32 @@ def command(source: str, output: Path, **options: Any) -> None:
     that is trained on its dataset. The same source gives the same file.
     """
     # Imported here so that --help is fast.
+    from lab.publish.tokenizer_files import write_own_tokenizer
     from preparation.journal import check_output_dir
     from preparation.source_options import SourceOptions, find_source
 
-    vocab_size, max_megabytes = options.pop("vocab_size"), options.pop("max_megabytes")
+    vocab_size, max_bytes = options.pop("vocab_size"), options.pop("max_megabytes") * 10**6
     output_dir = check_output_dir(output)
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed
     found = find_source(SourceOptions(source, **options), raw_dir=partial_dir / "raw")
-    reader = Texts(found, max_bytes=max_megabytes * 10**6)
     try:
-        _train_into(partial_dir, reader, vocab_size=vocab_size)
+        texts, num_bytes = first_texts(found, max_bytes=max_bytes)
+        content, num_entries = train_tokenizer(texts, vocab_size=vocab_size)
+        if num_entries < vocab_size:
+            more = "a larger --max-megabytes" if num_bytes >= max_bytes else "more text"
+            raise UserError(f"{found.name}: {num_bytes:,} bytes of text give {num_entries:,}"
+                            f" entries, not {vocab_size:,}; give {more}, or a --vocab-size of at"
+                            f" most {num_entries:,}")
+        (partial_dir / "tokenizer").mkdir(parents=True)
+        write_own_tokenizer(partial_dir / "tokenizer", content)
         (partial_dir / "tokenizer").rename(output_dir)  # replaces an empty directory
     except OSError as error:
         raise cannot_be_written(output_dir, error) from None
     finally:
         shutil.rmtree(partial_dir, ignore_errors=True)
     click.echo(visible(
-        f"{vocab_size:,} entries, from {reader.num_bytes:,} bytes of text, in {output}\n"
+        f"{vocab_size:,} entries, from {num_bytes:,} bytes of text, in {output}\n"
         f"prepare a dataset with it: {_next_command(source, output, options)}\n"
         f'and set "vocab_size": {vocab_size} in model.json'))
 
@@ -65,73 +76,52 @@ def _next_command(source: str, output: Path, options: dict[str, str]) -> str:
     return shlex.join(words)
 
 
-class Texts:
-    """The first texts of a source, up to a number of bytes. Reads a few at a time."""
+def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
+    """Read the first texts of a source, up to a number of bytes; return also their bytes.
 
-    def __init__(self, source: Any, *, max_bytes: int) -> None:
-        self.source, self.max_bytes = source, max_bytes
-        self.num_bytes = self.num_bad_files = 0  # so far
-        self.error: UserError | None = None  # ended the texts
+    Raises:
+        UserError: a file cannot be read, and it is one too many.
+    """
+    from tqdm import tqdm
 
-    def __iter__(self) -> Iterator[str]:
-        from tqdm import tqdm
+    texts, num_bytes = [], 0
+    with tqdm(total=max_bytes, unit="B", unit_scale=True, desc="reading", leave=False,
+              disable=None) as bar:
+        for text in _texts(source):
+            texts.append(text)
+            size = len(text.encode("utf-8", "replace"))
+            num_bytes += size
+            bar.update(size)
+            if num_bytes >= max_bytes:
+                break
+    return texts, num_bytes
 
-        with tqdm(total=self.max_bytes, unit="B", unit_scale=True, desc="reading", leave=False,
-                  disable=None) as bar:
-            try:
-                for text in self._texts():
-                    size = len(text.encode("utf-8", "replace"))
-                    self.num_bytes += size
-                    bar.update(size)
-                    yield text
-                    if self.is_full:
-                        break
-            except UserError as error:  # the trainer's threads would hide it
-                self.error = error
 
-    @property
-    def is_full(self) -> bool:
-        return self.num_bytes >= self.max_bytes
+def _texts(source: Source) -> Iterator[str]:
+    num_bad = 0
 
-    def _texts(self) -> Iterator[str]:
-        for shard in self.source.shards:
-            shard.fetch()
-            try:
-                for task in shard.tasks():
-                    for piece in task.pieces():
-                        yield piece.text
-                    for file in task.bad_files:
-                        self._leave_out(file.reason)
-            except BadShard as error:  # what could be read of it has been
-                self._leave_out(str(error))
-            shard.release()
-
-    def _leave_out(self, reason: str) -> None:
-        """Warn of a file that cannot be read. Raises: UserError, if there are too many."""
-        self.num_bad_files += 1
-        if self.num_bad_files > (allowed := self.source.max_bad_files()):
-            raise UserError(f"{reason}; {self.num_bad_files} of the files cannot be read, more than"
+    def leave_out(reason: str) -> None:
+        nonlocal num_bad
+        num_bad += 1
+        if num_bad > (allowed := source.max_bad_files()):
+            raise UserError(f"{reason}; {num_bad} of the files cannot be read, more than"
                             f" {allowed}: replace them")
         print_error(one_line(f"left out: {reason}"))
 
-
-def _train_into(directory: Path, texts: Texts, *, vocab_size: int) -> None:
-    """Train a tokenizer and write its files. Raises: UserError; there is too little text."""
-    from lab.publish.tokenizer_files import write_own_tokenizer
-
-    content, num_entries = train_tokenizer(texts, vocab_size=vocab_size)
-    if texts.error is not None:
-        raise texts.error
-    if num_entries < vocab_size:
-        more = "a larger --max-megabytes" if texts.is_full else "more text"
-        raise UserError(f"{texts.source.name}: {texts.num_bytes:,} bytes of text give"
-                        f" {num_entries:,} entries, not {vocab_size:,}; give {more}, or a"
-                        f" --vocab-size of at most {num_entries:,}")
-    (directory / "tokenizer").mkdir(parents=True)
-    write_own_tokenizer(directory / "tokenizer", content)
+    for shard in source.shards:
+        shard.fetch()
+        try:
+            for task in shard.tasks():
+                for piece in task.pieces():
+                    yield piece.text
+                for file in task.bad_files:
+                    leave_out(file.reason)
+        except BadShard as error:  # what could be read of it has been
+            leave_out(str(error))
+        shard.release()
 
 
-def train_tokenizer(texts: Iterator[str] | Texts, *, vocab_size: int) -> tuple[bytes, int]:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tuple[bytes, int]:
     """Return the content of tokenizer.json, and its number of entries, fewer if texts are short.
 
     Ids: 0 is the end of text, then the 256 bytes, then merges, the most frequent first; a merge
@@ -146,7 +136,7 @@ def train_tokenizer(texts: Iterator[str] | Texts, *, vocab_size: int) -> tuple[b
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(iter(texts), trainers.BpeTrainer(
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     return tokenizer.to_str(pretty=True).encode() + b"\n", tokenizer.get_vocab_size()
