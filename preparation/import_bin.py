@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from operator import truediv
 from pathlib import Path
@@ -49,21 +48,6 @@ class Tokens(NamedTuple):
     chunks: Iterable[Chunk]
     num_bytes: float
     origin: str  # for the metadata
-
-
-class Slice(NamedTuple):
-    """The tokens of a file from `first` up to `stop` (not included)."""
-
-    path: Path
-    data_start: int  # in bytes
-    first: int
-    stop: int
-
-    def chunks(self) -> Iterator[Chunk]:
-        for first in range(self.first, self.stop, CHUNK_TOKENS):
-            count = min(CHUNK_TOKENS, self.stop - first)
-            yield Chunk(self.path, first, np.fromfile(
-                self.path, dtype="<u2", count=count, offset=self.data_start + 2 * first))
 
 
 def import_tokens(sources: Sequence[Path], output_dir: Path, tokenizer_choice: str,
@@ -119,56 +103,50 @@ def _of_datasets(sources: Sequence[Path], split: str, shares: Sequence[float], t
 
 
 def _of_files(source: Path, split: str) -> Tokens:
-    slices = _slices(source, split)
-    return Tokens(itertools.chain.from_iterable(part.chunks() for part in slices),
-                  2 * sum(part.stop - part.first for part in slices),
-                  ", ".join(part.path.name for part in slices))
-
-
-def _slices(source: Path, split: str) -> list[Slice]:
     """Find files such as val.bin or fineweb_val_000000.bin, or the part of a single file."""
-    folder = source.parent if source.is_file() else source
+    folder, name = source.parent if source.is_file() else source, NAMES[split]
     if (folder / "meta.pkl").exists():
         raise UserError(f"{folder}: meta.pkl defines another vocabulary than that of --tokenizer;"
                         " prepare the original text instead")
     if source.is_file():
-        whole = _whole_file(source)
-        cut = num_training_documents(whole.stop, VALIDATION_FRACTION)
-        return [whole._replace(stop=cut) if split == "train" else whole._replace(first=cut)]
-    name = NAMES[split]
-    named = (path for path in source.glob("*.bin")
-             if name in path.stem.replace("-", "_").split("_"))
-    paths = sorted(without_links_out(named, source))
-    if not paths:
+        tokens = _read(source)
+        cut = num_training_documents(tokens.size, VALIDATION_FRACTION)
+        found = [Chunk(source, 0, tokens[:cut]) if split == "train" else
+                 Chunk(source, cut, tokens[cut:])]
+    else:
+        paths = (path for path in source.glob("*.bin")
+                 if name in path.stem.replace("-", "_").split("_"))
+        found = [Chunk(path, 0, _read(path)) for path in sorted(without_links_out(paths, source))]
+    if not found:
         raise UserError(f"{source}: no {name}.bin or *_{name}_*.bin; wanted the token files of"
                         " nanoGPT or llm.c")
-    return [_whole_file(path) for path in paths]
+    return Tokens(found, sum(chunk.tokens.nbytes for chunk in found),
+                  ", ".join(chunk.path.name for chunk in found))
 
 
-def _whole_file(path: Path) -> Slice:
-    """Read the header of a file, if it has one. Raises: UserError."""
+def _read(path: Path) -> np.ndarray:
+    """Map the tokens of a file into memory. Raises: UserError."""
     try:
         size = path.stat().st_size
-        path.open("rb").close()
+        header = np.fromfile(path, dtype="<i4", count=min(LLM_C_HEADER, size // 4))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    header = np.fromfile(path, dtype="<i4", count=min(LLM_C_HEADER, size // 4))
     start, num_tokens = 0, size // 2
     if header.size == LLM_C_HEADER and header[0] == LLM_C_MAGIC:
         start, num_tokens = 4 * LLM_C_HEADER, int(header[2])
         if header[1] != LLM_C_VERSION:
             raise UserError(f"{path}: version {header[1]} of llm.c's format; wanted version"
                             f" {LLM_C_VERSION}, with 16-bit tokens")
-    if not size or size != start + 2 * num_tokens:
+    if not num_tokens or size != start + 2 * num_tokens:
         raise UserError(f"{path}: {size} bytes; wanted {start + 2 * num_tokens} for {num_tokens}"
                         " tokens; it is damaged or in another format: replace it")
-    return Slice(path, start, 0, num_tokens)
+    return np.memmap(path, dtype="<u2", mode="r", offset=start)
 
 
 def _write(chunks: Iterable[Chunk], writer: TokenFileWriter, tokenizer: Tokenizer,
            choice: str) -> SplitCount:
     count = SplitCount()
-    for path, first, tokens in chunks:
+    for path, first, tokens in _smaller(chunks):
         if int(tokens.max(initial=0)) >= tokenizer.n_vocab:
             offset = int(np.argmax(tokens >= tokenizer.n_vocab))
             raise UserError(f"{path}: token {first + offset} has id {tokens[offset]},"
@@ -178,6 +156,12 @@ def _write(chunks: Iterable[Chunk], writer: TokenFileWriter, tokenizer: Tokenize
         count = count.with_more(
             tokens, num_documents=int(np.count_nonzero(tokens == tokenizer.eot_token)))
     return count
+
+
+def _smaller(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    for path, place, tokens in chunks:
+        for first in range(0, tokens.size, CHUNK_TOKENS):
+            yield Chunk(path, place + first, tokens[first:first + CHUNK_TOKENS])
 
 
 def _mixed(files: list[TokenFile], shares: Sequence[float], tokenizer: str,
