@@ -56,16 +56,14 @@ def prefetch_run(script: str, options: Options, process: Process) -> None:
         directory = model_directory(run.train.init_from, options.runs_dir)
         files = sorted(path for pattern in DOWNLOADED for path in directory.glob(pattern))
         print_line(f"initial weights: {directory}: {_verified(files)}")
-    lacks = ""
     if run.train.compile is False:
         print_line("compiled code: none, as train.json says")
     elif num_gpus() == 0 and run.train.compile is None:
-        lacks = ", but for the compiled code"
         print_line("compiled code: skipped, there is no GPU here, and the run is not compiled on a"
                    " CPU")
     else:
         _compile(script, run, process.world_size)
-    print_line(f"{run.name}: all that a launch needs is on this machine{lacks}")
+    print_line(f"{run.name}: all that a launch needs is on this machine")
 
 
 def _check_tokens(data: RunData) -> None:

@@ -66,6 +66,7 @@ def test_a_table_of_other_documents_than_the_journal_says_is_corrected(
     os.truncate(tmp_path / ".out.partial" / "documents.bin", 24 * num_documents)
     prepare_dataset(source, tmp_path / "out", BYTES)
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b", "c"]
+    assert decoded(tmp_path / "out" / "validation.safetensors") == ["d"]
 
 
 def test_documents_that_were_divided_into_splits_are_not_read_again(

@@ -58,7 +58,7 @@ def test_all_that_is_there_is_verified_and_nothing_is_written(workplace: Workpla
     assert lines[2].startswith(f"tokenizer: {dataset_dir / 'tokenizer.json'}, ")
     assert lines[3].startswith(f"initial weights: {source}: ")
     assert lines[4].startswith("compiled code: skipped, there is no GPU here")
-    assert lines[5].endswith("is on this machine, but for the compiled code") and len(lines) == 6
+    assert lines[5].endswith("all that a launch needs is on this machine") and len(lines) == 6
     assert workplace.files() == before
 
 
