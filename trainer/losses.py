@@ -26,7 +26,7 @@ from trainer.compilation import (
     compiled,
     keep_compiled_code,
 )
-from trainer.precision import autocast, kernel_name, set_matmul_precision
+from trainer.precision import autocast, kernel_name
 
 
 def build_training_state(
@@ -59,7 +59,7 @@ class Losses:
 
     def __init__(self, model: GPTModel, train: TrainConfig, process: Process) -> None:
         share_cpu_cores(process)
-        set_matmul_precision(train.precision)
+        torch.set_float32_matmul_precision("highest" if train.precision == "fp32" else "high")
         self.model, self.train, self.process = model, train, process
         self.training: nn.Module | Any = model
         self._compiled_validation: Callable[..., Tensor] | None = None

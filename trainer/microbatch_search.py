@@ -33,8 +33,6 @@ SAFETY = 0.9  # share of a larger prediction that is tried: small microbatches m
 MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
 STEP_BACK = 0.03  # from a microbatch that did not fit; 4 times as much after each in a row
 MIN_RISE = 0.01  # of the fixed part: a memory line that rises less is noise
-CPU_MEMORY = ("mapped: address space beyond the libraries, which --memory-limit-gib limits\n"
-              "resident: RAM in use, with pages of libraries that the trial is the first to use")
 
 
 def search(script: str, options: Options, num_processes: int) -> None:
@@ -199,17 +197,16 @@ def result_lines(result: dict[str, Any], *, on_gpu: bool) -> list[str]:
     speed = max(trial["tokens_per_second"] for trial in result["trials"] if trial["fits"])
     lines = [f"largest microbatch: {largest:,}{limit}",
              f"fastest microbatch: {result['fastest']:,} ({speed:,.0f} tokens/s)"]
-    notes = [] if on_gpu else [CPU_MEMORY]
     if memory is None or memory["a_sequence"] * largest < MIN_RISE * memory["fixed"]:
-        return [*lines, "memory hardly grows with these microbatches", *notes]
+        return [*lines, "memory hardly grows with these microbatches"]
     fixed, slope = memory.values()
-    kind = "memory" if on_gpu else "mapped memory"
-    lines.append(f"{kind}: {gib(fixed * 2**30)} + {gib(slope * 2**30)} a sequence")
+    lines.append(f"{'memory' if on_gpu else 'mapped memory'}: {gib(fixed * 2**30)}"
+                 f" + {gib(slope * 2**30)} a sequence")
     if on_gpu:
         cards = {card: int((usable_gib(card) - fixed) / slope) for card in CARDS_GIB}
-        notes = ["largest by that line on a card of " + ", ".join(
-            f"{card} GiB: {f'{size:,}' if size >= 1 else 'none'}" for card, size in cards.items())]
-    return [*lines, *notes]
+        lines.append("largest by that line on a card of " + ", ".join(
+            f"{card} GiB: {f'{size:,}' if size >= 1 else 'none'}" for card, size in cards.items()))
+    return lines
 
 
 def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:

@@ -52,11 +52,6 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
         "compile": on_gpu if train.compile is None else train.compile})
 
 
-def set_matmul_precision(precision: Precision | None) -> None:
-    """Allow TF32 in float32 matrix products, unless the precision is fp32."""
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-
-
 def autocast(precision: Precision | None, device: torch.device) -> torch.autocast:
     """Return the autocast context of a precision; for fp32 and tf32 it does nothing."""
     return torch.autocast(device.type, dtype=DTYPES.get(precision, torch.bfloat16),

@@ -97,7 +97,7 @@ def test_the_memory_line_predicts_other_cards_and_on_a_cpu_none(workplace: Workp
                            "memory: 2.00 GiB + 512 MiB a sequence\n")
     assert "12 GiB: 17, 16 GiB: 25, 24 GiB: 41, 40 GiB: 72, 80 GiB: 150, 141 GiB: 270," in text
     text = printed(trials, on_gpu=False)
-    assert "\nmapped memory: 2.00 GiB + 512 MiB a sequence\nmapped: address space" in text
+    assert text.endswith("\nmapped memory: 2.00 GiB + 512 MiB a sequence")
     flat = [memory(10.0, 1e-5, 20.0)(size) for size in (1, 4, 16)]
     assert printed(flat).startswith("largest microbatch: 16 (larger ones were not tried")
     assert printed(flat).endswith("\nmemory hardly grows with these microbatches")
