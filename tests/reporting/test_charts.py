@@ -54,7 +54,7 @@ def plotted_losses(found: list[dict]) -> Figure:
     return figure
 
 
-@pytest.mark.parametrize("num_steps", [10, 200_000])
+@pytest.mark.parametrize("num_steps", [10, 20_000])
 def test_three_charts_are_drawn_for_any_length(tmp_path: Path, num_steps: int) -> None:
     draw_charts(tmp_path, records(num_steps))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(CHARTS)
@@ -76,19 +76,6 @@ def test_a_process_draws_the_same(tmp_path: Path) -> None:
         assert (drawn / name).read_bytes() == (directly / name).read_bytes()
 
 
-def test_a_chart_that_cannot_be_drawn_leaves_no_file_and_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "loss-chart.png"
-    path.write_text("old")
-
-    def fail(figure: Figure) -> None:
-        figure.subplots().set_title("$\\frac{$")  # fails when it is rendered
-
-    with pytest.raises(ValueError, match="frac"):
-        charts.draw_by_hand(path, fail)
-    assert [p.name for p in tmp_path.iterdir()] == ["loss-chart.png"]
-    assert path.read_text() == "old"
-
-
 def test_the_loss_chart_shows_training_validation_and_the_best_one() -> None:
     (axes,) = plotted_losses(records(2000)).axes
     labels = axes.get_legend_handles_labels()[1]
@@ -100,17 +87,14 @@ def test_the_loss_chart_shows_training_validation_and_the_best_one() -> None:
     assert len(validation.get_xdata()) == 20 and best.get_xdata() == [2000]
 
 
-def test_cost_that_does_not_rise_does_not_stop_a_chart() -> None:
-    for usd in ([1, 1, 1], [1, 1, 2], [0, 0, 0], [3, 1, 2]):
-        found = [record | {"usd": spent} for record, spent in zip(records(30), usd, strict=True)]
-        assert plotted_losses(found).axes
-
-
 @pytest.mark.parametrize("prices", [
     [1e-5 * step for step in range(1, 13)],  # a short run on a cheap machine
     [0.05 + 1e-4 * step for step in range(12)],  # most was spent before the first report
 ])
 def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices: list[float]) -> None:
+    for usd in ([1, 1, 1], [1, 1, 2], [0, 0, 0], [3, 1, 2]):  # damaged, or without a price
+        assert plotted_losses([record | {"usd": spent} for record, spent
+                               in zip(records(30), usd, strict=True)]).axes
     found = [record | {"usd": usd} for record, usd in zip(records(120), prices, strict=False)
              if "train_loss" in record]
     with pyplot.xkcd():
@@ -213,9 +197,5 @@ def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(
 
 def test_diagnostics_of_another_depth_or_without_some_keys_are_left_out() -> None:
     found = [*diagnosed(2, depth=3), *diagnosed(2), {"global_step": 9, "layer_grad_norm": [1.0]}]
-    assert measured_steps(found) == [found[-1]]
     assert measured_steps(found[:-1]) == found[2:4]
-    found[3]["layer_update_ratio"] = [1.0]
-    assert measured_steps(found[:-1]) == [found[3]]
     assert plotted(found)["grad_norm"][0].tolist() == [[10.0, 1.0]]
-    plotted(found[:-1])
