@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from basics.gpu_readings import GIB, GpuReading, read_gpus
 READING_SECONDS = 15.0  # between two readings
 ANSWER_SECONDS = 2.0  # for a reading that was asked for
 JOULES_PER_KWH = 3.6e6
+GPU_FIELDS = {"gpu_memory_gib": "memory_used_gib", "gpu_use_percent": "use_percent",
+              "gpu_temperature_c": "temperature_c", "gpu_power_w": "power_w"}
 # A power cap is none: a card has it at full load.
 SLOWDOWNS = ("hw thermal slowdown", "sw thermal slowdown", "hw power brake slowdown")
 
@@ -44,11 +45,12 @@ class MachineMeter:
         self._unrecorded: deque[dict[str, Any]] = deque(maxlen=1)
         self._failure: str | None = None  # of the first reading that failed; "" once it is told
         self._is_asked, self._has_answered = threading.Event(), threading.Event()
-        self._energy, self._ends = EnergyMeter(len(gpu_uuids)), False
+        self._joules, self._ends = 0.0, False
+        self._counters: list[float] = []  # of the last reading, in joules
 
     def start(self, earlier_kwh: float = 0.0) -> None:
         """Start to read, with the energy that earlier launches have used."""
-        self._energy = EnergyMeter(len(self._gpu_uuids), earlier_kwh)
+        self._joules = earlier_kwh * JOULES_PER_KWH
         # A daemon: at the end nobody waits for a driver that does not answer.
         threading.Thread(target=self._work, name="machine meter", daemon=True).start()
 
@@ -99,53 +101,28 @@ class MachineMeter:
             "disk_free_gib": round(psutil.disk_usage(str(self._run_dir)).free / GIB, 2)}
         if self._gpu_uuids:
             self._gpus = read_gpus(self._gpu_uuids)
-            self.energy_kwh = self._energy.add(self._gpus)
+            self._add_energy([gpu.energy_joules for gpu in self._gpus])
             reading |= gpu_values(self._gpus)
             if self.energy_kwh is not None:
                 reading["energy_kwh"] = round(self.energy_kwh, 6)
         self._unrecorded.append(reading)
 
-
-class EnergyMeter:
-    """The energy of GPUs: by their counters, or by their power where they have none."""
-
-    def __init__(self, num_gpus: int, earlier_kwh: float = 0.0) -> None:
-        self._num_gpus, self._joules = num_gpus, earlier_kwh * JOULES_PER_KWH
-        self._before: dict[int, tuple[float, GpuReading]] = {}
-
-    def add(self, gpus: list[GpuReading]) -> float | None:
-        """Add what the GPUs, the same ones in each call, have used since the last one.
-
-        Returns:
-            All that was added, in kWh; None until each of them has told its energy or power.
-        """
-        now = time.monotonic()
-        for index, gpu in enumerate(gpus):
-            before, earlier = self._before.get(index, (now, gpu))
-            if earlier.energy_joules is not None and gpu.energy_joules is not None:
-                self._joules += max(0.0, gpu.energy_joules - earlier.energy_joules)
-            elif gpu.power_w is not None:
-                power_w = gpu.power_w if earlier.power_w is None else earlier.power_w
-                self._joules += (power_w + gpu.power_w) / 2 * (now - before)
-            if gpu.energy_joules is not None or gpu.power_w is not None:
-                self._before[index] = now, gpu
-        is_known = len(self._before) == self._num_gpus
-        return self._joules / JOULES_PER_KWH if is_known else None
+    def _add_energy(self, counters: list[float | None]) -> None:
+        """Add what the GPUs have used since the last reading; their counters may be set back."""
+        known = [counter for counter in counters if counter is not None]
+        if len(known) == len(self._gpu_uuids):
+            before, self._counters = self._counters or known, known
+            self._joules += sum(max(0.0, now - then)
+                                for now, then in zip(known, before, strict=True))
+            self.energy_kwh = self._joules / JOULES_PER_KWH
 
 
 def gpu_values(gpus: list[GpuReading]) -> dict[str, list[Any]]:
     """Return the keys of a record with a value for each GPU; without those that none tells."""
-    def rounded(numbers: list[float | None]) -> list[float | None]:
-        return [None if number is None else round(number, 2) for number in numbers]
-
-    lists: dict[str, list[Any]] = {
-        "gpu_memory_gib": rounded([gpu.memory_used_gib for gpu in gpus]),
-        "gpu_use_percent": [gpu.use_percent for gpu in gpus],
-        "gpu_temperature_c": [gpu.temperature_c for gpu in gpus],
-        "gpu_power_w": rounded([gpu.power_w for gpu in gpus]),
-    }
-    known = {key: values for key, values in lists.items()
-             if any(value is not None for value in values)}
+    lists = {key: [None if (value := getattr(gpu, field)) is None else round(value, 2)
+                   for gpu in gpus] for key, field in GPU_FIELDS.items()}
+    known: dict[str, list[Any]] = {key: values for key, values in lists.items()
+                                   if any(value is not None for value in values)}
     if any(gpu.throttle_reasons is not None for gpu in gpus):
         known["gpu_throttling"] = [", ".join(gpu.throttle_reasons or ()) for gpu in gpus]
     return known

@@ -51,8 +51,8 @@ def command(**options: Any) -> None:
     if request.repository is not None:
         check_repository(request.repository)
     upload = find_dataset(request) or export_model(request)
-    for line in upload.file_list():
-        click.echo(visible(line))
+    for name in upload.files:
+        click.echo(visible(f"{(upload.folder / name).stat().st_size:>15,} bytes  {name}"))
     if request.repository is None:
         click.echo(visible(f"written to {upload.folder}"))
     elif request.is_dry_run:

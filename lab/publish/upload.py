@@ -39,11 +39,6 @@ class Upload:
     files: list[str]  # names in the folder
     kind: str  # model or dataset
 
-    def file_list(self) -> list[str]:
-        sizes = [(self.folder / name).stat().st_size for name in self.files]
-        return [f"{size:>15,} bytes  {name}"
-                for name, size in zip(self.files, sizes, strict=True)]
-
 
 def check_repository(name: str) -> None:
     """Check that a name is owner/name. Raises: UserError."""

@@ -12,10 +12,9 @@ from basics.gpu_readings import GpuReading
 from processes import launch
 from processes.launch import Process, gpu_uuids
 from reporting import machine_meter
-from reporting.machine_meter import EnergyMeter, MachineMeter, gpu_values
+from reporting.machine_meter import MachineMeter, gpu_values
 from reporting.metrics_file import OF_MACHINE
 from tests.support.fake_nvml import H100, FakeNvml
-from tests.support.fake_time import FakeTime
 from tests.support.runs import summary_of
 from tests.support.workplace import Workplace, forked, read_lines, succeeded
 
@@ -128,33 +127,13 @@ def test_what_no_gpu_tells_has_no_key() -> None:
         "gpu_throttling": ["", "sw power cap, hw thermal slowdown"]}
 
 
-@pytest.fixture
-def monotonic(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    """The time that a meter of energy sees."""
-    now = FakeTime()
-    monkeypatch.setattr(machine_meter, "time", SimpleNamespace(monotonic=now))
-    return now
-
-
-def test_counters_are_added_to_what_earlier_launches_used() -> None:
-    meter = EnergyMeter(2, earlier_kwh=1.0)
-    readings = [GpuReading(energy_joules=5e6, power_w=700.0), GpuReading(energy_joules=7e6)]
-    assert meter.add(readings) == pytest.approx(1.0)
-    readings = [replace(gpu, energy_joules=gpu.energy_joules + 3.6e6) for gpu in readings]
-    assert meter.add(readings) == pytest.approx(3.0)  # 3.6 MJ are 1 kWh
-    assert meter.add([GpuReading(energy_joules=0.0)] * 2) == pytest.approx(3.0)  # set to 0
-
-
-def test_power_is_integrated_where_there_is_no_counter(monotonic: FakeTime) -> None:
-    meter = EnergyMeter(1)
-    assert meter.add([GpuReading(power_w=100.0)]) == 0.0
-    monotonic.seconds += 3600
-    assert meter.add([GpuReading(power_w=300.0)]) == pytest.approx(0.2)
-    for nothing in ([GpuReading()], []):  # a reading that fails loses no energy
-        monotonic.seconds += 900
-        assert meter.add(nothing) == pytest.approx(0.2)
-    assert meter.add([GpuReading(power_w=300.0)]) == pytest.approx(0.35)
-    assert EnergyMeter(2).add([GpuReading(power_w=1.0), GpuReading()]) is None  # one tells nothing
+def test_counters_are_added_to_what_earlier_launches_used(tmp_path: Path) -> None:
+    meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
+    meter._joules = 3.6e6  # of earlier launches: 3.6 MJ are 1 kWh
+    for counters, kwh in (([5e6, None], None), ([5e6, 7e6], 1.0), ([5e6, None], 1.0),
+                          ([8.6e6, 10.6e6], 3.0), ([], 3.0), ([0.0, 0.0], 3.0)):  # set to 0
+        meter._add_energy(counters)
+        assert meter.energy_kwh == (None if kwh is None else pytest.approx(kwh))
 
 
 def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(
