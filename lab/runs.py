@@ -33,6 +33,7 @@ from run_config import RUN_NAME
 MAX_WORDS = 200  # characters of a status, a phase or a reason
 HEARTBEAT_SECONDS = 60  # a run that trains writes its heartbeat every few seconds
 RUNNING, NO_HEARTBEAT, NEW = "running", "no heartbeat", "not launched"
+NO_SUMMARY = "no summary"
 LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat, such as a copy
 LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run has one of them
 END_BYTES = 2**18  # of the records, some 900 or twice as many: what a list shows of a run
@@ -225,7 +226,7 @@ class RunFiles:
                          for name in ("summary", "heartbeat"))
         age, status = seconds_since(run_dir, "heartbeat.json"), words(summary.get("status"))
         if status is None:
-            status = "summary damaged" if (run_dir / "summary.json").exists() else "no summary"
+            status = "summary damaged" if (run_dir / "summary.json").exists() else NO_SUMMARY
             if age is not None and age <= HEARTBEAT_SECONDS:
                 status = RUNNING  # it starts
         elif status == RUNNING and age is not None:

@@ -57,6 +57,7 @@ class Result:
     """One run, or one published row.
 
     Attributes:
+        reason: why it ended or stopped, as its summary says.
         config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
         tests: tests on held-out tokens, by a description of the slice; the longest slice first.
         test_slice: the slice of the test loss in `figures`; the comparison chooses it.
@@ -74,6 +75,7 @@ class Result:
     name: str
     status: str
     figures: Figures
+    reason: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     tests: dict[str, Record] = field(default_factory=dict)
     test_slice: str = ""
@@ -144,6 +146,7 @@ def read_result(run_dir: Path) -> Result:
     code = files.summary.get("code")
     return Result(
         name=run_dir.name, status=files.status, config=config, machine=machine,
+        reason=str(files.summary.get("reason") or ""),
         size=_size(config), device=machine[0] if isinstance(facts.get("device"), str) else None,
         figures=_figures(files, records, config, judged), records=records,
         tests={slice_of(test): test for test in tests},  # later ones win

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from basics.errors import NON_FINITE, STOP_SIGNALS, print_line
 from lab.compare.results import Result, read_result
-from lab.runs import RunFiles
+from lab.runs import NO_SUMMARY
 from lab.sweep.plan import PlannedRun, Sweep
 from processes.signals import end_with_parent, stop_signals
 from reporting.summary import FINISHED
@@ -62,12 +62,12 @@ class Outcome:
     @classmethod
     def read(cls, run: PlannedRun, exit_status: int = 0) -> Outcome:
         """Read the files of a run; the status is that of its launch here, if there was one."""
-        result, summary = read_result(run.run_dir), RunFiles.read(run.run_dir).summary
-        state = result.status if summary or result.records else NOT_STARTED
+        result = read_result(run.run_dir)
+        state = NOT_STARTED if result.status == NO_SUMMARY and not result.records else result.status
         if result.status == FINISHED and result.figures["validation_loss"] is not None:
             state = FINISHED
         elif (result.status == FINISHED or exit_status == NON_FINITE
-              or NOT_FINITE in str(summary.get("reason"))):
+              or NOT_FINITE in result.reason):
             state = DIVERGED
         elif exit_status and result.status != "stopped" and exit_status - 128 not in STOP_SIGNALS:
             state = f"failed (status {exit_status})"
