@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,6 +17,9 @@ from basics.directory_lock import lock_directory
 from basics.errors import DISK_FULL, UserError
 from basics.files import append_whole, fsync, write_atomically
 from basics.text import gb
+
+if TYPE_CHECKING:
+    from preparation.sources import Shard
 
 MAX_BAD_NAMES = 10  # kept of files that were left out
 HEADER_BYTES = 4096  # reserved in token files for the header, which is known only at the end
@@ -109,13 +112,6 @@ class Origin(_Line):
     hub_name: str | None = None
 
 
-class Named(Protocol):
-    """A shard, as far as the journal knows it."""
-
-    name: str
-    identity: str
-
-
 class _Finished(_Line):
     name: str  # of a shard; empty when the documents have been split
     identity: str
@@ -173,7 +169,7 @@ class Journal:
         is_part = self.request is not None and self.request.part
         return (self.dataset_dir if is_part else self.dir) / TABLE
 
-    def begin(self, request: Request, shards: Sequence[Named]) -> None:
+    def begin(self, request: Request, shards: Sequence[Shard]) -> None:
         """Start or continue with a request.
 
         Raises:
@@ -229,7 +225,7 @@ class Journal:
                for path, size in wanted.items()):
             self._lines = []
 
-    def _differences(self, request: Request, shards: Sequence[Named]) -> str:
+    def _differences(self, request: Request, shards: Sequence[Shard]) -> str:
         """Describe the changes that matter; empty if there are none.
 
         Files that are not finished yet may change: a damaged one may have been replaced.

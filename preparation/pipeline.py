@@ -106,21 +106,16 @@ def _check_disk(source: Source, options: PrepareOptions, journal: Journal) -> No
     num_bytes = 0.0
     if options.max_documents is None:
         num_bytes = LEAST_TOKEN_BYTES * sum(shard.num_bytes for shard in shards)
-    if source.raw_dir is None:
-        check_disk_space(journal.dir, num_bytes, "tokens")
-        return
-    try:
-        source.raw_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_be_written(source.raw_dir, error) from None
-    raw = sorted(shard.missing_bytes() for shard in shards)
-    keeps_all = source.keeps_raw and options.max_documents is None
-    num_raw_bytes = sum(raw if keeps_all else raw[-2:])  # one is downloaded ahead
-    if source.raw_dir.stat().st_dev == journal.dir.stat().st_dev:
-        check_disk_space(journal.dir, num_bytes + num_raw_bytes, "tokens and files from the hub")
-    else:
-        check_disk_space(journal.dir, num_bytes, "tokens")
-        check_disk_space(source.raw_dir, num_raw_bytes, "files from the hub")
+    check_disk_space(journal.dir, num_bytes, "tokens")
+    if source.raw_dir is not None:
+        try:
+            source.raw_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_be_written(source.raw_dir, error) from None
+        raw = sorted(shard.missing_bytes() for shard in shards)
+        keeps_all = source.keeps_raw and options.max_documents is None
+        # One is downloaded ahead.
+        check_disk_space(source.raw_dir, sum(raw if keeps_all else raw[-2:]), "files from the hub")
 
 
 class _Preparation:

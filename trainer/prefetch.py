@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from basics.errors import UserError, print_line
-from preparation.digests import verify_digests
-from preparation.ensure_dataset import is_complete
+from preparation.ensure_dataset import is_complete, verify_digests
 from processes.command_line import Options
 from processes.launch import Process, num_gpus
 from processes.startup_agreement import Agreement
