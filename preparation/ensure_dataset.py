@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
-import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import psutil
+from filelock import FileLock
 
 from basics.errors import UserError, cannot_be_written
-from basics.failpoints import failpoint
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
 SPLITS = ("train", "validation")
@@ -52,27 +48,15 @@ def _prepare_stdlib(dataset_dir: Path) -> None:
     from preparation.pipeline import PrepareOptions, prepare_dataset
     from preparation.standard_library import python_stdlib
 
-    # In a directory of this process: nodes may share the parent directory and prepare at once.
-    prefix = f".{dataset_dir.name}.{socket.gethostname()}-"
-    _remove_leftovers(dataset_dir.parent, prefix)
-    own_dir = dataset_dir.parent / f"{prefix}{os.getpid()}"
+    lock_path = dataset_dir.parent / f".{dataset_dir.name}.lock"
     try:
-        prepare_dataset(python_stdlib(), own_dir, PrepareOptions(tokenizer="bytes"))
-        failpoint("provide")
-        own_dir.rename(dataset_dir)  # replaces an empty directory, never one with files
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock_path):  # nodes may share the directory: one prepares, the others wait
+            if not is_complete(dataset_dir):
+                prepare_dataset(python_stdlib(), dataset_dir, PrepareOptions(tokenizer="bytes"))
+            lock_path.unlink(missing_ok=True)
     except OSError as error:
-        if not is_complete(dataset_dir):  # else another node was first, with the same result
-            raise cannot_be_written(dataset_dir, error) from None
-    finally:
-        shutil.rmtree(own_dir, ignore_errors=True)
-
-
-def _remove_leftovers(parent: Path, prefix: str) -> None:
-    """Remove unfinished directories of processes of this machine that were killed."""
-    for path in parent.glob(f".*{prefix.removeprefix('.')}*"):
-        found = re.search(r"-(\d+)(\.partial)?$", path.name)
-        if found and not psutil.pid_exists(int(found[1])):
-            shutil.rmtree(path, ignore_errors=True)
+        raise cannot_be_written(dataset_dir, error) from None
 
 
 def verify_digests(paths: Iterable[Path]) -> int:

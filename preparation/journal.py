@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from basics.directory_lock import lock_directory
 from basics.errors import DISK_FULL, UserError
+from basics.failpoints import failpoint
 from basics.files import append_whole, fsync, write_atomically
 from basics.text import gb
 
@@ -206,6 +207,7 @@ class Journal:
 
     def publish(self, output_dir: Path) -> None:
         """Rename the finished dataset to its final name, and delete the journal."""
+        failpoint("provide")
         self.dataset_dir.rename(output_dir)  # replaces an empty directory, never one with files
         fsync(output_dir.parent)
         shutil.rmtree(self.dir, ignore_errors=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
-import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,24 +31,10 @@ def test_the_standard_library_is_prepared_when_it_is_named(
     out = workplace.datasets_dir / "python-stdlib"
     monkeypatch.setattr("preparation.standard_library.python_stdlib",
                         lambda: texts_source(["a", "b"]))
-    provide_dataset(out, "python-stdlib")
+    with ThreadPoolExecutor(3) as pool:  # as nodes that share the directory
+        list(pool.map(lambda _: provide_dataset(out, "python-stdlib"), range(3)))
     assert decoded(out / "train.safetensors") == ["a"]
     assert [path.name for path in out.parent.iterdir()] == ["python-stdlib"]
-
-
-def test_unfinished_directories_of_dead_processes_are_removed(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("preparation.standard_library.python_stdlib",
-                        lambda: texts_source(["a", "b"]))
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    names = [f".python-stdlib.{socket.gethostname()}-{pid}" for pid in (os.getppid(), ended.pid)]
-    for name in names:
-        (workplace.datasets_dir / name).mkdir(parents=True)
-    provide_dataset(workplace.datasets_dir / "python-stdlib", "python-stdlib")
-    left = {path.name for path in workplace.datasets_dir.iterdir()}
-    assert left == {"python-stdlib", names[0]}  # the first process may still be preparing
 
 
 
