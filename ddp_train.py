@@ -61,8 +61,7 @@ def main() -> None:
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             run_worker(agreement, clock)
             leave(0)
-        else:
-            leave(launch(__file__, read_command_line(), clock, agreement))
+        leave(launch(__file__, read_command_line(), clock, agreement))
     except AgreedError as error:
         agreement.exit(error)
     except Exception as error:
@@ -252,12 +251,11 @@ class Trainer:
         """Train to the end of the run, or of this launch; return the last step. Every rank."""
         self.begin(agreement)
         microbatches = read_microbatches(self.prepared, self.watchdog, self.clock)
-        losses = self.reports.window
+        losses, num_steps = self.reports.window, self.plan.num_steps
         global_step = self.prepared.first_step - 1
         for global_step in range(self.prepared.first_step, self.stop.last_step + 1):
             self.watchdog.heartbeat(global_step)
-            learning_rate = learning_rate_at(self.config, global_step,
-                                             num_steps=self.plan.num_steps)
+            learning_rate = learning_rate_at(self.config, global_step, num_steps=num_steps)
             loss, grad_norm = self.step.take(
                 microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
                 learning_rate=learning_rate, probe=self.reports.diagnostics.probe(global_step))
@@ -280,9 +278,7 @@ class Trainer:
 
     def begin(self, agreement: Agreement) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
-        aside_dir = None
-        if self.process.is_main:
-            self.identity, aside_dir = open_run_dir(self.prepared, self.clock)
+        self.identity, aside_dir = open_run_dir(self.prepared, self.process, self.clock)
         self.reports.begin(self.state.model.num_parameters(), aside_dir)
         agreement.record_training_began(self.prepared.first_step)
         self.step = TrainingStep(self.state, self.config, self.process)

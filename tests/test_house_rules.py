@@ -20,7 +20,7 @@ WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "t
                  "tokens.tokenizer", "run_config", "processes.before_torch", "prepare_dataset",
                  "processes.beside", "reporting.charts", "reporting.tracker",
                  "lab.export_metrics", "lab.doctor.doctor"]
-LINES = {"ddp_train.py": 375, "checkpointing.py": 450}
+LINES = {"ddp_train.py": 350, "checkpointing.py": 450}
 
 
 def tracked(*patterns: str) -> list[Path]:

@@ -181,8 +181,9 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     return prepared
 
 
-def open_run_dir(prepared: PreparedRun, clock: PhaseClock) -> tuple[Identity, Path | None]:
-    """Remove from a run directory what this launch does not go on from. Rank 0, once all agree.
+def open_run_dir(prepared: PreparedRun, process: Process,
+                 clock: PhaseClock) -> tuple[Identity, Path | None]:
+    """Remove from a run directory what this launch does not go on from, once all agree. Rank 0.
 
     In this order, so that a kill leaves no other run's records or checkpoints to go on from.
 
@@ -190,6 +191,8 @@ def open_run_dir(prepared: PreparedRun, clock: PhaseClock) -> tuple[Identity, Pa
         The identity of what is saved from now on, and where checkpoints are now that the run does
         not go on from.
     """
+    if not process.is_main:
+        return Identity(), None  # they save nothing
     run, identity = prepared.run, prepared.run_identity()
     write_identity(run.run_dir, identity)
     for path in (run.metrics_path, run.samples_path, run.evaluations_path):

@@ -67,7 +67,7 @@ def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run
     monkeypatch.setattr(startup, "clean_up", MagicMock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(startup, "write_status", lambda *_, **__: order.append("status"))
     with pytest.raises(KeyboardInterrupt):
-        startup.open_run_dir(MagicMock(), MagicMock())
+        startup.open_run_dir(MagicMock(), MagicMock(is_main=True), MagicMock())
     assert order == ["identity", *3 * ["records"], "status"]
 
 
