@@ -41,7 +41,8 @@ from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from run_config import load_run
 from tests.support.checkpoints import MODEL, damage, describe, save, state
-from tests.support.workplace import Workplace, small_disk, succeeded
+from tests.support.workplace import Workplace, small_disk
+from tokens.batches import open_run_data
 from trainer.background_saver import BackgroundSaver
 from trainer.resuming import check_same_run, resume_warnings
 from trainer.startup import PreparedRun, prepare_run
@@ -306,11 +307,13 @@ def test_a_full_disk_is_reported_as_enospc(tmp_path: Path) -> None:
 def test_each_machine_checks_its_own_copy(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workplace.add_run(train={"gradient_accumulation_steps": None, "global_batch_size": 8})
-    workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "3"))
+    workplace.add_run()
+    run, dataset_dir = load_run(workplace.runs_dir, "tiny"), workplace.add_dataset()
+    data = open_run_data(run, dataset_dir, world_size=4)
+    checkpoint = save_checkpoint(
+        run.checkpoints_dir, SnapshotBuffers().take(state(2)), describe(2).model_copy(update={
+            "data": data.fingerprints, "tokens": 3 * data.plan.tokens_per_step}))
     options = command_line.main(workplace.arguments("tiny"), standalone_mode=False)
-    (checkpoint,) = list_checkpoints(workplace.runs_dir / "tiny/checkpoints")
     damage(checkpoint.path / "optimizer.safetensors", "a bit")  # on the second machine only
     agreement = Agreement.in_one_process()
     monkeypatch.setattr(agreement, "from_rank_0", lambda *_: json.dumps([False, checkpoint.name]))
