@@ -78,7 +78,7 @@ class Beside:
         return text and text + self._advice
 
     def tell_end(self) -> None:
-        """Tell the process on standard input that nothing more comes; it is the last one."""
+        """Tell the process on standard input that nothing more comes; none is started after it."""
         self._nothing_more = True
         if process := self._process:
             self._write_end(process)
