@@ -61,7 +61,8 @@ def main() -> None:
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             run_worker(agreement, clock)
             leave(0)
-        leave(launch(__file__, read_command_line(), clock, agreement))
+        else:
+            leave(launch(__file__, read_command_line(), clock, agreement))
     except AgreedError as error:
         agreement.exit(error)
     except Exception as error:
@@ -318,7 +319,6 @@ class Trainer:
 
     def save(self, global_step: int) -> None:
         """Copy the training state; a background thread writes it. Rank 0."""
-        data = self.data
         train_loss = finite_or_none(self.reports.window.pop_loss_since_checkpoint())
         decides_best = not self.config.validates and self.stop.is_save_due(global_step)
         with self.clock.phase(CHECKPOINT):
@@ -328,9 +328,9 @@ class Trainer:
                 loss=train_loss if decides_best else None, train_loss=train_loss,
                 seconds=self.clock.read(), usd=self.clock.usd(),
                 optimizer=self.config.optimizer, code=self.reports.code,
-                tokenizer=data.tokenizer_name, tokenizer_file=data.tokenizer_file,
+                tokenizer=self.data.tokenizer_name, tokenizer_file=self.data.tokenizer_file,
                 loss_scale=self.state.loss_scale(), model=self.prepared.run.model,
-                random_seed=self.config.random_seed, data=data.fingerprints))
+                random_seed=self.config.random_seed, data=self.data.fingerprints))
         self.reports.warn_of_failed_write()
 
     def validate(self, global_step: int) -> None:
