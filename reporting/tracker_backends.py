@@ -40,10 +40,9 @@ def open_tracker(run: Run, id: str, last_step: int, *, output_dir: Path | None,
         return TensorBoard((output_dir or run.run_dir / "tensorboard") / id, config, last_step)
     name = f"{run.name[:MAX_NAME_LENGTH]}-{id}"  # no other tracked run has it
     if run.train.tracker == "trackio":
-        return Online(lambda: _open_trackio(name, config, output_dir), takes_step=True)
+        return _open_trackio(name, config, output_dir)
     place = output_dir or os.environ.get("WANDB_DIR") or run.run_dir
-    settings = {"id": name, "name": run.name, "config": config, "dir": place}
-    return Online(lambda: _open_wandb(settings, note), takes_step=False)
+    return _open_wandb({"id": name, "name": run.name, "config": config, "dir": place}, note)
 
 
 class TensorBoard:
@@ -91,26 +90,19 @@ class Online:
     """A run of wandb or Trackio. Where steps come again, as after a kill, both values are kept.
 
     Args:
-        takes_step: as wandb does not: it refuses steps that go back. There they are a metric.
+        problems: what the package has only warned of is put there.
     """
 
-    def __init__(self, open_run: Callable[[], tuple[Any, Any]], *, takes_step: bool) -> None:
-        self._takes_step, self._last_step = takes_step, 0
-        self._problems: list[str] = []
-        if takes_step:  # Trackio's errors are only warnings
-            warnings.simplefilter("always", UserWarning)
-            warnings.showwarning = self._keep_warning
-        self._package, self._run = open_run()
-
-    def _keep_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        if "trackio" in str(message).lower():
-            self._problems.append(str(message))
+    def __init__(self, package: Any, run: Any, problems: list[str]) -> None:
+        self._package, self._run, self._problems = package, run, problems
+        self._takes_step = package.__name__ == "trackio"
+        self._last_step = 0
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         self._last_step = step
         if metrics and self._takes_step:
             self._run.log(metrics, step=step)
-        elif metrics:
+        elif metrics:  # wandb refuses steps that go back: they are a metric there
             self._run.log(metrics | {STEP: step})
 
     def flush(self) -> None:
@@ -128,19 +120,27 @@ class Online:
         self.flush()
 
 
-def _open_trackio(name: str, config: dict[str, Any],
-                  output_dir: Path | None) -> tuple[Any, Any]:
+def _open_trackio(name: str, config: dict[str, Any], output_dir: Path | None) -> Online:
+    problems: list[str] = []
+
+    def keep(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "trackio" in str(message).lower():
+            problems.append(str(message))
+
+    warnings.simplefilter("always", UserWarning)  # its errors are only warnings
+    warnings.showwarning = keep
     if not any(map(os.environ.get, REMOTE_TRACKIO)):
         os.environ["HF_HUB_OFFLINE"] = "1"  # else it asks whose the token is, if there is one
     if output_dir:
         os.environ["TRACKIO_DIR"] = str(output_dir)
     import trackio
 
-    return trackio, trackio.init(project=PROJECT, name=name, config=config, resume="allow",
-                                 embed=False, auto_log_gpu=False, auto_log_cpu=False)
+    run = trackio.init(project=PROJECT, name=name, config=config, resume="allow", embed=False,
+                       auto_log_gpu=False, auto_log_cpu=False)
+    return Online(trackio, run, problems)
 
 
-def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> tuple[Any, Any]:
+def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> Online:
     """Nothing is sent beside the records and configs: no code, no git state, no machine."""
     import wandb
 
@@ -158,4 +158,4 @@ def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> tuple[
         run = wandb.init(mode="offline", **settings)
     run.define_metric(STEP)
     run.define_metric("*", step_metric=STEP)
-    return wandb, run
+    return Online(wandb, run, problems=[])
