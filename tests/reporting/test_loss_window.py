@@ -84,53 +84,32 @@ def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
     assert found == [2, 6, 9, 0, 2]
 
 
-def test_speed_is_that_of_the_windows_own_steps(
+def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(
     late: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it is read, and whatever is done between two windows."""
-    now = FakeTime()
+    """Whenever a window is read, and whatever is done between two windows."""
+    now, window = FakeTime(), LossWindow(CPU)
     monkeypatch.setattr(device_time.time, "perf_counter", now)
-    window, speeds = LossWindow(CPU), []
+    found = []
 
-    def train(seconds_a_step: float, steps: int, *, waits: bool) -> None:
-        for _ in range(steps):
-            now.seconds += seconds_a_step
-            window.add(torch.tensor(1.0), torch.tensor(1.0))
-        speeds.extend(closed.steps_per_second()
-                      for closed, _ in window.close(0, 0.1, PhaseClock(), waits=waits))
-
-    window.restart_timing()
-    train(0.5, 10, waits=False)
-    train(0.25, 10, waits=False)
-    train(0.125, 4, waits=True)
-    now.seconds += 1000  # a checkpoint and a validation
-    window.restart_timing()
-    train(0.5, 1, waits=True)
-    assert speeds == pytest.approx([2.0, 4.0, 8.0, 2.0])
-
-
-def test_the_slowest_step_of_a_window_is_told(late: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its number and its seconds; what comes between two windows is no part of a step."""
-    now = FakeTime()
-    monkeypatch.setattr(device_time.time, "perf_counter", now)
-    window, found = LossWindow(CPU), []
-
-    def train(first_step: int, *seconds: float) -> None:
+    def train(last_step: int, *seconds: float, waits: bool = True) -> None:
         for each in seconds:
             now.seconds += each
-            window.add(torch.tensor(1.0), torch.tensor(float("nan")))  # skipped steps count too
-        found.extend(summary for _, summary in window.close(
-            first_step + len(seconds) - 1, 0.1, PhaseClock(), waits=True))
+            window.add(torch.tensor(1.0), torch.tensor(math.nan))  # skipped steps count too
+        for closed, summary in window.close(last_step, 0.1, PhaseClock(), waits=waits):
+            found.append((closed.steps_per_second(), summary.slowest_step,
+                          summary.slowest_step_seconds))
 
     now.seconds += 100  # it compiles
     window.add(torch.tensor(1.0), torch.tensor(1.0))
     window.restart_timing()
-    train(1, 1.0, 29.0, 2.0)
+    train(4, 0.5, 0.5, 0.25, 0.75, waits=False)
+    train(8, 0.25, 0.25, 0.25, 0.25, waits=False)
+    train(10, 0.125, 0.125)
     now.seconds += 1000  # a checkpoint and a validation
     window.restart_timing()
-    train(4, 3.0, 1.0)
-    assert [(each.slowest_step, each.slowest_step_seconds) for each in found] == [
-        (2, 29.0), (4, 3.0)]
+    train(13, 1.0, 29.0, 2.0)
+    assert found == [(2.0, 4, 0.75), (4.0, 8, 0.25), (8.0, 10, 0.125), (3 / 32, 12, 29.0)]
 
 
 @pytest.mark.gpu

@@ -103,65 +103,37 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
     assert len(said) == 1 and said[0].startswith("warning: no sample: RuntimeError: probability")
 
 
-class Validating:
-    """A log that reports validations, after steps of one second each."""
-
-    def __init__(self, workplace: Workplace, now: FakeTime, *, world_size: int = 8,
-                 **train: object) -> None:
-        workplace.add_run(train={"validation_interval": 100, "validation_batches": None,
-                                   "validation_sequences": 20} | train)
-        run, plan = load_run(workplace.runs_dir, "tiny"), BatchPlan(1, 1, world_size, 16, 1000)
-        self.now, self.clock, self.said = now, PhaseClock(), []
-        self.log = RunLog(run, plan, clock=self.clock, is_active=True)
-        self.log.say = self.said.append
-        self.clock.enter("compile")
-        self.global_step = 0
-
-    def train_to(self, global_step: int) -> None:
-        for phase, share in (("training", 0.75), ("waiting", 0.25)):
-            self.clock.enter(phase)
-            self.now.seconds += share * (global_step - self.global_step)
-        self.global_step = global_step
-
-    def validate(self, seconds: float) -> list[str]:
-        """Return the lines after the validation's own."""
-        self.said.clear()
-        self.log.report_validation(self.global_step, 3.5, seconds)
-        return self.said[1:]
-
-
-def test_validation_that_leaves_processes_idle_is_told_once(
-    workplace: Workplace, now: FakeTime
-) -> None:
-    validating = Validating(workplace, now)
-    now.seconds += 500  # compiling says nothing about the time of a step
-    assert validating.validate(15) == []
-    validating.train_to(99)
-    assert validating.validate(15) == [  # 15 seconds beside 100 steps
-        "validation takes 13% of the time, on rank 0 while the other 7 processes wait; with"
-        ' "validate_on": "all" in train.json (also when resuming) all share it: about 2.2%, the'
-        " same loss"]  # 3 of 20 microbatches are dealt to rank 0
-    validating.train_to(199)
-    assert validating.validate(15) == []
-
-
 @pytest.mark.parametrize(("train", "world_size", "seconds", "says"), [
+    ({}, 8, 15, "validation takes 13% of the time, on rank 0 while the other 7 processes wait; with"
+     ' "validate_on": "all" in train.json (also when resuming) all share it: about 2.2%, the same'
+     " loss"),  # 15 seconds beside 100 steps; 3 of 20 microbatches are dealt to rank 0
+    ({"validation_interval": 10_000}, 2, 21, "takes 2% of the time, on rank 0 while the other"
+     " process waits"),  # the interval is longer than the run
     ({}, 8, 2.0, ""),  # 2% of 102 seconds is more
     ({"validate_on": "all"}, 8, 15, ""),
     ({}, 1, 15, ""),
     ({"validation_sequences": 1}, 8, 15, ""),  # one microbatch cannot be shared
-    ({"validation_interval": 10_000}, 8, 21, "takes 2% of the time"),  # longer than the run
 ])
-def test_validation_is_told_if_it_leaves_processes_idle_for_long_enough(
+def test_validation_that_leaves_processes_idle_for_long_is_told_once(
     workplace: Workplace, now: FakeTime, train: dict, world_size: int, seconds: float, says: str
 ) -> None:
-    validating = Validating(workplace, now, world_size=world_size, **train)
-    validating.clock.resume({"training": 80.0, "waiting": 19.0}, {})  # in earlier launches
-    validating.global_step = 99
-    if says:
-        validating.train_to(999)
-    said = "".join(validating.validate(seconds))
-    assert says in said and bool(says) == bool(said)
+    workplace.add_run(train={"validation_interval": 100, "validation_batches": None,
+                             "validation_sequences": 20} | train)
+    clock, said = PhaseClock(), []
+    log = RunLog(load_run(workplace.runs_dir, "tiny"), BatchPlan(1, 1, world_size, 16, 1000),
+                 clock=clock, is_active=True)
+    log.say = said.append
+    clock.enter("compile")
+    now.seconds += 500  # says nothing about the time of a step
+    log.report_validation(0, 3.5, seconds)
+    assert len(said) == 1
+    for phase, spent in (("training", 74.25), ("waiting", 24.75)):  # a second for each step
+        clock.enter(phase)
+        now.seconds += spent
+    for _ in range(2):
+        log.report_validation(99, 3.5, seconds)
+    told = [line for line in said if "on rank 0 while" in line]
+    assert len(told) == bool(says) and says in "".join(told)
 
 
 def test_a_config_changed_during_training_is_not_read_at_the_end(
