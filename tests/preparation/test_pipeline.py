@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import json
 import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from basics.errors import UserError
-from preparation import pipeline, progress_display, reading
-from preparation.cutting import Piece
+from preparation import pipeline, progress_display
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.sources import find_documents
 from preparation.token_stream import TokenFileWriter, num_training_documents
@@ -302,26 +299,6 @@ def test_one_text_file_that_cannot_be_read_costs_only_that_file(
     with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
         assert file.metadata()["num_bad_files"] == "1"
         assert file.metadata()["num_text_bytes"] == str(sum(len(text) for text in train))
-
-
-def test_a_large_text_file_that_breaks_off_costs_only_that_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("reading", "sources"):
-        monkeypatch.setattr(f"preparation.{module}.WHOLE_BYTES", 100)
-    monkeypatch.setattr("preparation.reading.TASK_BYTES", 2**10)
-    folder, texts = text_files(tmp_path / "source", 5)
-    (folder / "002.txt").write_bytes(b"begins as text " * 2**16)
-    read = reading._file_pieces
-
-    def read_half(path: Path) -> Iterator[Piece]:
-        yield from itertools.islice(read(path), 2)
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(reading, "_file_pieces", read_half)
-    progress = prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
-    assert progress.bad_files == ["002.txt"]
-    assert decoded(tmp_path / "out" / "train.safetensors") == [*texts[:2], texts[3]]
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (1,)])

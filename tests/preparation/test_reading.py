@@ -34,7 +34,6 @@ TEXT = st.lists(st.one_of(
     st.sampled_from([*SPACES, " ", "\n", "a", "'s", "7", "é", "中", "🎉", ".", "ⴿ"]),
     st.characters(exclude_categories=["Cs"]),
 ), max_size=100).map("".join)
-PLANES = "".join(chr(0x10000 * plane + 0xA1) + " " for plane in range(17))
 
 
 def documents(tasks) -> list[str]:
@@ -102,21 +101,6 @@ def test_each_text_file_is_one_document(
         assert documents(tasks) == texts
         streamed = [piece for task in tasks for piece in task.pieces()]
         assert streamed == [piece for text in texts for piece in cut_document(text.encode())]
-
-
-def test_characters_of_every_unicode_plane_are_read_from_every_format(tmp_path: Path) -> None:
-    texts = [PLANES, "", PLANES * 2]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    (tmp_path / "a.jsonl").write_text(
-        "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts))
-    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == texts
-    assert documents(json_tasks(tmp_path / "a.jsonl", "text")) == texts
-    assert documents(json_tasks(tmp_path / "b.jsonl", "text")) == texts
-    encoded = encode_task(Texts(list(cut_document(PLANES.encode())), 99),
-                          lambda: load_tokenizer("gpt2"))
-    assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == PLANES
-    assert encoded.sizes.tolist()[1:] == [len(PLANES.encode()), len(PLANES)]
 
 
 @settings(max_examples=25, deadline=None)
