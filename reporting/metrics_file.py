@@ -14,7 +14,7 @@ from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError
 from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
 from basics.json_files import to_json
 
-MAX_RECORDS_BYTES, MAX_RECORDS = 2**27, 10**6  # per file: about four million steps
+MAX_RECORDS_BYTES = 2**27  # per file: about four million steps
 MAX_RECORD_LENGTH = 2**18
 MAX_STEP = 2**40
 MAX_LAYERS, MAX_GPUS, MAX_TEXT_LENGTH = 2**10, 2**8, 200
@@ -95,16 +95,6 @@ METRICS = {
 }
 # These differ between runs of the same training.
 OF_MACHINE = ("mfu", *(key for key in METRICS if METRICS[key].name.startswith("machine/")))
-
-
-def check_records(path: Path) -> None:
-    """Refuse to resume a run whose metrics are not a file that a run has written.
-
-    Raises:
-        UserError: it is a link, a pipe or a directory, or far too large, or cannot be read.
-    """
-    if read_records(path).count("\n") > MAX_RECORDS:
-        raise UserError(f"{path}: has more lines than any run writes; move it away")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

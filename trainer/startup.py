@@ -36,7 +36,7 @@ from processes.launch import Process, unused_gpus
 from processes.run_lock import count_by, seconds_before
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
-from reporting.metrics_file import check_records, read_metrics, remove_metrics_from, spent_before
+from reporting.metrics_file import read_metrics, read_records, remove_metrics_from, spent_before
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status, write_status
 from reporting.tracker import check_tracker
@@ -223,7 +223,7 @@ def check_run_dir(run: Run) -> None:
             raise UserError(f"{path}: is not a directory; move it away")
     for path in (run.metrics_path, run.samples_path, run.evaluations_path, run.summary_path,
                  run.heartbeat_path):
-        check_records(path)
+        read_records(path)
 
 
 def check_disk_space(run: Run) -> None:
