@@ -53,12 +53,17 @@ class Choice:
                 print_error(one_line(f"{place}: taking all of its configs, {listed([*configs])};"
                                      " --subset chooses some"))
             return dict(zip(names, names, strict=True))
-        inside = {name: path for name in names if (path := self._path_inside(name)) is not None}
+        folders = {name: list(PurePosixPath(name).parents)[-2::-1] for name in names}
+        inside: dict[str, str] = {}
+        for name, above in folders.items():  # the outermost first, without the root
+            folder = next((each for each in above if _matches(str(each), self.subset)), None)
+            if folder is not None:
+                inside[name] = str(PurePosixPath(name).relative_to(folder))
         patterns = list(itertools.chain(*self._of_configs(configs).values()))
         inside = inside or {name: name for name in names
                             if any(_matches(name, pattern) for pattern in patterns)}
         if not inside:
-            there_are = sorted({str(folder) for name in names for folder in _folders(name)
+            there_are = sorted({str(folder) for above in folders.values() for folder in above
                                 if not folder.name.startswith(".")} | set(configs))
             raise UserError(f"{place}: --subset {self.subset} matches no directory; there are"
                             f" {listed(there_are, like=self.subset)}")
@@ -78,7 +83,8 @@ class Choice:
             UserError: no file matches, or none is named train but several splits are.
         """
         splits: dict[str, list[str]] = {}
-        declared = self._of_configs(configs or {}) or _merged((configs or {}).values())
+        # --subset may name a directory, and no config.
+        declared = self._of_configs(configs or {}) or ALL._of_configs(configs or {})
         for name, path in paths.items():
             split = split_of(path) or next((split for split, patterns in declared.items() if any(
                 _matches(name, pattern) for pattern in patterns)), "")
@@ -91,17 +97,24 @@ class Choice:
                 raise UserError(f"{place}: --split {self.split} matches no file; there are"
                                 f" {_counts(splits)}")
             return chosen
-        return _default_split(splits, place)
+        if "train" not in splits and "" not in splits and len(splits) > 1:
+            raise UserError(f"{place}: has files of {' and '.join(sorted(splits))}, none of train;"
+                            " choose some with --split")
+        taken = next(split for split in ("train", "", *splits) if split in splits)
+        left_out = {split: names for split, names in splits.items() if split != taken}
+        if left_out or taken not in ("train", ""):
+            rest = f", leaving out {_counts(left_out)}; --split chooses others" * bool(left_out)
+            print_error(one_line(f"{place}: taking {_counts({taken: splits[taken]})}{rest}"))
+        return splits[taken]
 
     def _of_configs(self, configs: Configs) -> dict[str, list[str]]:
-        """Return the patterns of each split of the configs that --subset names."""
-        return _merged(splits for name, splits in configs.items() if _matches(name, self.subset))
-
-    def _path_inside(self, name: str) -> str | None:
-        for folder in _folders(name):
-            if _matches(str(folder), self.subset):
-                return str(PurePosixPath(name).relative_to(folder))
-        return None
+        """Return the patterns of each split of the configs that --subset names, or of all."""
+        found: dict[str, list[str]] = {}
+        for name, splits in configs.items():
+            if not self.subset or _matches(name, self.subset):
+                for split, patterns in splits.items():
+                    found.setdefault(split, []).extend(patterns)
+        return found
 
 
 ALL = Choice()
@@ -152,36 +165,9 @@ def _files_of(value: Any, split: str = "") -> Iterable[tuple[str, str]]:
                 yield from _files_of(item, split)
 
 
-def _merged(configs: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return the patterns of each split of several configs."""
-    found: dict[str, list[str]] = {}
-    for splits in configs:
-        for split, patterns in splits.items():
-            found.setdefault(split, []).extend(patterns)
-    return found
-
-
-def _default_split(splits: Mapping[str, list[str]], place: str) -> list[str]:
-    if "train" not in splits and "" not in splits and len(splits) > 1:
-        raise UserError(f"{place}: has files of {' and '.join(sorted(splits))}, none of train;"
-                        " choose some with --split")
-    taken = next(split for split in ("train", "", *splits) if split in splits)
-    left_out = {split: names for split, names in splits.items() if split != taken}
-    if left_out or taken not in ("train", ""):
-        print_error(one_line(
-            f"{place}: taking {_counts({taken: splits[taken]})}"
-            + (f", leaving out {_counts(left_out)}; --split chooses others" if left_out else "")))
-    return splits[taken]
-
-
 def _counts(splits: Mapping[str, list[str]]) -> str:
     return ", ".join(f"{split or 'other'} ({len(names):,} file{'s' * (len(names) > 1)})"
                      for split, names in sorted(splits.items(), reverse=True)) or "none"
-
-
-def _folders(name: str) -> list[PurePosixPath]:
-    """Return the directories of a file, the outermost first, without the root."""
-    return list(PurePosixPath(name).parents)[-2::-1]
 
 
 def _matches(name: str, pattern: str) -> bool:
