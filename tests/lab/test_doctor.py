@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -225,7 +226,8 @@ def test_processes_that_hang_or_die_are_told_and_ended(
     with load_tests(about) as results:
         load = results()  # torch needs longer than half a second
         assert load.is_late == (not is_dead) and load.how
-        assert bool(of_this_test()) == load.is_late
+        while load.is_late and len(of_this_test()) < 2:
+            time.sleep(0.05)  # until torchrun has started a process, which imports torch
     assert of_this_test() == []
 
 

@@ -233,6 +233,15 @@ def test_a_part_that_fails_on_one_of_four_is_told(case: str) -> None:
     assert found.verdict == verdict and text in found.text and advice in found.advice
 
 
+@pytest.mark.parametrize(("last_came", "verdict"), [(118.0, WARNING), (110.0, PROBLEM)])
+def test_an_exchange_hangs_only_after_its_last_process_has_come(
+    last_came: float, verdict: str
+) -> None:
+    load = Load(seconds=120.0, **LATE)
+    load.begun["PyTorch"], load.begun["all-reduce"] = {0: 90.0, 1: 90.0}, {0: 95.0, 1: last_came}
+    assert check_load(load)["all-reduce"].verdict == verdict
+
+
 def test_a_process_tells_what_it_finds_and_loads_only_what_it_should(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
