@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # tried; no defaults
     "activation checkpointing": {"activation_checkpointing": True}}
 ARCHIVE = "on-gpu.tar.gz"
 RESERVE_SECONDS = 40  # of a call: to import PyTorch, to end the last row, and for the page
-SEARCH_TEST = "tests/trainer/test_microbatch_search.py"  # two tests there need a GPU
+SEARCH_TEST = "tests/trainer/test_microbatch_search.py"  # one test there needs a GPU
 
 
 class Item(NamedTuple):
