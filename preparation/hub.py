@@ -6,7 +6,7 @@ import contextlib
 import errno
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,9 +32,7 @@ from tqdm import tqdm
 
 from basics.errors import FAILED, UserError, as_os_error, cannot_be_written, first_line, one_line
 from preparation.choosing import Choice, config_patterns
-from preparation.cutting import Cuts
-from preparation.reading import Task
-from preparation.sources import FileShard, Shard, Source, kind_of
+from preparation.sources import FileShard, Source, kind_of
 from tokens.tokenizer import TOKENIZER_FILE
 
 QUERY_PAUSES = (1, 5)  # seconds before each further attempt
@@ -101,10 +99,10 @@ def hub_source(repository: str, choice: Choice, *, text_column: str, raw_files: 
         raise UserError(f"{place}: {choice.subset or 'its root'} contains"
                         f" {' and '.join(sorted(kinds)) or 'no parquet or JSON lines files'};"
                         " name a directory of documents with --subset")
-    shards = [HubShard(repository, info.sha, file.path,
-                       file.lfs.sha256 if file.lfs else file.blob_id, file.size, text_column,
-                       raw_files)
-              for file in (files[path] for path in choice.of_split(inside, place, configs))]
+    chosen = [files[path] for path in choice.of_split(inside, place, configs)]
+    shards = [HubShard(raw_files.dir / file.path, file.path, text_column,
+                       file.lfs.sha256 if file.lfs else file.blob_id, file.size,
+                       repository, info.sha, raw_files) for file in chosen]
     licences = _names(card and card.license, "unknown")
     return Source(
         choice.label(repository), shards, text_column=text_column, revision=info.sha,
@@ -135,34 +133,26 @@ def _files(repository: str, subset: str, revision: str) -> list[RepoFile]:
 
 
 @dataclass(frozen=True)
-class HubShard(Shard):
+class HubShard(FileShard):
     """A file on the hub; it is on this machine only while it is read."""
 
     repository: str
     revision: str
-    name: str
-    identity: str
-    num_bytes: int
-    text_column: str
     raw_files: RawFiles
 
     def fetch(self) -> None:
         hide_progress_bars()  # there is one already
-        if not (self.raw_files.dir / self.name).exists():
+        if not self.path.exists():
             tqdm.write(one_line(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB"),
                        file=sys.stderr)
         _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_files.dir)
 
-    def tasks(self, cuts: Cuts = "any") -> Iterator[Task]:
-        path = self.raw_files.dir / self.name
-        return FileShard.of(path, self.name, self.text_column).tasks(cuts)
-
     def missing_bytes(self) -> int:
-        return 0 if (self.raw_files.dir / self.name).exists() else self.num_bytes
+        return 0 if self.path.exists() else self.num_bytes
 
     def release(self) -> None:
         if not self.raw_files.are_kept:
-            (self.raw_files.dir / self.name).unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
 
 def ask_hub(subject: str, action: Callable[[], T], *,
