@@ -70,11 +70,16 @@ def sweeps(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
     return Sweeps(workplace)
 
 
-def test_each_variant_is_trained_with_each_seed_and_compared(sweeps: Sweeps) -> None:
-    cells = sweeps.cells("--change", "drop_rate=0,learning_rate=0.01", "--change",
-                         "drop_rate=0.5", "--seeds", "2")
+def test_each_variant_is_trained_with_each_seed_and_compared(
+    sweeps: Sweeps, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With --json, standard output has the document and nothing else."""
+    result = succeeded(sweeps.run("--change", "drop_rate=0,learning_rate=0.01", "--change",
+                                  "drop_rate=0.5", "--seeds", "2", "--json"))
+    assert not capfd.readouterr().out and "[1/6] baseline, seed 42" in result.stderr
     assert sweeps.launches() == [f"{name}-seed-{seed}" for seed in (42, 43) for name in (
         "baseline", "drop_rate-0_learning_rate-0.01", "drop_rate-0.5")]
+    cells = sweeps.table()
     seeds, loss, difference, interval, verdict, tokens, seconds, usd = cells[
         "drop_rate=0,learning_rate=0.01"]
     assert (seeds, verdict, seconds, usd) == ("2/2", "better", "100", "-")
@@ -84,6 +89,13 @@ def test_each_variant_is_trained_with_each_seed_and_compared(sweeps: Sweeps) -> 
     assert cells["drop_rate=0.5"][4:6] == ["worse", "not reached"]
     assert cells["baseline"][2:6] == ["-", "-", "-", "1.00k"]
     assert not list(sweeps.tiny.glob("*.png"))
+    document = checked(result.stdout)
+    baseline, changed, worse = document.variants
+    assert (baseline.difference, worse.against_noise) == (None, "worse")
+    assert worse.changes == {"drop_rate": 0.5} and len(worse.runs) == 2
+    assert changed.difference == pytest.approx(float(difference), abs=1e-4)
+    assert changed.interval == pytest.approx([low, high], abs=1e-4)
+    assert document.stop_reason is None
 
 
 def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
@@ -413,16 +425,3 @@ def test_the_command_of_a_run() -> None:
                            "--datasets-dir", "data", "--nproc-per-node", "2", "--usd-per-hour",
                            "3.5"]
     assert execution.SCRIPT == PROJECT_DIR / "ddp_train.py"
-
-
-def test_the_result_is_a_json_document_and_all_else_goes_to_stderr(
-    sweeps: Sweeps, capfd: pytest.CaptureFixture[str]
-) -> None:
-    result = sweeps.run("--change", "drop_rate=0.5", "--seeds", "2", "--json")
-    document = checked(succeeded(result).stdout)
-    assert not capfd.readouterr().out and "[1/4] baseline, seed 42" in result.stderr
-    baseline, changed = document.variants
-    assert (baseline.difference, changed.against_noise) == (None, "worse")
-    assert changed.changes == {"drop_rate": 0.5} and len(changed.runs) == 2
-    low, high = changed.interval
-    assert low < changed.difference < high and document.stop_reason is None
