@@ -356,7 +356,8 @@ def test_the_command_trains_as_the_reference(
     reference = training.reference(training.build())
     for options in (["--max-steps", "2"], []):
         result = succeeded(training.place.torchrun(num_processes, "tiny", *options))
-    assert ("attention: math\n" in result.stdout) == (name == "muon")
+    # Without a GPU PyTorch has no other kernel that can drop.
+    assert f"attention: {'blocks' if name == 'bf16' else 'math'}\n" in result.stdout
     checkpoints = list_checkpoints(training.prepared.run.checkpoints_dir)
     assert [checkpoint.meta.global_step for checkpoint in checkpoints] == list(range(STEPS))
     losses = read_lines(training.prepared.run.run_dir / "metrics.jsonl")
