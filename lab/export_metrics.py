@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from basics.errors import FAILED, UserError, describe, print_error
+from basics.errors import FAILED, UserError, describe, print_error, visible
 from basics.text import counted
 from processes.run_lock import lock_run, release_run
 from reporting.tracker import TrackedRun, check_tracker, send_records
@@ -45,7 +45,7 @@ def command(name: str, tracker: str, output_dir: Path | None, starts_over: bool,
         num_sent = export(run, output_dir, starts_over=starts_over)
     finally:
         release_run()
-    click.echo(f"{tracker}: {counted(num_sent, 'record')} added")
+    click.echo(visible(f"{tracker}: {counted(num_sent, 'record')} added"))
 
 
 def export(run: Run, output_dir: Path | None, *, starts_over: bool) -> int:
