@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,22 +111,19 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
     panels = {LOSS_NAMES[kind]: points for kind, points in {
         kind: loss_points(runs, kind), "test_loss": loss_points(tested, "test_loss")}.items()
         if points}  # published rows have a test loss only
-    curves, memory = _curves(rows), memory_points(rows)
     written, missing = [], []
-    for name, data, plot, reason in (
-        ("loss-curves.png", curves, _plot_curves, "no run has a metrics.jsonl with losses"),
-        ("loss-over-batch.png", panels, _plot_losses,
-         "no finished run has a loss and a batch size"),
-        ("memory-over-microbatch.png", memory, _plot_memory,
-         "no run has recorded its peak memory"),
+    for name, plot, data, needed in (
+        ("loss-curves.png", _plot_curves, _curves(rows), "losses in its metrics.jsonl"),
+        ("loss-over-batch.png", _plot_losses, panels, "finished with a loss and a batch size"),
+        ("memory-over-microbatch.png", _plot_memory, memory_points(rows),
+         "recorded its peak memory"),
     ):
         path = charts_dir / name
         path.unlink(missing_ok=True)
         if data:
-            written.append(draw_by_hand(path, lambda figure, plot=plot, data=data: plot(
-                figure, data)))
+            written.append(draw_by_hand(path, partial(plot, data)))
         else:
-            missing.append(f"not drawn: {name}: {reason}")
+            missing.append(f"not drawn: {name}: no run has {needed}")
     return written, missing
 
 
@@ -154,7 +152,7 @@ def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     return (x + 1 if x_key == "global_step" else x), y  # people count from 1
 
 
-def _plot_curves(figure: Figure, panels: dict[str, list[tuple[Row, str, Any, Any]]]) -> None:
+def _plot_curves(panels: dict[str, list[tuple[Row, str, Any, Any]]], figure: Figure) -> None:
     """Plot the losses of all runs over steps, and over tokens, time and dollars if recorded."""
     from matplotlib.ticker import EngFormatter
 
@@ -196,7 +194,7 @@ def without_formulas(text: str) -> str:
     return text.replace("$", r"\$")  # matplotlib parses text between two dollar signs as a formula
 
 
-def _plot_losses(figure: Figure, panels: dict[str, list[Points]]) -> None:
+def _plot_losses(panels: dict[str, list[Points]], figure: Figure) -> None:
     figure.set_size_inches(8 + 2 * len(panels), 7)
     for axes, (kind, groups) in zip(figure.subplots(1, len(panels), squeeze=False).flat,
                                     panels.items(), strict=True):
@@ -227,7 +225,7 @@ def plot_fit(axes: Axes, x: list[float], y: list[float], color: str) -> None:
               label=f"minimum of the fit: {lowest[1]:.4f} at {lowest[0]:,.4g}")
 
 
-def _plot_memory(figure: Figure, groups: list[Points]) -> None:
+def _plot_memory(groups: list[Points], figure: Figure) -> None:
     axes = figure.subplots()
     for group in groups:
         _plot_points(axes, group)

@@ -394,7 +394,7 @@ def test_published_losses_and_memory_are_fitted_as_published() -> None:
     found = dict(zip(losses.x, losses.y, strict=True))
     assert found == {6: 3.944, 104: 3.674, 216: 3.725, 224: 3.730, 512: 3.771}
     figure = Figure()
-    comparison_charts._plot_losses(figure, {"test loss": [losses]})
+    comparison_charts._plot_losses({"test loss": [losses]}, figure)
     a, b, c = np.polyfit(np.log(list(found)), list(found.values()), 2)
     x, y = line_of(figure, "quadratic in ln(x)").get_data()
     np.testing.assert_allclose(y, a * np.log(x) ** 2 + b * np.log(x) + c, rtol=1e-6)
@@ -404,7 +404,7 @@ def test_published_losses_and_memory_are_fitted_as_published() -> None:
     found = dict(zip(memory.x, memory.y, strict=True))
     assert found == {6: 24, 13: 40, 27: 80, 64: 160} and len(memory.x) == 4
     figure = Figure()
-    comparison_charts._plot_memory(figure, [memory])
+    comparison_charts._plot_memory([memory], figure)
     slope, intercept = np.polyfit(list(found), list(found.values()), 1)
     assert (round(intercept, 1), round(slope, 2)) == (11.5, 2.35)  # as published
     x, y = line_of(figure, f"{intercept:.2f} GiB + {slope:.3f} GiB per sequence").get_data()
@@ -424,7 +424,7 @@ def test_runs_with_equal_settings_form_one_curve_over_the_batch_size(runs: Runs)
     assert others.names == ["clipped"] and not others.has_curve
     assert "too few similar runs" in others.label
     figure = Figure()
-    comparison_charts._plot_losses(figure, {"validation loss": [similar, others]})
+    comparison_charts._plot_losses({"validation loss": [similar, others]}, figure)
     assert "minimum of the fit: 3.0000 at 4" in line_of(figure, "minimum").get_label()
 
 
