@@ -215,6 +215,7 @@ class Journal:
     def read(self) -> None:
         """Read what an earlier launch has left. Begins again if its files are too short."""
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        self._lines = []
         with contextlib.suppress(IndexError, ValidationError):  # the last line was cut by a kill
             self.request = Request.model_validate_json(lines[0])
             for line in lines[1:]:
