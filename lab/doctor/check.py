@@ -134,13 +134,15 @@ def print_checks(checks: Checks, run_name: str | None) -> None:
                               subsequent_indent=indent)
         lines += textwrap.wrap(found.advice, width, break_on_hyphens=False,
                                initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   ")
-        click.echo(click.style(verdict, fg=COLORS[found.verdict])
-                   + visible(rest + "\n".join(lines).lstrip()))
+        head = click.style(verdict, fg=COLORS[found.verdict])
+        text = "\n".join(lines).lstrip()
+        click.echo(f"{head}{visible(rest + text)}")
     counts = {verdict: num_of(checks, verdict) for verdict in (PROBLEM, WARNING)}
-    click.echo(click.style(
+    head = click.style(
         f"{'not fit' if counts[PROBLEM] else 'fit'} to train{f' {run_name}' if run_name else ''}: "
         + ", ".join(f"{number or 'no'} {word}{'' if number == 1 else 's'}"
-                    for word, number in counts.items()), bold=True))
+                    for word, number in counts.items()), bold=True)
+    click.echo(head)
 
 
 def as_document(checks: Checks, run_name: str | None) -> dict[str, Any]:

@@ -179,8 +179,8 @@ def _counts(job: Job, train: Examples, validation: Examples) -> dict[str, int]:
 
 def _report(epoch: Epoch) -> None:
     train = "before training" if epoch.train_loss is None else f"train loss {epoch.train_loss:.4f}"
-    click.echo(f"epoch {epoch.number}: {train}, validation loss {epoch.validation_loss:.4f}"
-               " nats per token")
+    click.echo(visible(f"epoch {epoch.number}: {train}, validation loss"
+                       f" {epoch.validation_loss:.4f} nats per token"))
 
 
 def _answer(job: Job) -> list[AnsweredEntry]:
