@@ -10,7 +10,7 @@ from types import TracebackType
 from tqdm import tqdm
 
 from basics.errors import one_line, print_error
-from basics.text import gb
+from basics.text import counted, gb
 from preparation.encoding import EndOfShard, Item
 from preparation.journal import PART_FILE, Progress
 from preparation.reading import Task
@@ -83,7 +83,7 @@ def left_out(progress: Progress) -> str:
 
 def summary(output_dir: Path, progress: Progress) -> str:
     """Describe the finished dataset in a few lines."""
-    lines = [f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens"]
+    lines = [f"{counted(progress.num_documents, 'document')}, {progress.num_tokens:,} tokens"]
     if progress.num_bytes:  # unknown for imported tokens
         lines[0] += (f", {progress.num_bytes:,} bytes of text,"
                      f" {progress.num_characters / progress.num_tokens:.2f} characters per token")
@@ -95,8 +95,8 @@ def summary(output_dir: Path, progress: Progress) -> str:
     else:
         for split in ("train", "validation"):
             path, count = output_dir / f"{split}.safetensors", progress.of(split)
-            lines.append(f"{path}: {count.num_documents:,} documents, {count.num_tokens:,} tokens,"
-                         f" {path.stat().st_size:,} bytes")
+            lines.append(f"{path}: {counted(count.num_documents, 'document')},"
+                         f" {count.num_tokens:,} tokens, {path.stat().st_size:,} bytes")
     if progress.num_bad_files:
         lines.append(f"files {left_out(progress)}")
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.errors import UserError, cannot_be_written, one_line, visible
 from basics.files import append_whole
+from basics.text import counted
 from lab.evaluate.intervals import Figure
 from lab.instruct.comparison import Comparison, UnusableReplyError, compare
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
@@ -62,8 +63,8 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
                            concurrency=concurrency)
     judged = [scores for c in comparisons if (scores := judgements.scores(c)) is not None]
     if not judged:
-        raise UserError(f"none of {len(comparisons)} questions was judged; the first failure:"
-                        f" {reason}")
+        raise UserError(f"none of {counted(len(comparisons), 'question')} was judged; the first"
+                        f" failure: {reason}")
     found = {name: summarise([scores[name] for scores in judged], seed=seed) for name in judged[0]}
     found = dict(sorted(found.items(), key=lambda item: (-item[1].value, item[0])))
     rows = [[one_line(name), f"{mean:.2f}",

@@ -12,7 +12,7 @@ from huggingface_hub import DatasetCard, EvalResult, ModelCard, ModelCardData
 
 from basics.errors import UserError, first_line, one_line
 from basics.files import read_regular_file
-from basics.text import code, escaped
+from basics.text import code, counted, dollars, escaped
 from lab.runs import RUNNING, RunFiles, number
 from reporting.metrics_file import read_metrics
 from run_config import DATASET_NAME, MUON_DEFAULTS, ModelConfig, TrainConfig
@@ -259,7 +259,7 @@ def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
              "tokens": f"{meta.tokens:,}", "training loss, mean since the checkpoint before": loss,
              "hours": f"{sum(meta.seconds.values()) / 3600:.3f}"}
     if meta.usd:
-        facts["US$"] = f"{sum(meta.usd.values()):.2f}"
+        facts["US$"] = dollars(sum(meta.usd.values()))
     if epoch_tokens := number(written.part("batch").get("epoch_tokens")):
         facts["passes over the dataset"] = f"{meta.tokens / epoch_tokens:.2f}"
     batch = [number(written.part("batch").get(key)) for key in (
@@ -268,9 +268,10 @@ def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
         sizes = "{:.0f} x {:.0f} x {:.0f} sequences of {:,.0f} tokens"
         facts["global batch"] = sizes.format(*batch)
     if machine:
-        each = "processes on" if machine.get("device_type") == "cpu" else "x"
-        facts["hardware"] = (f"{number(machine.get('processes')) or 1:.0f} {each}"
-                             f" {machine.get('device')}")
+        processes = int(number(machine.get("processes")) or 1)
+        facts["hardware"] = (f"{counted(processes, 'process', 'processes')} on"
+                             if machine.get("device_type") == "cpu" else f"{processes} x"
+                             ) + f" {machine.get('device')}"
         facts["precision"] = str(machine.get("precision"))
         facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
     if speed := number(written.summary.get("tokens_per_second")):
