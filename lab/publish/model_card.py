@@ -121,8 +121,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
     found = measurements(target, dataset)
     meta, is_bytes = target.checkpoint.meta, target.tokenizer_name == "bytes"
     so_far = "" if written.status != RUNNING else (
-        f" so far:\nthese are the weights after step {meta.global_step + 1:,}, and training goes"
-        " on")
+        f" so far:\nthese are the weights after step {meta.global_step + 1:,}; training goes on")
     shown = [name for name in CHARTS if (target.run.run_dir / name).is_file()]
     return CARD.format(
         front_matter=_front_matter(settings, found, request), title=request.source,
@@ -254,9 +253,9 @@ def _model_facts(target: LoadedModel, found: list[dict[str, Any]]) -> dict[str, 
 def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
     meta, machine = target.checkpoint.meta, written.part("machine")
     num_steps = number(written.summary.get("num_steps"))
-    loss = "-" if meta.train_loss is None else f"{meta.train_loss:.6f}"
     facts = {"step": f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
-             "tokens": f"{meta.tokens:,}", "training loss, mean since the checkpoint before": loss,
+             "tokens": f"{meta.tokens:,}", "training loss, mean since the checkpoint before":
+             "-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
              "hours": f"{sum(meta.seconds.values()) / 3600:.3f}"}
     if meta.usd:
         facts["US$"] = dollars(sum(meta.usd.values()))
@@ -269,9 +268,9 @@ def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
         facts["global batch"] = sizes.format(*batch)
     if machine:
         processes = int(number(machine.get("processes")) or 1)
-        facts["hardware"] = (f"{counted(processes, 'process', 'processes')} on"
-                             if machine.get("device_type") == "cpu" else f"{processes} x"
-                             ) + f" {machine.get('device')}"
+        each = (counted(processes, "process on", "processes on")
+                if machine.get("device_type") == "cpu" else f"{processes} x")
+        facts["hardware"] = f"{each} {machine.get('device')}"
         facts["precision"] = str(machine.get("precision"))
         facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
     if speed := number(written.summary.get("tokens_per_second")):

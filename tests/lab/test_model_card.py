@@ -199,5 +199,5 @@ def test_the_card_says_that_training_goes_on(trained: Workplace) -> None:
             write_heartbeat(run.heartbeat_path, phase="training", step=7)
         target = load_model("tiny", runs_dir=trained.runs_dir)
         says = ("of `tiny` so far: these are the weights after step"
-                f" {target.checkpoint.meta.global_step + 1}, and training goes on. It is")
+                f" {target.checkpoint.meta.global_step + 1}; training goes on. It is")
         assert (says in words_of(model_card(target, Request("tiny")))) == goes_on
