@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from basics.cli import exit_with
 from basics.cpu_settings import keep_freed_memory
 from basics.errors import drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from checkpointing import CheckpointMeta, TrainingState, Validation
 from optim import clip_gradients, learning_rate_at, set_rates
-from processes.before_torch import exit_with
 from processes.command_line import Options, read_command_line
 from processes.launch import Process, process_group, started_by_torchrun, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave

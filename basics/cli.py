@@ -15,10 +15,9 @@ import click
 
 from basics.entry_points import INTERRUPTED
 from basics.errors import (
-    BAD_INPUT,
-    FAILED,
     UserError,
     drop_unwritable_output,
+    exit_status,
     print_error,
     print_line,
     print_traceback,
@@ -56,19 +55,23 @@ def run_and_exit(command: click.Command, arguments: list[str] | None = None, *,
     except (click.Abort, KeyboardInterrupt):
         print_error(INTERRUPTED)
         sys.exit(128 + signal.SIGINT)
-    except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)  # rank 0 prints the same error; torchrun then stops this process
-        print_error(error.line())
-        sys.exit(error.status)
     except Exception as error:
-        if not is_out_of_memory(error):
-            print_traceback(error)  # not Python's own: a terminal would obey what it prints
-            sys.exit(FAILED)
-        print_error(UserError(f"out of memory; set a smaller {smaller}").line())
-        sys.exit(BAD_INPUT)
+        if isinstance(error, UserError) and os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # rank 0 prints the same error; torchrun then stops this process
+        exit_with(error, smaller=smaller)
     finally:
         drop_unwritable_output()
+
+
+def exit_with(error: Exception, *, smaller: str = "") -> NoReturn:
+    """Print an error's line, or its traceback if nobody expects it, and exit with its status."""
+    if smaller and not isinstance(error, UserError) and is_out_of_memory(error):
+        error = UserError(f"out of memory; set a smaller {smaller}")
+    if isinstance(error, UserError):
+        print_error(error.line())
+    else:
+        print_traceback(error)  # not Python's own: a terminal would obey what it prints
+    sys.exit(exit_status(error))
 
 
 def _run(command: click.Command, arguments: list[str] | None, name: str | None) -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from typing import NoReturn
 
+from basics.cli import exit_with
 from basics.cpu_settings import limit_spinning
-from basics.errors import UserError, exit_status, print_error, print_traceback
 from processes.command_line import read_command_line
 from processes.run_lock import LockedError, announce, lock_run
 from processes.signals import end_with_torchrun
@@ -38,12 +36,3 @@ def check_before_torch() -> None:
     except Exception as error:
         if rank is None or isinstance(error, LockedError):
             exit_with(error)
-
-
-def exit_with(error: Exception) -> NoReturn:
-    """Print an error's line, or its traceback if nobody expects it, and exit with its status."""
-    if isinstance(error, UserError):
-        print_error(error.line())
-    else:
-        print_traceback(error)  # not Python's own: a terminal would obey what it prints
-    sys.exit(exit_status(error))
