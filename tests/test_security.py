@@ -72,7 +72,10 @@ def prints_only_its_own(call: ast.Call) -> bool:
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, ast.Call):
-            return ast.unparse(node.func) in ("visible", "one_line", "len")
+            is_colour = ast.unparse(node.func) == "click.style" and is_safe(node.args[0])
+            return is_colour or ast.unparse(node.func) in ("visible", "one_line", "len")
+        if isinstance(node, ast.BinOp):
+            return is_safe(node.left) and is_safe(node.right)
         if isinstance(node, ast.IfExp):
             return is_safe(node.body) and is_safe(node.orelse)
         if isinstance(node, ast.JoinedStr):
