@@ -55,11 +55,18 @@ def loss_points(rows: list[Row], kind: str) -> list[Points]:
 def memory_points(rows: list[Row]) -> list[Points]:
     """Group runs whose memory forms one line over the microbatch: same model and precision.
 
-    A published point is the memory of a GPU and the largest microbatch that fitted.
+    A published point is the memory of a GPU and the largest microbatch that fitted. A search for
+    the largest microbatch is a line of its own.
     """
-    return _grouped(
+    results = [(row, result) for row in rows for result in row.results]
+    searches = [
+        Points(f"--find-max-microbatch of {result.name}", f"C{3 + place % 6}",
+               *map(list, zip(*result.search, strict=True)), names=[""] * len(result.search),
+               has_curve=len({size for size, _ in result.search}) >= NEEDED_FOR_LINE)
+        for place, result in enumerate(one for _, one in results if one.search)]
+    return searches + _grouped(
         ((result.memory_group, row, result.figures["microbatch_size"], result.memory_gib)
-         for row in rows for result in row.results),
+         for row, result in results),
         needed=NEEDED_FOR_LINE, published="published: GPU memory and its largest microbatch")
 
 

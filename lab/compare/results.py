@@ -20,9 +20,10 @@ from lab.runs import (
     last_judged,
     last_value,
     number,
+    parsed_object,
     read_evaluations,
 )
-from reporting.metrics_file import read_metrics
+from reporting.metrics_file import read_metrics, read_records
 from reporting.summary import FINISHED
 from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
@@ -70,6 +71,7 @@ class Result:
         size: as `size_name` gives it; empty if it is not known.
         loss_group: results with an equal one form a curve of the loss over the batch size.
         memory_group: results with an equal one form a line of the memory over the microbatch.
+        search: the microbatches that --find-max-microbatch has tried, and the GiB that each took.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Result:
     size: str = ""
     loss_group: tuple[str, ...] = ()
     memory_group: tuple[str, ...] = ()
+    search: tuple[tuple[float, float], ...] = ()
 
     def text_of(self, test_slice: str) -> str:
         """Return what identifies the text of a slice: equal for the same text in other tokens."""
@@ -154,7 +157,8 @@ def read_result(run_dir: Path) -> Result:
         code=shown(code) if code else "", memory_gib=number(facts.get("peak_memory_gib")),
         judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
         loss_group=_group(config, *LOSS_SETTINGS) if files.status == FINISHED else (),
-        memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)))
+        memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),
+        search=_search(run_dir / "microbatch-search.json"))
 
 
 def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],
@@ -248,6 +252,14 @@ def _size(config: dict[str, Any]) -> str:
 def _group(config: dict[str, Any], *keys: str) -> tuple[str, ...]:
     """Return the model's shape and some settings, to group results that have them in common."""
     return tuple(shown(config.get(key)) for key in (*ModelConfig.model_fields, *keys))
+
+
+def _search(path: Path) -> tuple[tuple[float, float], ...]:
+    trials = parsed_object(read_records(path)).get("trials")
+    trials = [trial for trial in trials if isinstance(trial, dict) and trial.get("fits") is True
+              ] if isinstance(trials, list) else []
+    return tuple((size, gib) for trial in trials if (size := number(trial.get("microbatch_size")))
+                 and (gib := number(trial.get("demand_gib"))) is not None)
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:

@@ -428,7 +428,7 @@ def test_runs_with_equal_settings_form_one_curve_over_the_batch_size(runs: Runs)
     assert "minimum of the fit: 3.0000 at 4" in line_of(figure, "minimum").get_label()
 
 
-def test_memory_lines_are_those_of_one_model_and_precision(runs: Runs) -> None:
+def test_memory_lines_are_those_of_one_model_and_precision_and_of_searches(runs: Runs) -> None:
     for name, size, gib, width, precision in (
             ("small-1", 1, 3.0, 16, "bf16"), ("small-2", 2, 4.0, 16, "bf16"),
             ("wide-1", 1, 10.0, 32, "bf16"), ("wide-4", 4, 40.0, 32, "bf16"),
@@ -436,9 +436,18 @@ def test_memory_lines_are_those_of_one_model_and_precision(runs: Runs) -> None:
         runs.add(name, train={"microbatch_size": size}, model={"emb_dim": width}, summary={
             "machine": {"device": "H100", "precision": precision, "processes": 2,
                         "peak_memory_gib": gib}})
+    (runs.dir / "small-1/microbatch-search.json").write_text(json.dumps({"trials": [
+        {"microbatch_size": 1, "fits": True, "demand_gib": 2.5},
+        {"microbatch_size": 5, "fits": True, "demand_gib": 4.5},
+        {"microbatch_size": 9, "fits": False, "demand_gib": None},
+        {"microbatch_size": "x", "fits": True}, 7]}))
     groups = memory_points(runs.compare().rows)
     assert [(dict(zip(group.x, group.y, strict=True)), group.has_curve) for group in groups] == [
-        ({1: 3.0, 2: 4.0}, True), ({1: 10.0, 4: 40.0}, True), ({8: 90.0}, False)]
+        ({1: 2.5, 5: 4.5}, True), ({1: 3.0, 2: 4.0}, True), ({1: 10.0, 4: 40.0}, True),
+        ({8: 90.0}, False)]
+    figure = Figure()
+    comparison_charts._plot_memory(groups, figure)
+    assert line_of(figure, "2.00 GiB + 0.500 GiB per sequence")
 
 
 def test_texts_are_escaped_in_markdown_html_and_csv(runs: Runs) -> None:
