@@ -143,3 +143,10 @@ def test_tests_mirror_the_folders_and_import_no_other_test() -> None:
         assert len(parts) == 1 or parts[0] in allowed, parts
         for module in imports_of(ast.parse(path.read_text())):
             assert not re.fullmatch(r"tests\.(.*\.)?test_\w+.*", module), f"{path}: {module}"
+
+
+def test_the_list_of_tests_names_every_file_once() -> None:
+    listed = re.findall(r"`([\w/]*test_\w+\.py)`", (PROJECT_DIR / "tests/README.md").read_text())
+    tests = PROJECT_DIR / "tests"
+    found = [str(path.relative_to(tests)) for path in tests.rglob("test_*.py")]
+    assert sorted(listed) == sorted(found)
