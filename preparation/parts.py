@@ -209,6 +209,10 @@ def _join(parts: dict[Path, PartFile], dataset_dir: Path, *, skip_bad_shards: bo
             break
         stream, bad = TokenStream(part_dir / TOKENS, part_dir / TABLE), file.progress
         count = stream.num_documents if left is None else min(stream.num_documents, left)
+        if left is not None and left == count and left != request.max_documents and (
+                bad.num_bad_files):  # one machine might have stopped before them
+            raise UserError(f"{part_dir}: --max-documents ends in this part, which has files that"
+                            " could not be read: replace them, or prepare all on one machine")
         left = None if left is None else left - count
         streams.append(stream)
         progress = progress.without(*bad.bad_files).changed(

@@ -22,9 +22,11 @@ from tests.support.preparation import (
     BYTES,
     Stopped,
     contents,
+    corrupt,
     prepare,
     stopping_after,
     texts_source,
+    write_parquet,
 )
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import succeeded
@@ -126,6 +128,26 @@ def test_files_that_cannot_be_read_are_left_out_of_the_join_as_of_one_preparatio
     part_file.write_text(part_file.read_text().replace('max_bad_files": 1', 'max_bad_files": 0'))
     with pytest.raises(UserError, match="1 files of all parts could not be read, more than 0"):
         join_parts(parts, tmp_path / "again")
+
+
+def test_a_cut_in_a_part_with_files_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    folder = write_parquet(tmp_path / "source", *(
+        [f"{i} {j} " + "x" * 99 for j in range(20)] for i in range(9)))
+    corrupt(folder / "004.parquet", footer=False)  # part 2 has 40 documents that can be read
+    for limit, message in ((95, "part2: --max-documents ends in this part, which has"),
+                           (100, "part2: --max-documents ends in this part, which has"),
+                           (60, ""), (101, "")):
+        place = tmp_path / str(limit)
+        place.mkdir()
+        options = replace(BYTES, max_documents=limit, skip_bad_shards=True)
+        parts = prepare_parts(lambda: find_documents(folder), place, options, 3)
+        if message:
+            with pytest.raises(UserError, match=message):
+                join_parts(parts, place / "joined", skip_bad_shards=True)
+        else:
+            join_parts(parts, place / "joined", skip_bad_shards=True)
+            prepare_dataset(find_documents(folder), place / "one", options)
+            assert contents(place / "joined") == contents(place / "one")
 
 
 def test_parts_with_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
