@@ -180,8 +180,9 @@ class _Preparation:
             yield EndOfShard(number)
 
     def _has_all(self) -> bool:
-        limit = self._options.max_documents
-        return limit is not None and self._progress.num_documents >= limit
+        limit, progress = self._options.max_documents, self._progress
+        is_split = progress.validation.num_tokens > 0  # a file that is new since then is too late
+        return is_split or (limit is not None and progress.num_documents >= limit)
 
     def _process(self, item: Item, result: Encoded | BadShard | EndOfShard) -> None:
         if isinstance(result, EndOfShard):
