@@ -111,17 +111,19 @@ def _of_files(source: Path, split: str) -> Tokens:
     if source.is_file():
         tokens = _read(source)
         cut = num_training_documents(tokens.size, VALIDATION_FRACTION)
-        found = [Chunk(source, 0, tokens[:cut]) if split == "train" else
-                 Chunk(source, cut, tokens[cut:])]
-    else:
-        paths = (path for path in source.glob("*.bin")
-                 if name in path.stem.replace("-", "_").split("_"))
-        found = [Chunk(path, 0, _read(path)) for path in sorted(without_links_out(paths, source))]
-    if not found:
+        chunk = (Chunk(source, 0, tokens[:cut]) if split == "train" else
+                 Chunk(source, cut, tokens[cut:]))
+        return Tokens([chunk], chunk.tokens.nbytes, source.name)
+    named = (path for path in source.glob("*.bin")
+             if name in path.stem.replace("-", "_").split("_"))
+    paths = sorted(without_links_out(named, source))
+    if not paths:
         raise UserError(f"{source}: no {name}.bin or *_{name}_*.bin; wanted the token files of"
                         " nanoGPT or llm.c")
-    return Tokens(found, sum(chunk.tokens.nbytes for chunk in found),
-                  ", ".join(chunk.path.name for chunk in found))
+    num_bytes = sum(_read(path).nbytes for path in paths)  # checks all before anything is written
+    # One at a time: each file that is mapped into memory is an open one.
+    return Tokens((Chunk(path, 0, _read(path)) for path in paths), num_bytes,
+                  ", ".join(path.name for path in paths))
 
 
 def _read(path: Path) -> np.ndarray:

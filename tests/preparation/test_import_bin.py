@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,19 @@ def test_a_single_file_is_divided_by_its_tokens(tmp_path: Path) -> None:
     tokens = tokens_in(tmp_path / "out")
     assert tokens["train"].tolist() == TOKENS[:990].tolist()
     assert tokens["validation"].tolist() == TOKENS[990:].tolist()
+
+
+def test_more_files_than_may_be_open_are_imported(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"val.bin": TOKENS.tobytes()} | {
+        f"fineweb_train_{i:06}.bin": TOKENS[i:i + 1].tobytes() for i in range(200)})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (
+            len(list(Path("/proc/self/fd").iterdir())) + 100, limits[1]))
+        import_tokens([source], tmp_path / "out", "bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert tokens_in(tmp_path / "out")["train"].tolist() == TOKENS[:200].tolist()
 
 
 def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
