@@ -105,16 +105,15 @@ class Beside:
     def _work(self) -> None:
         while True:
             self._requests.get()
-            self._failure = self._run()
+            if launch := self._launch:
+                self._failure = self._run(launch)
             if self._nothing_more:
                 self._launch = None
             self._requests.task_done()
 
-    def _run(self) -> str:
+    def _run(self, launch: Callable[[], subprocess.Popen[Any]]) -> str:
         """Run the process to its end; return how it failed, "" if it did not or has said so."""
-        launch, has_said_why = self._launch, False  # the notes may have been popped
-        if launch is None:
-            return ""
+        has_said_why = False  # the notes may have been popped
         try:
             with launch() as process:
                 self._process = process

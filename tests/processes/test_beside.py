@@ -117,10 +117,12 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> Non
     assert finish(process) == "its process was ended by signal 9 (Killed)"
 
 
+@pytest.mark.parametrize(("status", "failure"), [(0, ""), (5, "ended with status 5")])
 def test_after_the_last_one_has_been_told_the_end_no_other_one_is_started(
-    tmp_path: Path
+    tmp_path: Path, status: int, failure: str
 ) -> None:
-    scripts = Scripts(tmp_path, "exit 3", "touch second; read word; test $word = end", "exit 4")
+    scripts = Scripts(tmp_path, "exit 3", "touch second; read word; test $word = end && exit "
+                      f"{status}", "exit 4")
     process = Beside("tracker", scripts)
     process.start()
     assert finish(process) == "ended with status 3"
@@ -128,7 +130,7 @@ def test_after_the_last_one_has_been_told_the_end_no_other_one_is_started(
     wait_for(tmp_path / "second")
     process.start()
     process.tell_end()
-    assert finish(process) == "" and len(scripts.started) == 2
+    assert finish(process) == failure and len(scripts.started) == 2
 
 
 def struck_pid(marks: Path) -> int:
