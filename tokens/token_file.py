@@ -26,6 +26,8 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():  # such as a pipe, which could block
+            raise UserError(f"{path}: is not a file; delete it and prepare or download the dataset")
         try:
             check_tensor_header(path)
             self._file = safe_open(path, framework="numpy")

@@ -103,6 +103,13 @@ def test_missing_damaged_and_other_token_files(
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_what_could_block_is_no_token_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.safetensors"
+    path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="train.safetensors: is not a file; delete it"):
+        TokenFile(path)
+
+
 def opened(workplace: Workplace, *, world_size: int = 1, model: dict | None = None,
            train: dict | None = None) -> RunData:
     """Open the dataset of a new run."""
