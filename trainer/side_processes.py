@@ -15,7 +15,14 @@ from typing import IO, Any
 import torch
 
 from basics.checkpoint_files import read_identity
-from basics.errors import FAILED, STOP_SIGNALS, UserError, one_line, print_line
+from basics.errors import (
+    FAILED,
+    STOP_SIGNALS,
+    UserError,
+    drop_unwritable_output,
+    one_line,
+    print_line,
+)
 from basics.failpoints import failpoint
 from checkpointing import best_of, list_checkpoints
 from processes import beside
@@ -178,6 +185,7 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     record_when_done(run, None)
     failpoint("when-done")
     print_line(f"when-done: running {one_line(command)}")
+    drop_unwritable_output()  # else the command fails where it prints
     began = time.monotonic()
     status, stopped_by = run_command(command, run_facts(run, summary))
     record_when_done(run, status)

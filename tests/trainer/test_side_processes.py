@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,21 @@ def test_it_runs_after_the_end_of_the_run_or_its_budget_until_it_succeeds_on_ran
     assert lines[:2] == ["when-done: running echo hello", "hello"]
     assert lines[2].startswith("when-done: ended with status 0 after ")
     assert summary_of(run.run_dir) == ended | {"when_done": {"status": 0}}
+
+
+def test_a_command_that_prints_succeeds_where_the_disk_of_the_log_is_full(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, full = os.dup(1), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))
+    try:
+        run = run_after(workplace, ENDED, "echo hello")
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(full)
+    assert summary_of(run.run_dir)["when_done"] == {"status": 0}
 
 
 def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
