@@ -97,7 +97,7 @@ class BackgroundSaver:
             wait([write], timeout=POLL_SECONDS)
             sizes = []
             with suppress(OSError):  # a file was renamed or removed meanwhile
-                sizes = [path.stat().st_size for path in self._checkpoints_dir.rglob("*")]
+                sizes = [path.lstat().st_size for path in self._checkpoints_dir.rglob("*")]
             if sizes != seen:
                 seen = sizes
                 self._heartbeat()
