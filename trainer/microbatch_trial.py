@@ -40,8 +40,6 @@ TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, result_path, prefet
 # DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
 STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: ranks may compile for different times
-
-
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
 
 

@@ -80,9 +80,9 @@ class Stop:
             self.reason = StopReason(SIGNAL, STOP_SIGNALS[number])
             self._watchdog.note_stop(number)  # it may not have heard of it yet
         elif is_spent:
-            _, spent = nearest_limit(self._config, self._clock)
-            self.reason = StopReason(BUDGET, f"{spent}; the rest is a reserve, too small for the"
-                                             " next steps and a checkpoint")
+            left, spent = nearest_limit(self._config, self._clock)
+            reserve = "; the rest is a reserve, too small for the next steps and a checkpoint"
+            self.reason = StopReason(BUDGET, spent + (reserve if left > 0 else ""))
         return bool(number or is_spent)
 
     def is_validation_due(self, global_step: int) -> bool:
