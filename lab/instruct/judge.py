@@ -93,6 +93,8 @@ class Judgements:
         """
         self.path = path
         try:
+            if path.exists() and not path.is_file():  # to read a pipe could wait without end
+                raise OSError("is not a plain file")
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}; name another file"
@@ -101,7 +103,7 @@ class Judgements:
             raise UserError(f"{path}: line 1 is not a judgement; name another file with --output")
         self._by_key = {}
         for line in content.splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError, LookupError, TypeError):
                 judgement = json.loads(line)
                 self._by_key[judgement["key"]] = judgement["scores"]
         self._is_cut = content[-1:] not in (b"", b"\n")

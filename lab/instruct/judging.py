@@ -6,6 +6,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from typing import Any
 
 import requests
 from pydantic import HttpUrl, ValidationError
@@ -33,6 +34,12 @@ NOT_THERE = (ValueError, LookupError, TypeError, RecursionError)  # reading a pa
 
 class Repeats(Retry):
     """When a request is repeated; the pause that a server asks for has a limit."""
+
+    def increment(self, *args: Any, **given: Any) -> Retry:
+        later = super().increment(*args, **given)
+        if response := given.get("response"):
+            response.close()  # a repeat would read all of its body first, without any limit
+        return later
 
     def parse_retry_after(self, retry_after: str) -> float:
         with suppress(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import threading
@@ -163,6 +164,7 @@ def test_failed_questions_are_counted_left_out_and_retried_later(
     ("junk", "no JSON object", 3), ("brackets", "no JSON object", 3),
     ("deep", "no JSON object", 3), ("large", "no JSON object", 3),
     ("packed", "no JSON object", 3), ("list", "no JSON object", 3),
+    ("endless", "status 500", 6),
     ("slow", "the judge did not answer in time", 1)])
 def test_no_judged_question_is_an_error(
     endpoint: Endpoint, files: list[str], monkeypatch: pytest.MonkeyPatch, kind: str, reason: str,
@@ -349,8 +351,10 @@ def test_an_output_that_cannot_be_used_is_an_error_before_any_request(
 ) -> None:
     before = (tmp_path / "alpha.json").read_bytes()
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing" / "b.jsonl")
+    os.mkfifo(tmp_path / "pipe")
     for name, message in (
-        ("alpha.json", "line 1 is not a judgement"), (".", "cannot be read: Is a directory"),
+        ("alpha.json", "line 1 is not a judgement"), (".", "is not a plain file"),
+        ("pipe", "is not a plain file"),
         ("nix/a.jsonl", "cannot be written"), ("nowhere", "cannot be written"),
         ("alpha.json/a.jsonl", "cannot be written")):
         assert message in error_line(judge(endpoint, *files, "--output", str(tmp_path / name)))

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -122,6 +122,12 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
                 for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\n" + b" " * 400:
                     self.wfile.write(bytes([byte]))
                     time.sleep(0.05)
+            elif kind == "endless":
+                self.send(500, b"", {"Content-Length": str(10**12), "Retry-After": "0.05"})
+                self.close_connection = True
+                with suppress(ConnectionError):  # the client reads no more
+                    while True:
+                        self.wfile.write(b" " * 2**16)
             elif kind == "quota":
                 self.refuse(429, "You exceeded your quota", code="insufficient_quota")
             elif kind.isdigit():
