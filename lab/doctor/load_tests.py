@@ -175,7 +175,7 @@ def check_load(load: Load) -> Checks:
         checks[PARTS[0]] = problem(f"cannot be imported: {load.how}", ADVICE["import"])
     elif load.how and not load.is_late:
         rank = load.failed_rank or 0
-        last = [part for part in PARTS if rank in load.begun[part]][-1]
+        last = [PARTS[0], *(part for part in PARTS if rank in load.begun[part])][-1]
         checks[last] = problem(f"stopped on rank {rank}: {load.how}",
                                ADVICE.get(last, OTHER_MACHINE))
     return checks

@@ -150,6 +150,8 @@ STOPPED = {  # the last part that was begun, GPUs, the end: the verdict, and par
     "hangs while it looks for GPUs": ("PyTorch", 1, LATE, PROBLEM, "after 20 s"),
     "crashes": ("matrix products", 1, {"how": "killed by SIGBUS", "failed_rank": 0}, PROBLEM,
                 "stopped on rank 0: killed by SIGBUS"),
+    "crashes before it reports": ("PyTorch", 1, {"how": "killed by SIGKILL", "failed_rank": 1},
+                                  PROBLEM, "stopped on rank 1: killed by SIGKILL"),
     "is on a CPU": ("matrix products", 0, LATE, WARNING, "within 40 s"),
     "imports slowly": ("", 1, LATE, WARNING, "within 40 s"),
 }
