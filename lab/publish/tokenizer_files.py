@@ -32,8 +32,8 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
     else:
         vocabulary, merges = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}, []
     write_json(directory / "tokenizer.json",
-                _pipeline(vocabulary, merges, END_OF_TEXT_IDS[tokenizer_name],
-                          splits_words=tokenizer_name == "gpt2"))
+               _pipeline(vocabulary, merges, END_OF_TEXT_IDS[tokenizer_name],
+                         splits_words=tokenizer_name == "gpt2"))
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     write_json(directory / "special_tokens_map.json", special)
     write_json(directory / "tokenizer_config.json", special | {

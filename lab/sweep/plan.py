@@ -105,7 +105,7 @@ class Sweep:
                                        Variant(changes=changes, is_stack=is_stack)))
 
     def with_seeds(self, num_seeds: int) -> Sweep:
-        """Return the sweep with at least this number of seeds. Raises: UserError: too many."""
+        """Return the sweep with at least this number of seeds."""
         return self._planned(num_seeds=max(num_seeds, self.plan.num_seeds))
 
     def _planned(self, **changes: Any) -> Sweep:

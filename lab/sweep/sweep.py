@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--range", "ranges", multiple=True, metavar="KEY=VALUE,VALUE...",
               help="One variant for each value of a key. A curve is fitted to 3 values or more,"
                    " the baseline's included.")
-@click.option("--seeds", type=click.IntRange(min=1), metavar="N",
+@click.option("--seeds", type=click.IntRange(1, 1000), metavar="N",
               help="Train each variant with N seeds: the base's random_seed and the next ones."
                    "  [default: 1]")
 @click.option("--stack", is_flag=True,

@@ -26,7 +26,7 @@ from tests.support.tokenizers import TEXTS
 from tests.support.workplace import Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.batches import byte_lengths
-from tokens.tokenizer import FileTokenizer, choose_tokenizer
+from tokens.tokenizer import choose_tokenizer
 from trainer.models import LoadedModel, load_model
 
 WORDS = ["the cat sat", "on the mat", "naïve 🎉 café", "and the hat", "它是它的", "it's 1234"]
@@ -148,10 +148,6 @@ def train_both(root: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Workplace:
     root = made_once(tmp_path_factory, "own-tokenizer", train_both)
     return Workplace(shutil.copytree(root, tmp_path / "workplace", symlinks=True))
-
-
-def tokenizer_of(workplace: Workplace) -> FileTokenizer:
-    return choose_tokenizer(str(workplace.root / "own")).load()
 
 
 def target_of(workplace: Workplace, name: str = "own") -> LoadedModel:
