@@ -67,10 +67,11 @@ class ProgressDisplay:
         if self._bar.disable and now - self._last_line > LINE_INTERVAL:
             self._last_line = now
             total = self._bar.total
-            left = (now - self._started) / max(done - self._first, 1) * (total - done)
+            left = "?" if done == self._first else tqdm.format_interval(
+                (now - self._started) / (done - self._first) * (total - done))
             ratio = f"{done:,} of {total:,} documents" if self._limit else (
                 f"{gb(done)} of {gb(total)}")
-            print_error(f"{ratio}, {text}, {tqdm.format_interval(left)} left")
+            print_error(f"{ratio}, {text}, {left} left")
 
 
 def left_out(progress: Progress) -> str:

@@ -11,7 +11,7 @@ import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +155,9 @@ def text_tasks(paths: Sequence[Path], root: Path, cuts: Cuts = "any") -> Iterato
             small, size = [*small, path], size + num_bytes
             continue
         try:
-            yield from _texts(_file_pieces(path), cuts, path)
+            for task in _texts(_file_pieces(path), cuts, path):
+                yield replace(task, source_bytes=sum(
+                    len(piece.text.encode()) for piece in task.texts))
         except OSError as error:
             raise BadShard(_reason(path, error)) from None
     if small:
@@ -270,7 +272,7 @@ def parquet_tasks(path: Path, text_column: str, cuts: Cuts = "any") -> Iterator[
 
 
 def _texts(pieces: Iterator[Piece], cuts: Cuts, path: Path,
-           source_bytes: int = 0) -> Iterator[Task]:
+           source_bytes: int = 0) -> Iterator[Texts]:
     batch: list[Piece] = []
     size = 0
     for piece in joined(pieces, cuts, name=str(path)):

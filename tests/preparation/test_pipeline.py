@@ -23,6 +23,7 @@ from safetensors.numpy import load_file
 from basics.errors import UserError
 from preparation import pipeline, progress_display
 from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.reading import Texts
 from preparation.sources import find_documents
 from preparation.token_stream import TokenFileWriter, num_training_documents
 from tests.support.markdown import HOSTILE, active_parts
@@ -189,6 +190,15 @@ def test_progress_is_a_bar_or_plain_lines(
     assert terminal.getvalue().startswith("continuing after document 20\n")
     assert re.search(rf"100%\|.*\| {after}.* \[.*<.*, 0 M tokens, \d+\.\d\d M tokens/s\]",
                      terminal.getvalue())
+
+
+def test_without_progress_no_time_left_is_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_display, "LINE_INTERVAL", -1)
+    monkeypatch.setattr("preparation.sources.Texts", lambda texts, *_: Texts(texts, 1))
+    prepare_dataset(texts_source(["a" * 2000, "b"]), tmp_path / "out", BYTES)
+    assert re.search(r"^0.00 kB of 2.00 kB, .* \? left$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_documents_without_text_are_counted(tmp_path: Path) -> None:

@@ -220,3 +220,15 @@ def test_a_truncated_compressed_file_is_an_error(tmp_path: Path, suffix: str) ->
     path.write_bytes(whole[:len(whole) // 2])
     with pytest.raises(BadShard, match=f"a.jsonl{suffix}: damaged or cannot be read"):
         list(json_tasks(path, "text"))
+
+
+def test_the_tasks_of_a_large_text_file_say_how_much_of_it_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(reading, "TASK_BYTES", 1000)
+    monkeypatch.setattr(cutting, "LARGE_DOCUMENT", 64)
+    path = tmp_path / "a.txt"
+    path.write_text("naïve words, " * 999)
+    sizes = [task.source_bytes for task in text_tasks([path], tmp_path)]
+    assert sum(sizes) == path.stat().st_size and max(sizes) < path.stat().st_size / 5
