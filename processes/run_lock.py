@@ -209,7 +209,7 @@ def announce(run_dir: Path) -> None:
     The process that starts torchrun does it for its children, but for those of a restart.
     """
     is_begun = EARLIER in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    is_odd = os.path.lexists(run_dir / HEARTBEAT) and not read_heartbeat(run_dir)  # refused later
+    is_odd = os.path.lexists(run_dir / HEARTBEAT) and not read_heartbeat(run_dir)  # or damaged
     if not (_beginning or is_begun or is_odd):
         with suppress(OSError):  # a full disk is reported by what needs it more
             os.environ[EARLIER] = str(max(_seconds_in(run_dir / HEARTBEAT),
