@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from basics.errors import DISK_FULL, UserError, cannot_be_written, one_line
+from basics.errors import DISK_FULL, UserError, cannot_be_written, one_line, print_error
 from basics.files import write_atomically
 from preparation.card import token_metadata, write_card
 from preparation.cutting import BadShard
@@ -37,7 +37,7 @@ from preparation.journal import (
 from preparation.parts import Part, share_of, write_part
 from preparation.progress_display import ProgressDisplay
 from preparation.reading import TASK_BYTES
-from preparation.sources import Shard, Source
+from preparation.sources import FileShard, Shard, Source
 from preparation.token_stream import (
     DocumentTable,
     TokenFileWriter,
@@ -103,10 +103,13 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
 def _check_disk(source: Source, options: PrepareOptions, journal: Journal) -> None:
     """Refuse a disk that has certainly too little space for tokens or downloads."""
     shards = source.shards[journal.num_finished:]
-    num_bytes = 0.0
-    if options.max_documents is None:
-        num_bytes = LEAST_TOKEN_BYTES * sum(shard.num_bytes for shard in shards)
-    check_disk_space(journal.dir, num_bytes, "tokens")
+    num_bytes = LEAST_TOKEN_BYTES * sum(shard.num_bytes for shard in shards)
+    try:
+        check_disk_space(journal.dir, num_bytes * (options.max_documents is None), "tokens")
+    except UserError as error:
+        if not isinstance(shards[0], FileShard):  # such files may hold much besides the text
+            raise
+        print_error(one_line(f"warning: {error} (less if the files hold more than text)"))
     if source.raw_dir is not None:
         try:
             source.raw_dir.mkdir(parents=True, exist_ok=True)

@@ -149,6 +149,20 @@ def test_a_too_small_disk_is_reported_before_anything_is_written(
     prepare_dataset(source, tmp_path / "out", BYTES)
 
 
+def test_files_that_may_hold_more_than_text_are_not_refused_for_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json.dumps({"text": "a", "image": "x" * 99_000}) + "\n"
+                                    + json.dumps({"text": "b"}) + "\n")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3000))
+    prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    assert "warning: " in (line := capsys.readouterr().err) and line.count("\n") == 1
+    assert "3.00 kB free; tokens need 19.8 kB or more" in line
+    assert "(less if the files hold more than text)" in line
+
+
 def test_after_a_full_disk_the_same_call_continues(
     tmp_path: Path, monkeypatch
 ) -> None:
