@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +53,7 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
         check_gguf(target)
     work_dir = _work_dir(output_dir)
     new_dir, old_dir = work_dir / "new", work_dir / "old"
-    with locked(work_dir, is_temporary=True, busy=(
-            f"{output_dir}: another lab publish or lab tune is writing it; wait for its end")):
-        put_back(output_dir)
+    with _locked(output_dir):
         try:
             for leftover in (new_dir, old_dir):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -74,6 +73,12 @@ def _work_dir(output_dir: Path) -> Path:
     return output_dir.with_name(f".{output_dir.name}.ddp-train-export")
 
 
+def _locked(output_dir: Path) -> AbstractContextManager[None]:
+    """Let one command at a time write an export."""
+    return locked(_work_dir(output_dir), is_temporary=True, busy=(
+        f"{output_dir}: another lab publish or lab tune is writing it; wait for its end"))
+
+
 def _replace(output_dir: Path, new_dir: Path, old_dir: Path) -> None:
     """Replace an export, so that a power loss leaves the earlier one or the new one whole."""
     for path in (*new_dir.iterdir(), new_dir):
@@ -87,10 +92,15 @@ def _replace(output_dir: Path, new_dir: Path, old_dir: Path) -> None:
 
 
 def put_back(output_dir: Path) -> None:
-    """Put back an earlier export that a kill left under another name while it was replaced."""
+    """Put back an earlier export that a kill left under another name while it was replaced.
+
+    Raises:
+        UserError: another command replaces it at this moment.
+    """
     old_dir = _work_dir(output_dir) / "old"
     if is_export(old_dir) and not output_dir.exists():
-        old_dir.rename(output_dir)
+        with _locked(output_dir), suppress(OSError):  # nothing is lost: it keeps its other name
+            old_dir.rename(output_dir)
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:

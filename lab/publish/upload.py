@@ -25,7 +25,7 @@ from preparation.hub import ask_hub
 from run_config import load_run
 from tokens.token_file import TokenFile
 from tokens.tokenizer import TOKENIZER_FILE
-from trainer.models import HUB_NAME, is_run, load_model
+from trainer.models import HUB_NAME, TRIES, is_run, load_model
 
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")
 TEXTS = (TOKENIZER_FILE, "README.md")
@@ -82,14 +82,20 @@ def export_model(request: Request) -> Upload:
         request.runs_dir / request.source / "export" if of_run else source)
     output_dir = output_dir.absolute()
     check_output(output_dir)
-    target = load_model(request.source if of_run else str(source), runs_dir=request.runs_dir,
-                        checkpoint_name=request.checkpoint, device=torch.device("cpu"))
-    if of_run:
-        card, charts_dir, template = model_card(target, request), target.run.run_dir, None
-    else:  # once more, with what the command line adds to it
-        card, charts_dir = changed_card(source / "README.md", request), source
-        template = found_object(source / "tokenizer_config.json").get("chat_template")
-    write_export(target, output_dir, card, Extras(charts_dir, template, request.with_gguf))
+    for tries_left in reversed(range(TRIES)):
+        target = load_model(request.source if of_run else str(source), runs_dir=request.runs_dir,
+                            checkpoint_name=request.checkpoint, device=torch.device("cpu"))
+        if of_run:
+            card, charts_dir, template = model_card(target, request), target.run.run_dir, None
+        else:  # once more, with what the command line adds to it
+            card, charts_dir = changed_card(source / "README.md", request), source
+            template = found_object(source / "tokenizer_config.json").get("chat_template")
+        try:
+            write_export(target, output_dir, card, Extras(charts_dir, template, request.with_gguf))
+            break
+        except UserError:  # the run may train, and have removed the checkpoint and its tokenizer
+            if not tries_left or target.checkpoint is None or target.checkpoint.path.is_dir():
+                raise
     return Upload(output_dir, sorted(path.name for path in output_dir.iterdir()), "model")
 
 

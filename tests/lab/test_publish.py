@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +22,18 @@ from basics import failpoints
 from basics.directory_lock import lock_directory
 from basics.errors import UserError
 from checkpointing import Snapshot, find_checkpoint, list_checkpoints, prune, save_checkpoint
-from lab.publish import export
+from lab.publish import export, upload
 from lab.publish.export import Extras, write_export
 from lab.publish.tokenizer_files import write_tokenizer_files
 from tests.support.lab_cli import error_line, publish, succeeded
 from tests.support.models import random_model
+from tests.support.tokenizers import write_tokenizer
 from tests.support.tuning import add_tunable_run, tune
 from tests.support.upload_server import UploadHub, taking_uploads
 from tests.support.workplace import Workplace, run_command
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
-from tokens.tokenizer import load_tokenizer
+from tokens.tokenizer import choose_tokenizer, load_tokenizer
 from trainer import models
 from trainer.models import LoadedModel, load_model
 
@@ -354,6 +356,35 @@ def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(
     content[-1] ^= 1
     (newest.path / "model.safetensors").write_bytes(content)
     assert "has changed since it was written" in error_line(publish(trained, *command))
+
+
+def test_a_tokenizer_that_is_removed_after_the_weights_were_read_is_read_again(
+    trained: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints_dir = trained.runs_dir / "tiny/checkpoints"
+    newest = list_checkpoints(checkpoints_dir)[-1]
+    own = write_tokenizer(tmp_path / "own", vocab_size=257)
+    weights, exported = load_file(newest.path / "model.safetensors"), []
+
+    def save(number: int) -> None:
+        save_checkpoint(checkpoints_dir, Snapshot(weights, {}), newest.meta.model_copy(update={
+            "global_step": newest.meta.global_step + number,
+            "tokenizer": choose_tokenizer(str(own)).name,
+            "tokenizer_file": (own / "tokenizer.json").read_bytes()}))
+
+    def go_on_and_write(target: LoadedModel, *arguments: Any) -> Path:
+        exported.append(target.checkpoint.name)
+        if len(exported) == 1:
+            save(2)
+            shutil.rmtree(target.checkpoint.path)
+        return write_export(target, *arguments)
+
+    save(1)
+    monkeypatch.setattr(upload, "write_export", go_on_and_write)
+    succeeded(publish(trained, "tiny", "--checkpoint", "latest"))
+    assert len(set(exported)) == 2
+    assert (trained.runs_dir / "tiny/export/tokenizer.json").read_bytes() == (
+        own / "tokenizer.json").read_bytes()
 
 
 def test_an_export_can_be_fine_tuned(trained: Workplace, tmp_path: Path) -> None:
