@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass, field
 
 from rich.box import Box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
@@ -58,32 +59,34 @@ class Table:
     def terminal(self, width: int) -> str:
         """Format the table for `width` characters; wider if even its least widths are too much."""
         shown, hidden = dict(enumerate(self.columns)), []
-        least = {place: self._least_width(place) for place in shown}
+        whole = {place: max(map(cell_len, [*column.head.split("\n"), *(
+            visible(row[place]) for row in self.rows)])) for place, column in shown.items()}
+        widths = {place: min(whole[place], column.min_width or whole[place])
+                  for place, column in shown.items()}
         places = {column.key: place for place, column in shown.items()}
         for key in self.hidden_first:
-            if sum(least[place] + GAP for place in shown) - GAP > width and key in places:
+            if sum(widths[place] + GAP for place in shown) - GAP > width and key in places:
                 del shown[places[key]]
                 hidden.append(key)
+        rest = max(0, width + GAP - sum(widths[place] + GAP for place in shown))
+        wrapped = sorted((place for place in shown if widths[place] < whole[place]),
+                         key=lambda place: whole[place] - widths[place])
+        for count, place in zip(range(len(wrapped), 0, -1), wrapped, strict=True):
+            more = min(whole[place] - widths[place], rest // count)
+            widths[place], rest = widths[place] + more, rest - more
         grid = Grid(box=RULED, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
         for place, column in shown.items():
             grid.add_column(Text(column.head), justify=column.align, vertical="top",
-                            no_wrap=not column.min_width, min_width=least[place], overflow="fold")
+                            no_wrap=not column.min_width, width=widths[place], overflow="fold")
         for row in self.rows:
             grid.add_row(*(Text(visible(row[place])) for place in shown))
-        console = Console(file=io.StringIO(), color_system=None, width=max(
-            width, sum(least[place] + GAP for place in shown)))
+        console = Console(file=io.StringIO(), color_system=None, height=1, width=max(
+            width, sum(widths[place] + GAP for place in shown)))
         console.print(grid)
         notes = [*self.notes, *([f"hidden columns: {', '.join(hidden)}; use --csv or a wider"
                                  " terminal"] if hidden else [])]
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
         return "\n".join([*lines, *(["", *notes] if notes else [])])
-
-    def _least_width(self, place: int) -> int:
-        """Return the characters of a column's longest line, or those that it can be wrapped to."""
-        column = self.columns[place]
-        whole = max(map(len, [*column.head.split("\n"),
-                              *(visible(row[place]) for row in self.rows)]))
-        return min(whole, column.min_width or whole)
 
     def markdown(self) -> str:
         """Format the table in Markdown; special characters in cells are escaped."""

@@ -19,6 +19,7 @@ from click.testing import Result
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from playwright.sync_api import sync_playwright
+from rich.cells import cell_len
 
 from basics.errors import UserError
 from lab.compare import charts as comparison_charts
@@ -28,6 +29,7 @@ from lab.compare.comparison import Comparison, compare
 from lab.compare.results import PUBLISHED_PATH, find_results, read_published
 from lab.compare.rows import Row
 from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
+from lab.table import Column, Table
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.markdown import HOSTILE as HOSTILE_TEXT
@@ -465,6 +467,16 @@ def test_texts_are_escaped_in_markdown_html_and_csv(runs: Runs) -> None:
     row.settings, row.figures = {"=1+": "x"}, row.figures | {"train_loss": -0.5}
     (cells,) = csv.DictReader(io.StringIO(csv_of(values_of(comparison))))
     assert (cells["differs"], cells["train_loss"]) == ("'=1+=x", "-0.5")  # no formula; a number
+
+
+@pytest.mark.parametrize("width", range(56, 130, 7))
+def test_wrapped_columns_of_any_width_leave_room_for_all_figures(width: int) -> None:
+    table = Table([Column("run", "left", 20), Column("differences", "left", 28), Column("loss")],
+                  [["name " * 20, "x=1 " * 30, "12345"], ["日本語" * 12, "y" * 80, "-"]])
+    heads, _, first, *others = table.terminal(width).splitlines()
+    assert heads.endswith("  loss") and first.endswith("  12345")
+    assert all(cell_len(line) <= max(width, 57) for line in [heads, first, *others])
+    assert sum(line.count("name") for line in [first, *others]) == 20
 
 
 @pytest.mark.parametrize("width", [100, 250])
