@@ -142,6 +142,7 @@ def _open_trackio(name: str, config: dict[str, Any], output_dir: Path | None) ->
 
 def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> Online:
     """Nothing is sent beside the records and configs: no code, no git state, no machine."""
+    os.environ["WANDB_SILENT"] = "true"  # else, without a key, it asks for one in a terminal
     import wandb
 
     settings |= {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,7 +41,7 @@ from tests.support.trackers import (
     track,
     tracked_run,
 )
-from tests.support.workplace import Workplace
+from tests.support.workplace import PROJECT_DIR, Workplace
 
 REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
 
@@ -161,6 +164,22 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, value)
     yield
     assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
+
+
+def test_without_a_key_wandb_does_not_ask_in_a_terminal(
+    offline: None, workplace: Workplace
+) -> None:
+    add_records(tracked_run(workplace, "wandb"), 0)
+    terminal, its_end = os.openpty()
+    try:
+        exported = subprocess.run(
+            [sys.executable, "-m", "lab", "export-metrics", "tiny", "--to", "wandb", "--runs-dir",
+             str(workplace.runs_dir)], cwd=PROJECT_DIR, stdin=its_end, stderr=its_end,
+            stdout=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(its_end)
+        os.close(terminal)
+    assert exported.returncode == 0 and exported.stdout == "wandb: 1 record added\n"
 
 
 def kept(run: Run, tmp_path: Path) -> Values:
