@@ -165,7 +165,8 @@ def _plot_curves(panels: dict[str, list[tuple[Row, str, Any, Any]]], figure: Fig
 
     shape, size = ((2, 2), (12, 9)) if len(panels) == 4 else ((1, len(panels)), (12, 5.6))
     figure.set_size_inches(*size)
-    names = list(dict.fromkeys(row.short_name for curves in panels.values() for row, *_ in curves))
+    names = {id(row): row.short_name for curves in panels.values() for row, *_ in curves}
+    places = {each: place for place, each in enumerate(names)}  # long names may begin alike
     for axes, (label, curves) in zip(figure.subplots(*shape, sharey=True, squeeze=False).flat,
                                      panels.items(), strict=True):
         axes.set_xlabel(label)
@@ -174,12 +175,12 @@ def _plot_curves(panels: dict[str, list[tuple[Row, str, Any, Any]]], figure: Fig
             style: dict[str, Any] = {"linewidth": 1, "alpha": 0.5} if key == "train_loss" else {
                 "linewidth": 2.5, "markersize": 4,
                 "marker": "o" if len(y) <= FEW_VALIDATIONS else None}
-            axes.plot(x, y, color=f"C{names.index(row.short_name) % 10}", path_effects=[], **style)
+            axes.plot(x, y, color=f"C{places[id(row)] % 10}", path_effects=[], **style)
         if max(x.max() for _, _, x, _ in curves) >= 1000:  # smaller x would have an m, read as M
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.axes[0].set_ylim(*loss_limits(y for *_, y in next(iter(panels.values()))))
     figure.suptitle("training (thin, smoothed) and validation (bold)")
-    for place, name in enumerate(names[:MAX_NAMES]):
+    for place, name in enumerate([*names.values()][:MAX_NAMES]):
         is_last = place == MAX_NAMES - 1 and len(names) > MAX_NAMES
         figure.axes[0].plot([], [], color=f"C{place % 10}", linewidth=2.5,
                             label=f"and {len(names) - place} more" if is_last

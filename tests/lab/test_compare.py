@@ -370,6 +370,17 @@ def test_charts_can_be_drawn_with_hostile_records(
     assert len(written) == 3
 
 
+def test_runs_whose_long_names_begin_alike_have_their_own_colors(runs: Runs) -> None:
+    for end in "ab":
+        runs.add("long" * 15 + end, train={"learning_rate": 0.1 + (end == "b")})
+    figure = Figure()
+    comparison_charts._plot_curves(comparison_charts._curves(runs.compare().rows), figure)
+    colors = [line.get_color() for line in figure.axes[0].lines
+              if line.get_label().startswith("long")]
+    assert colors == ["C0", "C1"]
+    assert {line.get_color() for line in figure.axes[1].lines} == {"C0", "C1"}
+
+
 def test_published_rows_are_marked_and_have_their_figures(runs: Runs) -> None:
     runs.add("mine")
     comparison, rows = runs.compare(published=True), runs.csv("--published")
