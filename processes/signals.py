@@ -114,5 +114,6 @@ class StopSignals:
 
     def release(self) -> None:
         """Let stop signals end this process again. Call it in the main thread."""
+        signal.set_wakeup_fd(-1)  # later signals must not go to a socket that is closed by then
         for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)

@@ -30,6 +30,7 @@ def test_sighup_stops_a_run_but_stays_ignored_under_nohup(under_nohup: bool) -> 
         signals.release()
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert is_ignored is under_nohup
+        assert signal.set_wakeup_fd(-1) == -1  # nothing writes to a socket that is closed later
     finally:
         signal.set_wakeup_fd(-1)
         for number, handler in before.items():
